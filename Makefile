@@ -1,0 +1,47 @@
+# make train | test | lint | bench | clean
+# Each target makes its own environment in .venv on first use; a second run starts at once.
+
+PYTHON ?= python3
+# Installed by itself and first. A plain `torch` on Linux may bring a CUDA build of several GB: where your
+# index serves that, ask for the CPU build, for example
+#   make train TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+TORCH ?= torch==2.13.0
+# Further options of the training run: make train ARGS="--layers 12 --steps 500"
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+RUN_READY := $(VENV)/.ready-to-run
+DEV_READY := $(VENV)/.ready-to-develop
+TORCH_IN_RANGE = $(BIN)/python -c "import torch; v = tuple(map(int, torch.__version__.split('.')[:2])); raise SystemExit(not (2, 11) <= v < (2, 15))"
+
+.PHONY: train test lint bench clean
+
+train: $(RUN_READY)
+	$(BIN)/relay train $(ARGS)
+
+test: $(DEV_READY)
+	$(BIN)/python -m pytest
+
+lint: $(DEV_READY)
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict hal
+
+bench: $(RUN_READY)
+	$(BIN)/python benchmarks/overhead.py
+
+clean:
+	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps are written last, so an interrupted set-up is simply taken up again.
+$(RUN_READY): pyproject.toml
+	@echo "Setting up $(VENV) (once; a few minutes at most) ..."
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(TORCH_IN_RANGE) 2>/dev/null || $(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet -e .
+	touch $@
+
+$(DEV_READY): $(RUN_READY)
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	touch $@

@@ -1,0 +1,64 @@
+"""The errors a device can raise: one class for each decision that a caller can take.
+
+They are few on purpose. Native errors (torch's, a driver's) are always chained (`raise ... from native`), never
+shown bare. Invariant: every error that leaves `hal` or a backend is a `HalError`, except programming errors
+(`TypeError`, `ValueError`) raised at the call that made them.
+"""
+
+from __future__ import annotations
+
+
+class HalError(RuntimeError):
+    """Something went wrong on a device or in reaching one. Base of all device errors."""
+
+
+class Unavailable(HalError):
+    """A device that was asked for by name is not here. The message keeps the reason found by probing.
+
+    What to do: choose another device, or install what the reason names.
+    """
+
+
+class Unsupported(HalError):
+    """The device cannot do what a program asks: an op or a dtype it lacks. Raised at compile time.
+
+    What to do: run this segment on another device, or use another precision.
+    """
+
+    def __init__(self, message: str, *, op: str = "", dtype: str = "", device: str = "") -> None:
+        super().__init__(message)
+        self.op = op
+        self.dtype = dtype
+        self.device = device
+
+
+class OutOfMemory(HalError):
+    """An allocation would pass the capacity of a device or of the host.
+
+    `requested`, `in_use` and `capacity` are bytes. What to do: raise the capacity, or need less (fewer slots,
+    more micro-batches, stash on the host).
+    """
+
+    def __init__(self, what: str, requested: int, in_use: int, capacity: int, advice: str = "") -> None:
+        self.what = what
+        self.requested = requested
+        self.in_use = in_use
+        self.capacity = capacity
+        self.advice = advice
+        message = (
+            f"{what} does not fit: {requested:,} bytes requested, {in_use:,} in use, capacity {capacity:,}"
+            f" ({requested + in_use - capacity:,} bytes too many)."
+        )
+        super().__init__(f"{message} {advice}".rstrip())
+
+
+class CompileError(HalError):
+    """A program could not be made into a kernel. `log` holds the compiler's own output."""
+
+    def __init__(self, message: str, log: str = "") -> None:
+        super().__init__(f"{message}\n{log}".rstrip())
+        self.log = log
+
+
+class DeviceLost(HalError):
+    """The device stopped answering. What lives on the host is intact; what was on the device is gone."""

@@ -1,0 +1,98 @@
+"""The host: where the eager param-server keeps its state and runs its tasks.
+
+The host is a device too, for accounting: a ledger says, byte for byte, what each state costs. It is not the place
+of any optimizer's arithmetic. Invariant: memory handed out is in the ledger before it exists, so the ledger is
+never below what is held, and an allocation beyond the capacity raises `OutOfMemory` and leaves it unchanged.
+
+A backend may subclass `Host` to give page-locked memory or a virtual clock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hal.event import Event
+from hal.memory import MemoryAccount, MemoryUse, format_size
+from hal.worker import Worker
+
+
+class Ledger:
+    """Bytes on the host by state (such as `master weights`) and dtype."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[str, torch.dtype], int] = {}
+        self._lock = threading.Lock()
+
+    def add(self, state: str, dtype: torch.dtype, size: int) -> None:
+        """Count `size` more bytes (fewer, where it is negative)."""
+        with self._lock:
+            total = self._rows.get((state, dtype), 0) + size
+            if total:
+                self._rows[(state, dtype)] = total
+            else:
+                self._rows.pop((state, dtype), None)
+
+    def rows(self) -> list[tuple[str, torch.dtype, int]]:
+        """(state, dtype, bytes), in the order of first use."""
+        with self._lock:
+            return [(state, dtype, size) for (state, dtype), size in self._rows.items()]
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        with self._lock:
+            return sum(self._rows.values())
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        width = max([len(state) for state, _, _ in rows], default=5)
+        lines = [
+            f"{state:<{width}}  {str(dtype).removeprefix('torch.'):<8}  {size:>18,} B  {format_size(size):>10}"
+            for state, dtype, size in rows
+        ]
+        total = self.total
+        lines.append(f"{'total':<{width}}  {'':<8}  {total:>18,} B  {format_size(total):>10}")
+        return "\n".join(lines)
+
+
+class Host:
+    """Host memory with a ledger, and a queue of tasks.
+
+    With `worker` given, tasks run there, in order with whatever else it runs: a device that computes on the host's
+    own cores lends its compute queue, for two threads that each want all cores only slow each other down.
+    """
+
+    def __init__(self, capacity: int | None = None, worker: Worker | None = None) -> None:
+        self.ledger = Ledger()
+        self._account = MemoryAccount("the host", capacity)
+        self._own_worker = worker is None
+        self._worker = worker if worker is not None else Worker("host")
+
+    def alloc(self, count: int, dtype: torch.dtype, state: str) -> torch.Tensor:
+        """A flat tensor of `count` elements for that state, 64-byte aligned, uninitialised, in the ledger."""
+        size = count * dtype.itemsize
+        self._account.charge(size, f"{state} ({str(dtype).removeprefix('torch.')})")
+        self.ledger.add(state, dtype, size)
+        return torch.empty(count, dtype=dtype)
+
+    def free(self, tensor: torch.Tensor, state: str) -> None:
+        """Take a tensor of `alloc` out of the ledger. Its memory goes with its last reference."""
+        size = tensor.numel() * tensor.dtype.itemsize
+        self._account.release(size)
+        self.ledger.add(state, tensor.dtype, -size)
+
+    def run(self, task: Callable[[], None], wait: Sequence[Event] = (), label: str = "host task") -> Event:
+        """Run a task after the events of `wait`, in order with the tasks before it. Its error travels along."""
+        return self._worker.submit(task, wait, label)
+
+    def memory(self) -> MemoryUse:
+        """Bytes in use, peak and capacity."""
+        return self._account.use()
+
+    def close(self) -> None:
+        """Finish the queued tasks. Closing twice is harmless."""
+        if self._own_worker:
+            self._worker.close()

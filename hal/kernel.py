@@ -1,0 +1,88 @@
+"""Programs and kernels: what a device is asked to compute.
+
+A `Program` is a captured graph of ATen ops (`torch.fx`) with named, shaped inputs and outputs; it is data, the same
+for every device. A `Kernel` is what one device made of it. Neither says where the tensors live: that is bound at
+each `Queue.run`.
+
+Contract of a program
+  * The graph is functional: no op writes to its inputs. Its placeholders are `inputs` in order (then, when `draws`,
+    one more for the random key); it returns a tuple of tensors, `outputs` in order.
+  * Inputs and outputs are contiguous tensors of the given shapes and dtypes.
+  * `Port.accumulates` marks outputs that may be added to what the destination holds instead of replacing it
+    (gradients over micro-batches, gradients of a value with several uses). Whether they are is decided at each
+    run. The sum is destination + value, rounded once, in that order.
+  * An output with role BUFFER_UPDATE may be given the same memory as the input it replaces: a kernel writes it only
+    after every read of that input.
+  * Random ops are calls of `hal.random` with the key and an op number; nothing in a graph draws by itself.
+
+Contract of a kernel: it belongs to one device, may be run many times and on several queues of that device, and
+keeps no state between runs.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+
+class Role(enum.Enum):
+    """What a port is to the relay."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    VALUE = "value"
+    SEED = "seed"
+    PARAMETER_GRADIENT = "parameter gradient"
+    VALUE_GRADIENT = "value gradient"
+    BUFFER_UPDATE = "buffer update"
+
+
+@dataclass(frozen=True)
+class Port:
+    """One input or output. `index` says which parameter, buffer or value of the segment it is."""
+
+    role: Role
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    accumulates: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count * self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A captured computation. Two programs with equal `fingerprint` compute the same thing.
+
+    `constants` are the tensors that the graph's `get_attr` nodes name. `flops` counts multiplications and additions of matrix products and attention (2 a multiply-add), as
+    torch.utils.flop_counter does. `workspace` is the peak of bytes that live only inside a run (liveness of the
+    graph; inputs and outputs not counted, library internals not counted). `moved` is the bytes each op reads and
+    writes, summed, were nothing kept in a cache.
+    """
+
+    name: str
+    graph: fx.Graph = field(repr=False)
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    constants: dict[str, torch.Tensor] = field(repr=False)
+    draws: bool
+    flops: int
+    moved: int
+    workspace: int
+    fingerprint: str
+
+
+class Kernel:
+    """A program as one device runs it. Backends subclass it; the relay only passes it to `Queue.run`."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program

@@ -1,0 +1,62 @@
+"""Finding backends and opening devices by name.
+
+Backends register under the entry point group `relay.backends`; this file names none of them. Invariant: an
+explicit choice that fails is an error with its reason, never a silent change to another device.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
+
+from hal.device import Backend, Device, Probe
+from hal.errors import HalError, Unavailable
+
+GROUP = "relay.backends"
+
+
+def backends() -> tuple[dict[str, Backend], dict[str, str]]:
+    """The backends registered on this machine by name, and for those that do not load, the reason."""
+    found: dict[str, Backend] = {}
+    broken: dict[str, str] = {}
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        try:
+            found[point.name] = _load(point)
+        except Exception as failure:  # a third party's package may fail in any way; the others still work
+            broken[point.name] = f"its package does not load: {type(failure).__name__}: {failure}"
+    return found, broken
+
+
+def open(name: str, capacity: int | None = None) -> Device:
+    """Open a device by its string, such as `cpu` or `cuda:0`; `capacity` is a limit in bytes on its memory.
+
+    Raises Unavailable where there is no such backend or device, with what there is instead.
+    """
+    family, _, selector = name.partition(":")
+    points = {point.name: point for point in entry_points(group=GROUP)}
+    if family not in points:
+        known = ", ".join(sorted(points)) or "none: is the distribution installed?"
+        raise Unavailable(f"There is no device {name!r}: no backend is called {family!r}. Backends here: {known}.")
+    try:
+        backend = _load(points[family])
+    except Exception as failure:
+        raise Unavailable(f"The backend {family!r} does not load: {type(failure).__name__}: {failure}") from failure
+    return backend.open(selector, capacity)
+
+
+def devices() -> list[Probe]:
+    """What every backend finds on this machine: each device with its self-test, or the reason it is not there."""
+    found, broken = backends()
+    probes = [Probe(name, False, reason) for name, reason in broken.items()]
+    for name, backend in found.items():
+        try:
+            probes += backend.probe()
+        except Exception as failure:  # contract 10 forbids it; a stranger's backend may break it
+            probes.append(Probe(name, False, f"its probe raised {type(failure).__name__}: {failure}"))
+    return sorted(probes, key=lambda probe: probe.name)
+
+
+def _load(point: EntryPoint) -> Backend:
+    backend = point.load()()
+    if not isinstance(backend, Backend):
+        raise HalError(f"entry point {point.name!r} gives a {type(backend).__name__}, not a hal.device.Backend")
+    return backend

@@ -1,0 +1,200 @@
+"""The device slot: one layer-sized region of a device, and its life cycle.
+
+A slot holds one segment's parameters (and buffers) and its gradients, each one contiguous region whose address
+never changes. Its life is a circle: empty -> loading -> ready -> computing -> draining -> empty, each edge an
+event. The slot knows the hazards of its own memory and adds the waits itself, so that a schedule cannot forget
+them:
+
+  * a kernel waits for the load, and, if it writes gradients, for the drain of the gradients before it;
+  * a load waits for every kernel that still reads the parameters it overwrites;
+  * a drain waits for every kernel that writes the gradients.
+
+A slot does not decide which segment it holds, nor when.
+
+On a unified device nothing moves: the parameters are views of the host's own memory. The regions are accounted all
+the same, since they are what a device of its own would need.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hal.device import Buffer, Device, Queue, View
+from hal.event import Event
+from hal.kernel import Kernel
+from hal.random import RandomKey
+
+ALIGNMENT = 64
+"""Bytes: tensors in a flat region start at multiples of it (a cache line, and a SIMD vector)."""
+
+
+class SlotState(enum.Enum):
+    """Where a slot is in its life, by what was submitted last (the work itself may still be under way)."""
+
+    EMPTY = "empty"
+    LOADING = "loading"
+    READY = "ready"
+    COMPUTING = "computing"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True)
+class Field:
+    """One tensor in a flat region: `offset` in bytes."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def lay_out(tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> tuple[tuple[Field, ...], int]:
+    """Place tensors one after another, each aligned to ALIGNMENT. Returns the fields and the region's bytes."""
+    fields = []
+    offset = 0
+    for shape, dtype in tensors:
+        fields.append(Field(offset, shape, dtype))
+        size = dtype.itemsize
+        for extent in shape:
+            size *= extent
+        offset += -(-size // ALIGNMENT) * ALIGNMENT
+    return tuple(fields), offset
+
+
+@dataclass(frozen=True, eq=False)
+class SlotContent:
+    """What a slot can hold: one segment, as it lies on the host.
+
+    `pieces` are contiguous host tensors with the byte offset each goes to (one piece, one transfer); `tensors` are
+    the same memory as typed tensors, in the order of `fields`. `gradient_fields` is the layout of its gradients.
+    """
+
+    name: str
+    fields: tuple[Field, ...]
+    size: int
+    pieces: tuple[tuple[int, torch.Tensor], ...]
+    tensors: tuple[torch.Tensor, ...]
+    gradient_fields: tuple[Field, ...]
+    gradient_size: int
+
+
+class DeviceSlot:
+    """One slot. Sizes are in bytes and fixed; `load` decides what is in it."""
+
+    def __init__(self, device: Device, number: int, parameter_size: int, gradient_size: int) -> None:
+        self.number = number
+        self.state = SlotState.EMPTY
+        self.content: SlotContent | None = None
+        self.version = -1
+        self._device = device
+        self._parameters: Buffer = device.alloc(parameter_size, f"parameters of slot {number}")
+        try:
+            self._gradients: Buffer = device.alloc(gradient_size, f"gradients of slot {number}")
+        except BaseException:
+            self._parameters.free()
+            raise
+        self._views: dict[SlotContent, tuple[list[View], list[View]]] = {}
+        self._loaded: list[Event] = []
+        self._readers: list[Event] = []
+        self._drained: list[Event] = []
+        self.parameters: list[View] = []
+        self.gradients: list[View] = []
+
+    def load(self, content: SlotContent, version: int, queue: Queue, wait: Sequence[Event] = ()) -> list[Event]:
+        """Bring a segment in. `version` tells its contents apart in time; `wait` is what the host copy waits for.
+
+        Returns the events of the transfers. The same content and version already there is not sent again.
+        """
+        if self.content is content and self.version == version:
+            return self._loaded
+        before = [*wait, *self._readers]
+        self.state = SlotState.LOADING
+        self.parameters, self.gradients = self._views_of(content)
+        if self._device.info.unified:
+            targets = [self._device.adopt(piece) for _, piece in content.pieces]
+        else:
+            targets = [self._parameters.view(at, piece.shape, piece.dtype) for at, piece in content.pieces]
+        self._loaded = [
+            queue.write(target, piece, before) for target, (_, piece) in zip(targets, content.pieces, strict=True)
+        ]
+        self._readers = []
+        self.content = content
+        self.version = version
+        self.state = SlotState.READY
+        return self._loaded
+
+    def run(
+        self,
+        queue: Queue,
+        kernel: Kernel,
+        inputs: Sequence[View],
+        outputs: Sequence[View],
+        accumulate: tuple[bool, ...],
+        key: RandomKey | None,
+        wait: Sequence[Event],
+        writes_gradients: bool,
+    ) -> Event:
+        """Run a kernel that reads this slot's parameters, and perhaps writes its gradients, on `queue`."""
+        self.state = SlotState.COMPUTING
+        waits = [*self._loaded, *wait]
+        if writes_gradients:
+            waits += self._drained
+        event = queue.run(kernel, inputs, outputs, accumulate, key, waits)
+        self._readers.append(event)
+        return event
+
+    def drain(self, queue: Queue, targets: Sequence[tuple[torch.Tensor, View]], wait: Sequence[Event]) -> list[Event]:
+        """Send regions of the slot to the host, after the kernels run so far. Returns the events of the transfers."""
+        self.state = SlotState.DRAINING
+        before = [*self._readers, *wait]
+        self._drained = [queue.read(target, source, before) for target, source in targets]
+        return self._drained
+
+    def send(self, queue: Queue, targets: Sequence[tuple[torch.Tensor, View]]) -> list[Event]:
+        """Send parameters or buffers of the slot to the host, after the kernels run so far."""
+        before = list(self._readers)
+        sent = [queue.read(target, source, before) for target, source in targets]
+        self._readers += sent
+        return sent
+
+    def hold_gradients(self, events: Sequence[Event]) -> None:
+        """On a unified device: whoever reads the gradients in place. The next writer waits for these events."""
+        self.state = SlotState.DRAINING
+        self._drained = list(events)
+
+    @property
+    def computed(self) -> list[Event]:
+        """The kernels run since the last load."""
+        return self._readers
+
+    def settle(self) -> None:
+        """Forget the events of work that is known to have ended."""
+        self._loaded, self._readers, self._drained = [], [], []
+
+    def flat_gradients(self, content: SlotContent) -> View:
+        """The gradient region of a content as one flat view of bytes."""
+        return self._gradients.view(0, (content.gradient_size,), torch.uint8)
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self._parameters.free()
+        self._gradients.free()
+        self.state = SlotState.EMPTY
+        self.content = None
+        self._views.clear()
+
+    def _views_of(self, content: SlotContent) -> tuple[list[View], list[View]]:
+        views = self._views.get(content)
+        if views is None:
+            if self._device.info.unified:
+                parameters = [self._device.adopt(tensor) for tensor in content.tensors]
+            else:
+                parameters = [self._parameters.view(field.offset, field.shape, field.dtype) for field in content.fields]
+            gradients = [
+                self._gradients.view(field.offset, field.shape, field.dtype) for field in content.gradient_fields
+            ]
+            views = self._views[content] = (parameters, gradients)
+        return views

@@ -1,0 +1,130 @@
+"""A thread that runs submitted calls in order: the queue of devices that are driven from the host, and the host's own.
+
+It is not a thread pool: one worker is one in-order queue. Invariant: calls run in the order of submission; a call
+whose awaited events failed does not run and fails with the first of those errors; the worker itself never dies of
+a call's error.
+
+The hand-over is made of bare locks, since it is on the path of every call: an event is a lock that is released
+once, when the call has ended.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from time import perf_counter
+
+from hal.errors import HalError
+from hal.event import Event
+
+
+class WorkerEvent(Event):
+    """The completion of a call on a worker."""
+
+    __slots__ = ("_end", "_latch", "_start", "error", "finished")
+
+    def __init__(self) -> None:
+        self.finished = False
+        self.error: BaseException | None = None
+        self._start = 0.0
+        self._end = 0.0
+        self._latch = threading.Lock()
+        self._latch.acquire()
+
+    def done(self) -> bool:
+        return self.finished
+
+    def settle(self) -> None:
+        """Block until the call has ended, without raising its error."""
+        if not self.finished:
+            # Released once by the worker; every waiter passes the latch on to the next.
+            self._latch.acquire()
+            self._latch.release()
+
+    def wait(self) -> None:
+        self.settle()
+        if self.error is not None:
+            raise self.error
+
+    def span(self) -> tuple[float, float]:
+        return self._start, self._end
+
+    def finish(self, start: float, end: float, error: BaseException | None) -> None:
+        """Called once, by whoever ran the call."""
+        self._start, self._end, self.error = start, end, error
+        self.finished = True
+        self._latch.release()
+
+
+def first_error(wait: Sequence[Event]) -> BaseException | None:
+    """Block until all of `wait` have ended; the first error among them in that order, or None."""
+    error: BaseException | None = None
+    for event in wait:
+        if isinstance(event, WorkerEvent):
+            event.settle()
+            if error is None:
+                error = event.error
+        else:
+            try:
+                event.wait()
+            except BaseException as failure:  # it belongs to the event, and travels on
+                error = error or failure
+    return error
+
+
+class Worker:
+    """One thread, one in-order queue of calls. The thread starts with the first call and ends with `close`."""
+
+    def __init__(self, name: str, on_start: Callable[[], None] | None = None) -> None:
+        self.name = name
+        self._calls: deque[tuple[Callable[[], None], Sequence[Event], WorkerEvent, str]] = deque()
+        self._ready = threading.Semaphore(0)
+        self._thread: threading.Thread | None = None
+        self._on_start = on_start
+        self._closed = False
+
+    def submit(self, call: Callable[[], None], wait: Sequence[Event], label: str) -> WorkerEvent:
+        """Queue a call to run after every event of `wait`. `label` names it in errors."""
+        if self._closed:
+            raise HalError(f"queue {self.name!r} is closed, so {label} cannot be submitted. Open the device again.")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name=f"relay-{self.name}", daemon=True)
+            self._thread.start()
+        event = WorkerEvent()
+        self._calls.append((call, wait, event, label))
+        self._ready.release()
+        return event
+
+    def close(self) -> None:
+        """Run what is queued, then end the thread. Closing twice is harmless."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread is not None:
+            self._ready.release()
+            self._thread.join()
+
+    def _loop(self) -> None:
+        if self._on_start is not None:
+            self._on_start()
+        while True:
+            self._ready.acquire()
+            if not self._calls:
+                return  # the release of `close`
+            call, wait, event, label = self._calls.popleft()
+            error = first_error(wait)
+            start = perf_counter()
+            if error is None:
+                try:
+                    call()
+                except HalError as failure:
+                    error = failure
+                except Exception as failure:
+                    error = HalError(f"{label} failed on queue {self.name!r}: {type(failure).__name__}: {failure}")
+                    error.__cause__ = failure
+                except BaseException as failure:  # a thread must not die of what its waiters should see
+                    error = failure
+            event.finish(start, perf_counter(), error)
+            # Nothing of a finished call may stay alive while the thread idles: it may hold gigabytes.
+            del call, wait, event, error

@@ -1,0 +1,109 @@
+"""Repeated blocks: finding them in a model, and telling whether two are built alike.
+
+Finding goes by structure, not by name: the outermost lists of layers. Two blocks are alike when everything that
+their code could look at is equal, parameters' values aside; then one program serves both. In doubt they are not
+alike, and each is captured for itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The repeated blocks by name, in the model's order; empty where there are none.
+
+    A block is an element of an outermost ModuleList, or a non-leaf element of an outermost Sequential, in which at
+    least two elements with parameters are of one class.
+    """
+    found: dict[str, nn.Module] = {}
+    _search(model, "", found)
+    return found
+
+
+def _search(module: nn.Module, prefix: str, found: dict[str, nn.Module]) -> None:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if isinstance(child, (nn.ModuleList, nn.Sequential)):
+            blocks = _blocks_of(child)
+            if blocks:
+                found.update({f"{path}.{key}": block for key, block in blocks.items()})
+                continue
+        _search(child, f"{path}.", found)
+
+
+def _blocks_of(layers: nn.ModuleList | nn.Sequential) -> dict[str, nn.Module]:
+    leaves_count = isinstance(layers, nn.ModuleList)
+    blocks = {
+        name: layer
+        for name, layer in layers.named_children()
+        if any(True for _ in layer.parameters())
+        and (leaves_count or any(True for _ in layer.children()))
+        and type(layer).forward is not nn.Module.forward
+    }
+    classes = [type(layer) for layer in blocks.values()]
+    return blocks if len(set(classes)) < len(classes) else {}
+
+
+def tie_pattern(module: nn.Module) -> list[int]:
+    """Which of a module's parameters and buffers are one tensor: for each, the place of its first occurrence."""
+    first: dict[int, int] = {}
+    tensors = [
+        *(tensor for _, tensor in module.named_parameters(remove_duplicate=False)),
+        *(tensor for _, tensor in module.named_buffers(remove_duplicate=False)),
+    ]
+    return [first.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)]
+
+
+_BOOKKEEPING = {"_parameters", "_buffers", "_modules", "_is_full_backward_hook"}
+
+
+def same_structure(first: Any, second: Any, depth: int = 0) -> bool:
+    """Whether two modules (or their attributes) are equal but for the values of parameters and buffers."""
+    if first is second:
+        return True
+    if type(first) is not type(second) or depth > 20:
+        return False
+    if isinstance(first, nn.Module):
+        return _same_module(first, second, depth)
+    if isinstance(first, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)):
+        return bool(first == second)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(
+            same_structure(one, other, depth + 1) for one, other in zip(first, second, strict=True)
+        )
+    if isinstance(first, dict):
+        return list(first) == list(second) and all(
+            same_structure(first[key], second[key], depth + 1) for key in first
+        )
+    # Anything else (a configuration object, a function) counts as equal only if it is the same object.
+    return False
+
+
+def _same_module(first: nn.Module, second: nn.Module, depth: int) -> bool:
+    ours, theirs = first.__dict__, second.__dict__
+    if list(ours) != list(theirs):
+        return False
+    if not all(same_structure(ours[key], theirs[key], depth + 1) for key in ours if key not in _BOOKKEEPING):
+        return False
+    if not _same_tensors(first._parameters, second._parameters) or not _same_tensors(first._buffers, second._buffers):
+        return False
+    return list(first._modules) == list(second._modules) and all(
+        same_structure(first._modules[key], second._modules[key], depth + 1) for key in first._modules
+    )
+
+
+def _same_tensors(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    if list(first) != list(second):
+        return False
+    for one, other in zip(first.values(), second.values(), strict=True):
+        if (one is None) != (other is None):
+            return False
+        if one is not None and (
+            one.shape != other.shape or one.dtype != other.dtype or one.requires_grad != other.requires_grad
+        ):
+            return False
+    return True

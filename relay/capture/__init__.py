@@ -1,0 +1,10 @@
+"""Capture: from modules to graphs. The only package that touches torch's private tracing interfaces.
+
+`joint` makes a segment's programs, `tracing` traces whole models with their blocks opaque, `measure` counts what a
+graph costs, `explain` says why a capture failed.
+"""
+
+from relay.capture.joint import Captured, capture
+from relay.capture.tracing import BLOCK, OpaqueCall, as_fake, opaque_blocks, run_fake, trace
+
+__all__ = ["BLOCK", "Captured", "OpaqueCall", "as_fake", "capture", "opaque_blocks", "run_fake", "trace"]

@@ -1,0 +1,40 @@
+"""Why a capture failed, in words: which layer, which op, and what to do about it."""
+
+from __future__ import annotations
+
+import re
+
+from relay.errors import CaptureError, RelayError
+
+_DATA_DEPENDENT = re.compile(r"(aten[.:]+\w+(?:\.\w+)?)")
+
+
+def explain(failure: Exception, layer: str) -> RelayError:
+    """The error to raise for a failed trace of `layer`; the relay's own errors pass as they are."""
+    if isinstance(failure, RelayError):
+        return failure
+    kind = type(failure).__name__
+    operation = getattr(failure, "func", None)
+    op = str(operation) if operation is not None else ""
+    if not op:
+        found = _DATA_DEPENDENT.search(str(failure))
+        op = found.group(1) if found else ""
+    by_data = kind in (
+        "DynamicOutputShapeException",
+        "DataDependentOutputException",
+        "GuardOnDataDependentSymNode",
+        "UserError",
+        "PendingUnbackedSymbolNotFound",
+    )
+    if by_data:
+        return CaptureError(
+            f"layer {layer!r} cannot be captured: {op or 'an op'} makes shapes or control flow depend on the data "
+            f"({kind}). Use a form with fixed shapes (masking instead of selecting), or keep this layer out of the "
+            "relayed model.",
+            layer=layer,
+            op=op,
+        )
+    text = str(failure).strip().splitlines()
+    return CaptureError(
+        f"layer {layer!r} cannot be captured: {kind}: {text[0] if text else ''}", layer=layer, op=op
+    )

@@ -1,0 +1,333 @@
+"""From a segment, a module called with tensors, to programs: its forward, and its recompute with backward.
+
+One route gives both programs: the joint
+graph of forward and backward that `aot_export_joint_with_descriptors` makes, without decompositions, so that its
+ops and their order are those of eager autograd and so are its results, to the bit. From it come
+
+  forward    the outputs and the new values of buffers;
+  backward   the gradients alone: what they do not need of the recomputed forward is dropped, new values of buffers
+             included, so that state changes once.
+
+Random ops become calls of `hal.random` with a key: the same op number in both programs, hence the same mask.
+
+It knows nothing of models as wholes (`partition`) nor of where tensors live.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+from hal import random as counter_random
+from hal.kernel import Port, Program, Role
+from relay.capture.explain import explain
+from relay.capture.measure import count_flops, count_moved, fingerprint, peak_of_temporaries, saved_bytes
+from relay.errors import CaptureError
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """The programs of a segment.
+
+    `backward` is None where nothing asks for a gradient. In a program's ports `index` counts the segment's own
+    parameters (each once, in the order of `parameter_names`), buffers, input values and output values.
+
+    A segment that ends in the loss also has `loss` (the loss and buffer updates alone) and `joint` (those and the
+    gradients, in one run: the last segment is not run twice).
+
+    `saved` is what plain training would keep of this segment between its forward and its backward, in bytes.
+    """
+
+    parameter_names: tuple[tuple[str, ...], ...]
+    buffer_names: tuple[str, ...]
+    forward: Program
+    backward: Program | None
+    loss: Program | None
+    joint: Program | None
+    output_requires_grad: tuple[bool, ...]
+    saved: int
+
+
+def capture(module: nn.Module, inputs: Sequence[torch.Tensor], name: str, ends_in_loss: bool = False) -> Captured:
+    """Capture `module(*inputs)`, which returns a tuple of tensors, the loss first where it `ends_in_loss`.
+
+    `requires_grad` of the inputs is respected. `inputs` are examples: shapes, dtypes and `requires_grad` count, values do not. Raises CaptureError.
+    """
+    wants_gradients = any(tensor.requires_grad for tensor in [*module.parameters(), *inputs])
+    try:
+        with warnings.catch_warnings(), contextlib.ExitStack() as stack:
+            warnings.simplefilter("ignore")
+            if wants_gradients:
+                joint = aot_export_joint_with_descriptors(stack, module, tuple(inputs), {})
+            else:
+                # The joint export wants something to differentiate; a zero-sized input is as good as any.
+                spare = torch.zeros(0, requires_grad=True)
+                joint = aot_export_joint_with_descriptors(stack, _WithSpare(module), (*inputs, spare), {})
+    except Exception as failure:
+        raise explain(failure, name) from failure
+    return _Extraction(module, joint.graph_module, name, wants_gradients).captured(ends_in_loss)
+
+
+class _WithSpare(nn.Module):
+    """A module without gradients, given one output that has some."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (*self.module(*inputs[:-1]), inputs[-1] * 2)
+
+
+class _Extraction:
+    """Reads a joint graph by its descriptors and cuts the programs out of it."""
+
+    def __init__(self, module: nn.Module, traced: fx.GraphModule, name: str, wants_gradients: bool) -> None:
+        self.traced = traced
+        self.name = name
+        self.wants_gradients = wants_gradients
+        self.parameters: list[list[tuple[str, fx.Node]]] = []
+        self.buffers: list[tuple[str, fx.Node]] = []
+        self.values: list[fx.Node] = []
+        self.seeds: dict[int, fx.Node] = {}
+        prefix = "" if wants_gradients else "module."
+        kinds: dict[str, list[fx.Node]] = {}
+        for node in traced.graph.nodes:
+            if node.op == "placeholder":
+                kinds.setdefault(type(node.meta["desc"]).__name__, []).append(node)
+        by_tensor: dict[int, int] = {}
+        for node in kinds.pop("ParamAOTInput", []):
+            target = node.meta["desc"].target
+            # A tensor tied within the segment comes under several names: one parameter to us.
+            identity = id(module.get_parameter(target.removeprefix(prefix)))
+            if identity not in by_tensor:
+                by_tensor[identity] = len(self.parameters)
+                self.parameters.append([])
+            self.parameters[by_tensor[identity]].append((target.removeprefix(prefix), node))
+        for node in kinds.pop("BufferAOTInput", []):
+            self.buffers.append((node.meta["desc"].target.removeprefix(prefix), node))
+        plain = sorted(kinds.pop("PlainAOTInput", []), key=lambda node: node.meta["desc"].idx)
+        self.values = plain if wants_gradients else plain[:-1]
+        for node in kinds.pop("TangentAOTInput", []):
+            self.seeds[node.meta["desc"].output.idx] = node
+        if kinds:
+            raise CaptureError(
+                f"layer {name!r} has inputs of a kind that is not known here: {sorted(kinds)}", layer=name
+            )
+        self.outputs: dict[int, Any] = {}
+        self.updates: dict[fx.Node, Any] = {}
+        self.gradients: dict[fx.Node, Any] = {}
+        self._read_outputs()
+
+    def _read_outputs(self) -> None:
+        output = next(iter(reversed(self.traced.graph.nodes)))
+        placeholder_of = {node.meta["desc"]: node for node in self.traced.graph.nodes if node.op == "placeholder"}
+        for value, description in zip(output.args[0], output.meta["desc"], strict=True):
+            if description is None:
+                continue  # the gradient of an input that has none
+            kind = type(description).__name__
+            if kind == "PlainAOTOutput":
+                self.outputs[description.idx] = value
+            elif kind == "InputMutationAOTOutput":
+                self.updates[placeholder_of[description.mutated_input]] = value
+            elif kind == "GradAOTOutput":
+                self.gradients[placeholder_of[description.grad_of]] = value
+            else:
+                raise CaptureError(f"layer {self.name!r} has an output of an unknown kind, {kind}", layer=self.name)
+        for node in self.updates:
+            if node not in [buffer for _, buffer in self.buffers]:
+                raise CaptureError(
+                    f"layer {self.name!r} changes one of its inputs in place. The relay keeps inputs for the "
+                    "recompute: clone the input before changing it.",
+                    layer=self.name,
+                )
+        if not self.wants_gradients:
+            self.outputs.pop(max(self.outputs))
+            self.seeds.clear()
+
+    def captured(self, ends_in_loss: bool) -> Captured:
+        """Cut out the programs."""
+        outputs = [(value, self._port(Role.VALUE, index, value)) for index, value in sorted(self.outputs.items())]
+        updates = self._buffer_updates()
+        gradients = self._gradient_results() if self.wants_gradients else []
+        seeds = sorted(self.seeds.items())
+        return Captured(
+            parameter_names=tuple(tuple(name for name, _ in names) for names in self.parameters),
+            buffer_names=tuple(name for name, _ in self.buffers),
+            forward=self._program("forward", [], outputs + updates),
+            backward=self._program("backward", seeds, gradients) if gradients and not ends_in_loss else None,
+            loss=self._program("loss", [], outputs[:1] + updates) if ends_in_loss else None,
+            joint=self._program("joint", seeds, outputs[:1] + updates + gradients) if ends_in_loss else None,
+            output_requires_grad=tuple(index in self.seeds for index in sorted(self.outputs)),
+            saved=saved_bytes(
+                self.traced.graph,
+                _ancestors([[value for value, _ in outputs + updates]]),
+                _ancestors([value for value, _ in gradients]),
+                {node for names in self.parameters for _, node in names} | {node for _, node in self.buffers},
+            ),
+        )
+
+    def _port(self, role: Role, index: int, node: fx.Node, accumulates: bool = False) -> Port:
+        value = node.meta["val"]
+        return Port(role, index, tuple(value.shape), value.dtype, accumulates)
+
+    def _buffer_updates(self) -> list[tuple[Any, Port]]:
+        return [
+            (self.updates[node], self._port(Role.BUFFER_UPDATE, index, node))
+            for index, (_, node) in enumerate(self.buffers)
+            if node in self.updates
+        ]
+
+    def _gradient_results(self) -> list[tuple[Any, Port]]:
+        results = []
+        for index, names in enumerate(self.parameters):
+            uses = [self.gradients[node] for _, node in names if self.gradients.get(node) is not None]
+            if uses:
+                results.append((tuple(uses), self._port(Role.PARAMETER_GRADIENT, index, names[0][1], True)))
+        for index, node in enumerate(self.values):
+            gradient = self.gradients.get(node)
+            if gradient is not None:
+                results.append(((gradient,), self._port(Role.VALUE_GRADIENT, index, node, True)))
+        return results
+
+    def _program(self, kind: str, seeds: Sequence[tuple[int, fx.Node]], results: Sequence[tuple[Any, Port]]) -> Program:
+        graph = fx.Graph()
+        environment: dict[fx.Node, Any] = {}
+        ports: list[Port] = []
+
+        def add_input(role: Role, index: int, nodes: Sequence[fx.Node]) -> None:
+            placeholder = graph.placeholder(f"{role.name.lower()}_{index}")
+            placeholder.meta = {"val": nodes[0].meta["val"]}
+            for node in nodes:
+                environment[node] = placeholder
+            ports.append(self._port(role, index, nodes[0]))
+
+        for index, names in enumerate(self.parameters):
+            add_input(Role.PARAMETER, index, [node for _, node in names])
+        for index, (_, node) in enumerate(self.buffers):
+            add_input(Role.BUFFER, index, [node])
+        for index, node in enumerate(self.values):
+            add_input(Role.VALUE, index, [node])
+        for index, node in seeds:
+            add_input(Role.SEED, index, [node])
+        key = graph.placeholder("key")
+        wanted = [value if isinstance(value, tuple) else (value,) for value, _ in results]
+        _copy_nodes(self.traced.graph, _ancestors(wanted), graph, environment, key, self.name)
+        outputs = []
+        for values in wanted:
+            uses = [environment[use] for use in values]
+            total = uses[0]
+            for use in uses[1:]:
+                total = graph.call_function(aten.add.Tensor, (total, use))
+                total.meta = {"val": uses[0].meta["val"]}
+            outputs.append(total)
+        graph.output(tuple(outputs))
+        graph.eliminate_dead_code()
+        draws = bool(key.users)
+        if not draws:
+            graph.erase_node(key)
+        constants = {
+            node.target: getattr(self.traced, node.target) for node in graph.nodes if node.op == "get_attr"
+        }
+        out_ports = tuple(port for _, port in results)
+        return Program(
+            name=f"{self.name} {kind}",
+            graph=graph,
+            inputs=tuple(ports),
+            outputs=out_ports,
+            constants=constants,
+            draws=draws,
+            flops=count_flops(graph),
+            moved=count_moved(graph),
+            workspace=peak_of_temporaries(graph),
+            fingerprint=fingerprint(graph, ports, out_ports, constants),
+        )
+
+
+_RANDOM = {
+    aten.rand.default: counter_random.uniform,
+    aten.rand_like.default: counter_random.uniform,
+    aten.randn.default: counter_random.normal,
+    aten.randn_like.default: counter_random.normal,
+}
+
+
+def _ancestors(wanted: Sequence[Sequence[fx.Node]]) -> set[fx.Node]:
+    seen: set[fx.Node] = set()
+    stack = [node for nodes in wanted for node in nodes]
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen
+
+
+def _copy_nodes(
+    source: fx.Graph, needed: set[fx.Node], graph: fx.Graph, environment: dict[fx.Node, Any], key: fx.Node, layer: str
+) -> None:
+    """Copy the needed ops, with random ops keyed. Random ops are numbered whether needed or not, so that an op has
+    the same number in every program of its segment."""
+    number = -1
+    for node in source.nodes:
+        target = node.target
+        if node.op in ("placeholder", "output"):
+            continue
+        draws = _draws_by_itself(node)
+        number += draws
+        if node not in needed:
+            continue
+        if target is operator.getitem and isinstance(environment[node.args[0]], tuple):
+            environment[node] = environment[node.args[0]][node.args[1]]
+        elif draws and target is aten.native_dropout.default:
+            environment[node] = _keyed_dropout(graph, environment[node.args[0]], node, key, number)
+        elif draws and target in _RANDOM and node.meta["val"].dtype is torch.float32:
+            drawn = graph.call_function(_RANDOM[target], (key, number, tuple(node.meta["val"].shape)))
+            drawn.meta = {"val": node.meta["val"]}
+            environment[node] = drawn
+        elif draws:
+            raise CaptureError(
+                f"layer {layer!r} draws random numbers by {target}, which has no counter-based form here. "
+                "Dropout, torch.rand, rand_like, randn and randn_like in float32 have one.",
+                layer=layer,
+                op=str(target),
+            )
+        else:
+            environment[node] = graph.node_copy(node, environment.__getitem__)
+
+
+def _draws_by_itself(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded not in tags:
+        return False
+    if node.target is aten.native_dropout.default:
+        return node.args[2] is not False
+    schema = node.target._schema  # type: ignore[union-attr]
+    for position, argument in enumerate(schema.arguments):
+        if argument.name in ("dropout_p", "p", "dropout"):
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name, 0.0)
+            return bool(given)
+    return True
+
+
+def _keyed_dropout(graph: fx.Graph, source: fx.Node, node: fx.Node, key: fx.Node, number: int) -> tuple[Any, Any]:
+    """native_dropout as PyTorch computes it, with the mask drawn by us: (source * mask) * (1 / (1 - p))."""
+    probability = float(node.args[1])  # type: ignore[arg-type]
+    value = source.meta["val"]
+    mask = graph.call_function(counter_random.keep_mask, (key, number, tuple(value.shape), probability))
+    mask.meta = {"val": torch.empty(value.shape, dtype=torch.bool, device="meta")}
+    kept = graph.call_function(aten.mul.Tensor, (source, mask))
+    kept.meta = {"val": value}
+    scaled = graph.call_function(aten.mul.Scalar, (kept, 0.0 if probability == 1.0 else 1.0 / (1.0 - probability)))
+    scaled.meta = {"val": value}
+    return scaled, mask

@@ -1,0 +1,116 @@
+"""Tracing a whole model with its repeated blocks as opaque ops, and running modules on fake tensors.
+
+The trace is made before dispatch to autograd, so that it keeps the ops a model calls (`dropout`, `linear`,
+`scaled_dot_product_attention`) and running it again under autograd is what eager would have done. No memory is
+taken: tensors are fake.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from relay.capture.explain import explain
+from relay.trees import TensorTree, tensor_leaves
+
+_library = torch.library.Library("relay", "DEF")
+_library.define("block(int call, Tensor[] inputs) -> Tensor[]")
+
+BLOCK = torch.ops.relay.block.default
+"""The op that stands for one call of a repeated block in a trace."""
+
+_running: list[list[OpaqueCall]] = []
+
+
+@dataclass(eq=False)
+class OpaqueCall:
+    """One call of a block in a trace: which block, how its arguments were nested, and how its output."""
+
+    name: str
+    block: nn.Module
+    forward: Callable[..., Any]
+    input_tree: TensorTree
+    output_tree: TensorTree | None = None
+
+
+def _block_on_fakes(call: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What the op does in a trace: the block's own forward, on fake tensors, for the shapes of its outputs."""
+    opaque = _running[-1][call]
+    args, kwargs = opaque.input_tree.fill(inputs)
+    outputs, opaque.output_tree = tensor_leaves(opaque.forward(*args, **kwargs))
+    # An op may not return its inputs or views of them; a block may.
+    return [torch.empty_like(output) for output in outputs]
+
+
+torch.library.register_fake("relay::block", _block_on_fakes, lib=_library)
+
+
+@contextlib.contextmanager
+def opaque_blocks(blocks: Mapping[str, nn.Module]) -> Iterator[list[OpaqueCall]]:
+    """While open, a traced call of any of these modules becomes one `relay::block` op. Yields the calls, in order."""
+    calls: list[OpaqueCall] = []
+    originals: list[tuple[nn.Module, Any]] = []
+
+    def stand_in(name: str, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def opaque(*args: Any, **kwargs: Any) -> Any:
+            tensors, tree = tensor_leaves((args, kwargs))
+            call = OpaqueCall(name, block, forward, tree)
+            calls.append(call)
+            outputs = BLOCK(len(calls) - 1, tensors)
+            assert call.output_tree is not None
+            return call.output_tree.fill(outputs)
+
+        return opaque
+
+    _running.append(calls)
+    try:
+        for name, block in blocks.items():
+            originals.append((block, block.__dict__.get("forward")))
+            block.forward = stand_in(name, block, block.forward)
+        yield calls
+    finally:
+        _running.pop()
+        for block, own in originals:
+            if own is None:
+                block.__dict__.pop("forward", None)
+            else:
+                block.forward = own
+
+
+def trace(function: Callable[..., Any], arguments: Sequence[Any], name: str) -> fx.GraphModule:
+    """The graph of `function(*arguments)`, whose result is a flat list of tensors. Raises CaptureError."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return make_fx(function, tracing_mode="fake", pre_dispatch=True)(*arguments)
+    except Exception as failure:
+        raise explain(failure, name) from failure
+
+
+def as_fake(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Fake tensors of the same shapes and dtypes, that work with each other and with real parameters."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    return [mode.from_tensor(tensor) for tensor in tensors]
+
+
+def run_fake(module: nn.Module, fakes: Sequence[torch.Tensor], name: str) -> Any:
+    """`module(*fakes)` on fake tensors from one `as_fake`; nothing in the module changes. Raises CaptureError."""
+    mode = next(fake.fake_mode for fake in fakes)  # type: ignore[attr-defined]
+    try:
+        with mode, torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            state = {
+                key: mode.from_tensor(tensor)
+                for key, tensor in [*module.named_parameters(), *module.named_buffers()]
+            }
+            return torch.func.functional_call(module, state, tuple(fakes))
+    except Exception as failure:
+        raise explain(failure, name) from failure

@@ -1,0 +1,264 @@
+"""Cutting a traced model at its opaque block calls into segments.
+
+Every node that is not a block call belongs to a stage: stage 0 before the first block, stage k after block k - 1.
+A node stands in the earliest stage that has its inputs; what only the last stage uses and no block feeds (labels
+being shifted, say) moves there. A stage with nodes becomes a segment. Invariant: within a stage nodes keep their
+order, and each runs with gradients on or off as it did in the model.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from relay.capture import BLOCK, OpaqueCall
+from relay.errors import PartitionError
+from relay.segments import Partition, Segment, Value
+from relay.trees import TensorTree, tensor_leaves
+from relay.weighing import loss_weight_of
+
+_SET_GRAD = torch._C._set_grad_enabled
+
+
+def cut_graph(
+    traced: fx.GraphModule,
+    states: dict[str, torch.Tensor],
+    calls: Sequence[OpaqueCall],
+    names: dict[int, str],
+    has_loss: bool,
+    result_tree: TensorTree,
+) -> Partition:
+    """The partition of a traced model. `states` are its parameters and buffers in the order they were traced."""
+    return _Cut(traced, states, calls, names, has_loss).partition(result_tree)
+
+
+class GraphSegment(nn.Module):
+    """A stage of a traced model as a module: holds the model's own parameters and buffers that it uses."""
+
+    def __init__(self, graph: fx.Graph, states: Sequence[tuple[str, torch.Tensor]]) -> None:
+        super().__init__()
+        self.graph = fx.GraphModule(nn.Module(), graph)
+        self.state_names = [name.replace(".", "__") for name, _ in states]
+        for name, (_, tensor) in zip(self.state_names, states, strict=True):
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(name, tensor)
+            else:
+                self.register_buffer(name, tensor)
+
+    def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        states = [getattr(self, name) for name in self.state_names]
+        return tuple(self.graph(*states, *values))
+
+
+class BlockSegment(nn.Module):
+    """One call of a block as a module: the tensors of its arguments -> the tensors of its output that are used."""
+
+    def __init__(self, call: OpaqueCall, used: Sequence[int]) -> None:
+        super().__init__()
+        self.block = call.block
+        self.input_tree = call.input_tree
+        self.used = tuple(used)
+
+    def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        args, kwargs = self.input_tree.fill(values)
+        outputs, _ = tensor_leaves(self.block(*args, **kwargs))
+        return tuple(outputs[number] for number in self.used)
+
+
+class _Cut:
+    def __init__(
+        self,
+        traced: fx.GraphModule,
+        states: dict[str, torch.Tensor],
+        calls: Sequence[OpaqueCall],
+        names: dict[int, str],
+        has_loss: bool,
+    ) -> None:
+        self.traced = traced
+        self.calls = calls
+        self.names = names
+        self.has_loss = has_loss
+        self.states = states
+        placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
+        self.state_nodes = dict(zip(placeholders, states.items(), strict=False))
+        self.batch_nodes = placeholders[len(states) :]
+        self.output_node = next(iter(reversed(traced.graph.nodes)))
+        self.results: list[fx.Node] = list(self.output_node.args[0])
+        self.block_nodes = [node for node in traced.graph.nodes if node.target is BLOCK]
+        self.last_stage = len(self.block_nodes)
+        self.stage: dict[fx.Node, int] = {}
+        self.item: dict[fx.Node, tuple[fx.Node, int]] = {}
+        self.gradients_on: dict[fx.Node, bool] = {}
+        self._assign_stages()
+        self.values: list[Value] = []
+        self.value_of: dict[Any, int] = {}
+        self.segments: list[Segment] = []
+
+    def _assign_stages(self) -> None:
+        gradients_on = True
+        for node in self.traced.graph.nodes:
+            if node.op in ("placeholder", "output"):
+                continue
+            if node.target is _SET_GRAD:
+                gradients_on = bool(node.args[0])
+                continue
+            self.gradients_on[node] = gradients_on
+            if node.target is BLOCK:
+                continue
+            source = node.args[0] if node.target is operator.getitem else None
+            if isinstance(source, fx.Node) and source.target is BLOCK:
+                self.item[node] = (source, node.args[1])
+                continue
+            self.stage[node] = max((self._stage_of_input(other) for other in node.all_input_nodes), default=0)
+        for node in reversed(self.traced.graph.nodes):
+            if self.stage.get(node) == 0 and all(self._stage_of_user(user) == self.last_stage for user in node.users):
+                self.stage[node] = self.last_stage
+
+    def _stage_of_input(self, node: fx.Node) -> int:
+        if node in self.item:
+            return self.block_nodes.index(self.item[node][0]) + 1
+        return self.stage.get(node, 0)
+
+    def _stage_of_user(self, user: fx.Node) -> int:
+        if user is self.output_node:
+            return self.last_stage
+        return -1 if user.target is BLOCK else self.stage.get(user, -1)
+
+    def partition(self, result_tree: TensorTree) -> Partition:
+        """Make segments in order."""
+        for node in self.batch_nodes:
+            self._new_value(node, node.meta["val"], None)
+        by_stage: dict[int, list[fx.Node]] = {}
+        for node in self.traced.graph.nodes:
+            if node in self.stage:
+                by_stage.setdefault(self.stage[node], []).append(node)
+        for stage in range(self.last_stage + 1):
+            name = "prologue" if stage == 0 else "epilogue" if stage == self.last_stage else f"interlude.{stage}"
+            if stage in by_stage or stage == self.last_stage:
+                self._add_stage(name, by_stage.get(stage, []), stage == self.last_stage)
+            if stage < self.last_stage:
+                self._add_block(self.block_nodes[stage], self.calls[stage])
+        result_values = self.segments[-1].outputs[1:] if self.has_loss else self.segments[-1].outputs
+        weight = loss_weight_of(self.traced.graph, self.batch_nodes) if self.has_loss else None
+        inputs = tuple(self.value_of[node] for node in self.batch_nodes)
+        return Partition(self.segments, self.values, inputs, self.has_loss, result_values, result_tree, weight)
+
+    def _new_value(self, key: Any, example: torch.Tensor, producer: int | None) -> int:
+        value = Value(len(self.values), tuple(example.shape), example.dtype, producer)
+        self.values.append(value)
+        self.value_of[key] = value.index
+        return value.index
+
+    def _key(self, node: fx.Node) -> Any:
+        """Under what a node's value is known: an item of a block's output by block and number."""
+        return self.item.get(node, node)
+
+    def _add_block(self, node: fx.Node, call: OpaqueCall) -> None:
+        index = len(self.segments)
+        items = [other for other in node.users if other in self.item]
+        used = sorted({self.item[item][1] for item in items if item.users})
+        sources = tuple(self.value_of[self._key(other)] for other in node.args[1])  # type: ignore[union-attr]
+        outputs = []
+        for number in used:
+            outputs.append(self._new_value((node, number), node.meta["val"][number], index))
+        module = BlockSegment(call, used)
+        count = sum(1 for segment in self.segments if segment.name.split("#")[0] == call.name)
+        self._append(
+            Segment(
+                index,
+                call.name if count == 0 else f"{call.name}#{count + 1}",
+                module,
+                sources,
+                tuple(outputs),
+                self._names_of(module, f"{call.name}.", module.named_parameters(remove_duplicate=False)),
+                self._names_of(module, f"{call.name}.", module.named_buffers(remove_duplicate=False)),
+                (call.block, call.input_tree.spec, call.input_tree.constants, tuple(used)),
+            )
+        )
+
+    def _names_of(self, module: nn.Module, prefix: str, members: Any) -> dict[str, str]:
+        return {name: self.names.get(id(tensor), prefix + name.removeprefix("block.")) for name, tensor in members}
+
+    def _add_stage(self, name: str, nodes: Sequence[fx.Node], last: bool) -> None:
+        index = len(self.segments)
+        inside = set(nodes)
+        used = dict.fromkeys(other for node in nodes for other in node.all_input_nodes if other not in inside)
+        if last:
+            used.update(dict.fromkeys(node for node in self.results if node not in inside))
+        states = [node for node in used if node in self.state_nodes]
+        sources = [node for node in used if node not in self.state_nodes]
+        results = (
+            self.results if last else [node for node in nodes if any(user not in inside for user in node.users)]
+        )
+        results = [node for node in results if last or isinstance(node.meta.get("val"), torch.Tensor)]
+        graph = self._stage_graph(nodes, states, sources, results, last)
+        held = [self.state_nodes[node] for node in states]
+        module = GraphSegment(graph, held)
+        keys = list(dict.fromkeys(self._key(node) for node in sources))
+        if len(keys) != len(sources):
+            raise PartitionError(f"{name} uses one output of a block under two names")
+        outputs = tuple(
+            self._new_value((name, position) if last else node, node.meta["val"], index)
+            for position, node in enumerate(results)
+        )
+        self._append(
+            Segment(
+                index,
+                name,
+                module,
+                tuple(self.value_of[key] for key in keys),
+                outputs,
+                {local: full for local, (full, tensor) in zip(module.state_names, held) if isinstance(tensor, nn.Parameter)},
+                {local: full for local, (full, tensor) in zip(module.state_names, held) if not isinstance(tensor, nn.Parameter)},
+            )
+        )
+
+    def _stage_graph(
+        self,
+        nodes: Sequence[fx.Node],
+        states: Sequence[fx.Node],
+        sources: Sequence[fx.Node],
+        results: Sequence[fx.Node],
+        last: bool,
+    ) -> fx.Graph:
+        graph = fx.Graph()
+        environment: dict[fx.Node, fx.Node] = {}
+        for position, node in enumerate([*states, *sources]):
+            environment[node] = graph.placeholder(f"input_{position}")
+        gradients_on = True
+        for node in nodes:
+            if self.gradients_on[node] != gradients_on:
+                gradients_on = self.gradients_on[node]
+                graph.call_function(_SET_GRAD, (gradients_on,))
+            if node.op == "get_attr":
+                constant = getattr(self.traced, node.target)
+                raise_if_large(constant, node)
+                environment[node] = graph.call_function(torch.tensor, (constant.tolist(),), {"dtype": constant.dtype})
+            else:
+                environment[node] = graph.node_copy(node, environment.__getitem__)
+        if not gradients_on:
+            graph.call_function(_SET_GRAD, (True,))
+        outputs = [environment[node] for node in results]
+        if last and self.has_loss:
+            # Only the loss asks for gradients.
+            outputs[1:] = [graph.call_function(torch.ops.aten.detach.default, (node,)) for node in outputs[1:]]
+        graph.output(tuple(outputs))
+        return graph
+
+    def _append(self, segment: Segment) -> None:
+        for source in segment.inputs:
+            self.values[source].consumers.append(segment.index)
+        self.segments.append(segment)
+
+
+def raise_if_large(constant: torch.Tensor, node: fx.Node) -> None:
+    """Constants made in a model's forward are small; a large one would be a parameter in disguise."""
+    if constant.numel() > 1 << 16:
+        raise PartitionError(
+            f"the model's forward makes a constant tensor of {constant.numel():,} elements ({node.target}). "
+            "Register it as a buffer."
+        )

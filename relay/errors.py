@@ -1,0 +1,59 @@
+"""The relay's own errors: one class for each decision that a caller can take.
+
+Device errors are `hal.errors.HalError` and pass through unchanged. Invariant: none of these leaves a step half
+applied or a file half written.
+"""
+
+from __future__ import annotations
+
+
+class RelayError(RuntimeError):
+    """Base of the relay's own errors."""
+
+
+class BatchError(RelayError, ValueError):
+    """A batch that cannot be trained on: empty, too small for the micro-batches, or of unequal lengths.
+
+    What to do: change the batch or `microbatches=`.
+    """
+
+
+class PartitionError(RelayError):
+    """A model that cannot be cut into layers, or whose loss is not there or not a scalar.
+
+    What to do: give the model as a list of modules, or mend what the message names.
+    """
+
+
+class CaptureError(RelayError):
+    """A layer that cannot be captured as a graph. `layer` and `op` name it (`op` may be empty).
+
+    What to do: rewrite the layer without the op, or keep it out of the relayed model.
+    """
+
+    def __init__(self, message: str, *, layer: str, op: str = "") -> None:
+        super().__init__(message)
+        self.layer = layer
+        self.op = op
+
+
+class NonFiniteLoss(RelayError):
+    """The loss of a step was NaN or infinite. Nothing of that step was applied: the parameters are as before it.
+
+    What to do: lower the learning rate, look at the batch, or skip it and go on.
+    """
+
+    def __init__(self, loss: float, step: int) -> None:
+        super().__init__(
+            f"The loss of step {step} is {loss}. Nothing of this step was applied; parameters and optimizer are as "
+            "they were before it. Look at the batch, or lower the learning rate."
+        )
+        self.loss = loss
+        self.step = step
+
+
+class InconsistentState(RelayError):
+    """A step failed while layers were being updated: some have taken it, others not.
+
+    What to do: load a checkpoint, or build a new trainer. This one refuses to go on.
+    """

@@ -1,0 +1,221 @@
+"""From a model to segments: prologue, repeated layers, epilogue with the loss, and the values between them.
+
+A model given whole is traced once with fake tensors, each repeated block replaced by one opaque op. The graph then
+is the partition: what comes before the first block is the prologue, what comes after the last is the epilogue, what
+stands between two blocks is an interlude, and the edges are the values that segments hand on. Nothing is computed
+here and no model class is known by name. A list of modules is a partition already; its last segment takes the loss
+in.
+
+Invariant: run in order, the segments compute what the model computes, op for op, dropout and buffers included.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from relay.blocks import find_blocks
+from relay.capture import as_fake, opaque_blocks, run_fake, trace
+from relay.cutting import cut_graph
+from relay.errors import PartitionError
+from relay.segments import Partition, Segment, Value
+from relay.trees import TensorTree, tensor_leaves
+from relay.weighing import LossWeight, find_loss_weight
+
+
+def partition_model(model: nn.Module, batch: Sequence[torch.Tensor], tree: TensorTree) -> Partition:
+    """Cut a whole model, called as `model(**tree.fill(batch))`. Raises PartitionError or CaptureError."""
+    blocks = find_blocks(model)
+    if not blocks:
+        raise PartitionError(
+            f"{type(model).__name__} has no repeated layers: no ModuleList or Sequential in it holds two or more "
+            "layers of one class. Give the model as a list of modules, with loss=."
+        )
+    names = _canonical_names(model)
+    parameters = dict(model.named_parameters())
+    buffers = dict(model.named_buffers())
+    states = [*parameters.values(), *buffers.values()]
+    state_names = [*parameters, *buffers]
+    structure: list[TensorTree] = []
+    has_loss: list[bool] = []
+
+    def run(state: list[torch.Tensor], leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+        output = torch.func.functional_call(
+            model, dict(zip(state_names, state, strict=True)), (), tree.fill(leaves), tie_weights=True
+        )
+        loss = loss_of(output)
+        results, output_tree = tensor_leaves(output)
+        structure.append(output_tree)
+        has_loss.append(loss is not None)
+        return ([loss] if loss is not None else []) + results
+
+    with opaque_blocks(blocks) as calls:
+        traced = trace(run, (states, list(batch)), type(model).__name__)
+    if not calls:
+        raise PartitionError(
+            f"{type(model).__name__} did not call any of its repeated layers ({', '.join(list(blocks)[:3])}, ...) for "
+            "this batch. Give the model as a list of modules, with loss=."
+        )
+    return cut_graph(traced, dict(zip(state_names, states, strict=True)), calls, names, has_loss[0], structure[0])
+
+
+def partition_list(
+    modules: Sequence[nn.Module],
+    loss: Callable[..., torch.Tensor] | None,
+    inputs: Sequence[torch.Tensor],
+    input_tree: TensorTree,
+    targets: Sequence[torch.Tensor],
+    target_tree: TensorTree | None,
+) -> Partition:
+    """Cut a list of modules, each called with the output of the one before; `loss(output, targets)` ends it.
+
+    Without `target_tree` the last module's output is the result and there is no loss.
+    """
+    names = _canonical_names(nn.Sequential(*modules))
+    values: list[Value] = []
+
+    def new_values(tensors: Sequence[torch.Tensor], producer: int | None) -> tuple[int, ...]:
+        made = [
+            Value(len(values) + number, tuple(tensor.shape), tensor.dtype, producer)
+            for number, tensor in enumerate(tensors)
+        ]
+        values.extend(made)
+        return tuple(value.index for value in made)
+
+    batch_inputs = new_values(inputs, None)
+    batch_targets = new_values(targets, None)
+    segments: list[Segment] = []
+    current, tree = batch_inputs, input_tree
+    everything = as_fake([*inputs, *targets])
+    fakes, fake_targets = everything[: len(inputs)], everything[len(inputs) :]
+    weight: LossWeight | None = None
+    for index, module in enumerate(modules):
+        call = ModuleCall(module, tree)
+        last = index == len(modules) - 1
+        fakes = call.outputs_of(fakes)
+        sources, alike = current, (module, tree.spec, tree.constants)
+        if last and target_tree is not None:
+            assert loss is not None
+            weight = find_loss_weight(
+                functools.partial(_call_loss, loss, call.output_tree, target_tree), fakes, fake_targets
+            )
+            ending = LossCall(call, loss, target_tree, len(current))
+            segment_module: nn.Module = ending
+            sources = (*current, *batch_targets)
+            _check_scalar(ending.loss_of(fakes, fake_targets))
+            outputs = new_values([torch.empty(()), *fakes], index)
+        else:
+            segment_module = call
+            outputs = new_values(fakes, index)
+        segments.append(
+            Segment(
+                index,
+                str(index),
+                segment_module,
+                sources,
+                outputs,
+                _own_names(segment_module, module, f"{index}.", names, buffers=False),
+                _own_names(segment_module, module, f"{index}.", names, buffers=True),
+                None if last else alike,
+            )
+        )
+        for source in sources:
+            values[source].consumers.append(index)
+        current, tree = outputs, call.output_tree
+    has_loss = target_tree is not None
+    results = segments[-1].outputs[1:] if has_loss else segments[-1].outputs
+    return Partition(segments, values, (*batch_inputs, *batch_targets), has_loss, results, tree, weight)
+
+
+def loss_of(output: Any) -> torch.Tensor | None:
+    """The loss in a model's output: `.loss`, or the key `loss` of a mapping. Raises PartitionError if not scalar."""
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if loss is not None:
+        _check_scalar(loss)
+    return loss
+
+
+def _check_scalar(loss: Any) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise PartitionError(f"The loss must be a tensor with one number; got {type(loss).__name__}.")
+    if loss.dim() != 0 or not loss.dtype.is_floating_point:
+        raise PartitionError(
+            f"The loss must be a scalar, a mean over the samples; got shape {tuple(loss.shape)} of {loss.dtype}. "
+            "Reduce it (for example with .mean())."
+        )
+
+
+def _call_loss(
+    loss: Callable[..., torch.Tensor],
+    output_tree: TensorTree,
+    target_tree: TensorTree,
+    outputs: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    return loss(output_tree.fill(outputs), target_tree.fill(targets))
+
+
+class ModuleCall(nn.Module):
+    """One module of a list: takes the tensors of its argument, returns the tensors of its output."""
+
+    output_tree: TensorTree
+
+    def __init__(self, module: nn.Module, input_tree: TensorTree) -> None:
+        super().__init__()
+        self.module = module
+        self.input_tree = input_tree
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        output, self.output_tree = tensor_leaves(self.module(self.input_tree.fill(tensors)))
+        return tuple(output)
+
+    def outputs_of(self, fakes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What the module makes of fake tensors; also learns `output_tree`."""
+        return run_fake(self, fakes, type(self.module).__name__)
+
+
+class LossCall(nn.Module):
+    """The last module of a list with the loss: (tensors of its argument, tensors of the targets) -> (loss, ...)."""
+
+    def __init__(
+        self, call: ModuleCall, loss: Callable[..., torch.Tensor], target_tree: TensorTree, input_count: int
+    ) -> None:
+        super().__init__()
+        self.call = call
+        self.loss = loss
+        self.target_tree = target_tree
+        self.input_count = input_count
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs = self.call(*tensors[: self.input_count])
+        loss = self.loss(self.call.output_tree.fill(outputs), self.target_tree.fill(tensors[self.input_count :]))
+        return (loss, *(output.detach() for output in outputs))
+
+    def loss_of(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Any:
+        """The loss on fake tensors, for its shape."""
+        with outputs[0].fake_mode:  # type: ignore[attr-defined]
+            return self.loss(self.call.output_tree.fill(outputs), self.target_tree.fill(targets))
+
+
+def _canonical_names(model: nn.Module) -> dict[int, str]:
+    """The first name of every parameter and buffer, by identity: tied tensors have one."""
+    names: dict[int, str] = {}
+    for name, tensor in [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]:
+        names.setdefault(id(tensor), name)
+    return names
+
+
+def _own_names(
+    wrapper: nn.Module, module: nn.Module, prefix: str, names: dict[int, str], buffers: bool
+) -> dict[str, str]:
+    members = (
+        wrapper.named_buffers(remove_duplicate=False) if buffers else wrapper.named_parameters(remove_duplicate=False)
+    )
+    return {name: names.get(id(tensor), prefix + name) for name, tensor in members}

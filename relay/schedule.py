@@ -1,0 +1,273 @@
+"""The relay itself: every micro-batch of a step passes through a layer before the next layer takes its place.
+
+Loop order is for layer: for micro-batch, forward to the last segment, which runs once with its backward, and back.
+Weights cross the link once for each direction; a layer still in its slot at the turn is not sent again. The next
+layers load while one computes; gradients drain and updates run behind. Everything is submitted from here and
+ordered by events alone; nothing waits in here but the caller, at the end.
+
+Invariant: which event orders which access is decided by the slot, the stash and the server, where the memory is;
+this file only decides the order of visits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hal.device import Device, Queue, View
+from hal.event import Event
+from hal.host import Host
+from hal.random import RandomKey
+from hal.slot import DeviceSlot, SlotContent
+from relay.eps.server import GradientPlan, ParameterServer, StepRecord
+from relay.eps.store import LayerStore
+from relay.stash import Key, Stash
+from relay.stations import Pass, Station, Stations
+
+
+@dataclass
+class Ran:
+    """What a pass over the model submitted: events by kind, and the bytes of weights sent."""
+
+    compute: list[Event] = field(default_factory=list)
+    loads: list[Event] = field(default_factory=list)
+    reads: list[Event] = field(default_factory=list)
+    host: StepRecord = field(default_factory=StepRecord)
+    weight_bytes: int = 0
+    verdict: Event | None = None
+
+    def all_events(self) -> list[Event]:
+        """Everything submitted, verdict first."""
+        first = [self.verdict] if self.verdict is not None else []
+        return [*first, *self.loads, *self.compute, *self.reads, *self.host.drains, *self.host.updates]
+
+
+class SlotRing:
+    """The slots, and which segment goes to which: the least recently visited one makes room."""
+
+    def __init__(self, device: Device, count: int, parameter_size: int, gradient_size: int) -> None:
+        self.parameter_size = parameter_size
+        self.gradient_size = gradient_size
+        self.slots: list[DeviceSlot] = []
+        try:
+            for number in range(count):
+                self.slots.append(DeviceSlot(device, number, parameter_size, gradient_size))
+        except BaseException:
+            self.free()
+            raise
+
+    def assign(self, visits: Sequence[SlotContent]) -> list[DeviceSlot]:
+        """A slot for each visit in order. A content keeps its slot for as long as nothing takes its place."""
+        holds = {slot: slot.content for slot in self.slots}
+        order = sorted(self.slots, key=lambda slot: slot.content is not None)
+        assigned = []
+        for content in visits:
+            slot = next((slot for slot in self.slots if holds[slot] is content), order[0])
+            holds[slot] = content
+            order.remove(slot)
+            order.append(slot)
+            assigned.append(slot)
+        return assigned
+
+    def forget(self) -> None:
+        """After a failure: what the slots hold is not to be trusted."""
+        for slot in self.slots:
+            slot.content = None
+
+    def settle(self) -> None:
+        """Everything submitted has ended."""
+        for slot in self.slots:
+            slot.settle()
+
+    def free(self) -> None:
+        """Give the memory back."""
+        for slot in self.slots:
+            slot.free()
+
+
+@dataclass
+class _Visit:
+    number: int
+    one_pass: str
+    content: SlotContent
+    slot: DeviceSlot | None = None
+
+
+class Relay:
+    """Runs passes over the model: training steps and forward passes."""
+
+    def __init__(self, device: Device, host: Host, store: LayerStore, server: ParameterServer, slots: SlotRing) -> None:
+        self._device = device
+        self._host = host
+        self._store = store
+        self._server = server
+        self.slots = slots
+        self._compute: Queue = device.queue("compute")
+        self.load_queue: Queue = device.queue("load")
+        self.drain_queue: Queue = device.queue("drain")
+
+    def train(
+        self,
+        pieces: Sequence[Stations],
+        contents: Sequence[SlotContent],
+        plans: Sequence[GradientPlan],
+        stash: Stash,
+        seed: int,
+        step: int,
+        seeds: Sequence[View],
+        losses: Sequence[View],
+        verdict: Callable[[Ran], Event],
+        group: dict[str, Any],
+        seeds_ready: Event,
+    ) -> Ran:
+        """Submit one training step. `pieces[j]` are the stations for the shape of micro-batch j."""
+        ran = Ran()
+        stations = pieces[0].stations
+        last = len(stations) - 1
+        # Below the first segment with anything to differentiate there is nothing to go back for.
+        visits = [_Visit(index, "forward", contents[index]) for index in range(last)]
+        visits.append(_Visit(last, "backward", contents[last]))
+        visits += [
+            _Visit(index, "backward", contents[index])
+            for index in reversed(range(last))
+            if stations[index].backward is not None
+        ]
+
+        def special(station: Station, microbatch: int) -> tuple[list[View], list[View], list[Event]]:
+            return [seeds[microbatch]], [losses[microbatch]], [seeds_ready]
+
+        for visit in self._relay(visits, ran):
+            assert visit.slot is not None
+            backward = visit.one_pass == "backward"
+            turning = visit.number == last
+            self._visit(visit, pieces, stash, seed, step, ran, special if turning else None)
+            if turning:
+                ran.verdict = verdict(ran)
+            if backward and plans[visit.number].names:
+                assert ran.verdict is not None
+                self._server.collect(
+                    plans[visit.number], visit.slot, self.drain_queue, ran.verdict, group, ran.host
+                )
+        return ran
+
+    def forward(
+        self,
+        pieces: Sequence[Stations],
+        contents: Sequence[SlotContent],
+        stash: Stash,
+        seed: int,
+        step: int,
+        losses: Sequence[View] | None,
+    ) -> Ran:
+        """Submit a forward pass alone."""
+        ran = Ran()
+        last = len(contents) - 1
+
+        def special(station: Station, microbatch: int) -> tuple[list[View], list[View], list[Event]]:
+            return [], [losses[microbatch]] if losses is not None else [], []
+
+        visits = [_Visit(index, "forward", content) for index, content in enumerate(contents)]
+        for visit in self._relay(visits, ran):
+            self._visit(visit, pieces, stash, seed, step, ran, special if visit.number == last else None)
+        return ran
+
+    def _relay(self, visits: list[_Visit], ran: Ran) -> Any:
+        """Yield the visits in order, each with its slot loading, and the loads of the next ones submitted."""
+        for visit, slot in zip(visits, self.slots.assign([visit.content for visit in visits]), strict=True):
+            visit.slot = slot
+        submitted = 0
+        for position, visit in enumerate(visits):
+            # As far ahead as there are slots, but never into a slot that a visit before it still needs.
+            while submitted < min(len(visits), position + len(self.slots.slots)):
+                coming = visits[submitted]
+                assert coming.slot is not None
+                before = [earlier for earlier in visits[position:submitted] if earlier.slot is coming.slot]
+                if any(earlier.content is not coming.content for earlier in before):
+                    break
+                self._submit_load(coming.slot, coming.content, ran)
+                submitted += 1
+            yield visit
+
+    def _submit_load(self, slot: DeviceSlot, content: SlotContent, ran: Ran) -> None:
+        if slot.content is content and slot.version == self._store.version:
+            return
+        ran.loads += slot.load(content, self._store.version, self.load_queue, self._store.ready_content(content))
+        ran.weight_bytes += content.size
+
+    def _visit(
+        self,
+        visit: _Visit,
+        pieces: Sequence[Stations],
+        stash: Stash,
+        seed: int,
+        step: int,
+        ran: Ran,
+        special: Callable[[Station, int], tuple[list[View], list[View], list[Event]]] | None,
+    ) -> None:
+        """Run every micro-batch through one segment."""
+        slot = visit.slot
+        assert slot is not None
+        for microbatch, stations in enumerate(pieces):
+            station = stations.stations[visit.number]
+            one: Pass | None = station.backward if visit.one_pass == "backward" else station.forward
+            assert one is not None and one.kernel is not None
+            accesses = [stash.access(Key(value, False), microbatch, False) for value in one.reads]
+            inputs = [*slot.parameters, *[access.view for access in accesses]]
+            waits: list[Event] = []
+            outputs: list[View] = []
+            if special is not None:
+                more_inputs, more_outputs, waits = special(station, microbatch)
+                inputs += more_inputs
+                outputs += more_outputs
+                waits = list(waits)
+            else:
+                for value in one.seeds:
+                    access = stash.access(Key(value, True), microbatch, False)
+                    accesses.append(access)
+                    inputs.append(access.view)
+            for value in one.writes[len(outputs) :]:
+                access = stash.access(Key(value, False), microbatch, True)
+                accesses.append(access)
+                outputs.append(access.view)
+            outputs += [slot.parameters[len(station.parameters) + index] for index in one.updates]
+            if one.parameter_gradients:
+                outputs += slot.gradients
+            for value, added in zip(one.value_gradients, one.added, strict=True):
+                access = stash.access(Key(value, True), microbatch, True, added)
+                accesses.append(access)
+                outputs.append(access.view)
+            for access in accesses:
+                waits += access.waits
+            event = slot.run(
+                self._compute,
+                one.kernel,
+                inputs,
+                outputs,
+                one.first if microbatch == 0 else one.later,
+                RandomKey(seed, step, visit.number, microbatch) if one.program.draws else None,
+                waits,
+                bool(one.parameter_gradients),
+            )
+            for access in accesses:
+                access.finish(event)
+            ran.compute.append(event)
+        self._send_buffers(visit, pieces[0].stations[visit.number], ran)
+
+    def _send_buffers(self, visit: _Visit, station: Station, ran: Ran) -> None:
+        """Buffers that a forward changed go home; on a unified device they never left."""
+        one = station.backward if visit.one_pass == "backward" else station.forward
+        if one is None or not one.updates or self._device.info.unified:
+            return
+        slot = visit.slot
+        assert slot is not None
+        targets: list[tuple[torch.Tensor, View]] = [
+            (self._store[station.buffers[index]], slot.parameters[len(station.parameters) + index])
+            for index in one.updates
+        ]
+        sent = slot.send(self.drain_queue, targets)
+        ran.reads += sent
+        for index in one.updates:
+            self._store.updated[station.buffers[index]] = sent[-1]

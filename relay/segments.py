@@ -1,0 +1,61 @@
+"""Segments and values: what a partition is made of.
+
+Plain data, made by `partition` and read by everything after it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from relay.trees import TensorTree
+from relay.weighing import LossWeight
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor that one segment makes (or the batch brings, where `producer` is None) and others use."""
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    producer: int | None
+    consumers: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Segment:
+    """One station of the relay. `module(*inputs)` returns the tuple of its outputs.
+
+    `parameters` and `buffers` map the module's own names to the model's. `alike` is what tells whether two
+    segments are built alike (`relay.blocks.same_structure`), or None where nothing can be alike.
+    """
+
+    index: int
+    name: str
+    module: nn.Module
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    parameters: dict[str, str]
+    buffers: dict[str, str]
+    alike: Any = None
+
+
+@dataclass(eq=False)
+class Partition:
+    """A model cut up for batches of one shape. `inputs` are the values of the batch's tensors in order.
+
+    The last segment's first output is the loss when `has_loss`; `results` are the values of the model's other
+    outputs, which `result_tree` puts back into the model's own structure.
+    """
+
+    segments: list[Segment]
+    values: list[Value]
+    inputs: tuple[int, ...]
+    has_loss: bool
+    results: tuple[int, ...]
+    result_tree: TensorTree
+    loss_weight: LossWeight | None

@@ -1,0 +1,182 @@
+"""Stations: a partition captured, and then compiled, for one shape of micro-batch.
+
+Each segment becomes a station with its kernels and the lists that a visit needs, so that a visit itself only looks
+things up. Segments built alike are captured once and share their kernels. It allocates nothing but kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hal.device import Device
+from hal.kernel import Kernel, Program, Role
+from relay.blocks import same_structure, tie_pattern
+from relay.capture import Captured, capture
+from relay.segments import Partition, Segment
+
+
+@dataclass(eq=False)
+class Pass:
+    """One kind of visit to a station: a program, its kernel once compiled, and where inputs and outputs belong.
+
+    `reads` and `seeds` are the values whose contents and whose gradients it takes in; `writes` the values it makes;
+    `updates` the buffers it changes; `parameter_gradients` the parameters, `value_gradients` the values it
+    differentiates (`added` tells which of these come on top of a gradient that is there already). `first` and
+    `later` are the accumulate patterns for the first micro-batch and for the others.
+    """
+
+    program: Program
+    reads: tuple[int, ...]
+    seeds: tuple[int, ...]
+    writes: tuple[int, ...]
+    updates: tuple[int, ...]
+    parameter_gradients: tuple[int, ...]
+    value_gradients: tuple[int, ...]
+    added: tuple[bool, ...] = ()
+    first: tuple[bool, ...] = ()
+    later: tuple[bool, ...] = ()
+    kernel: Kernel | None = None
+
+    def accumulate(self, later: bool) -> tuple[bool, ...]:
+        """The kernel's accumulate pattern: `later` for all micro-batches but the first."""
+        plain = len(self.writes) + len(self.updates)
+        pattern = (False,) * plain + (later,) * len(self.parameter_gradients) + self.added
+        return pattern if any(pattern) else ()
+
+
+@dataclass(eq=False)
+class Station:
+    """A segment ready to run. Names are the model's; `parameters` each once, in the kernels' order."""
+
+    segment: Segment
+    captured: Captured
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    forward: Pass | None
+    backward: Pass | None
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """The parameters that it has gradients for, in the kernel's order."""
+        if self.backward is None:
+            return ()
+        return tuple(self.parameters[index] for index in self.backward.parameter_gradients)
+
+
+@dataclass(eq=False)
+class Stations:
+    """All stations, for one shape of micro-batch. `unfed` are seeds that no later segment contributes to."""
+
+    partition: Partition
+    stations: list[Station]
+    unfed: frozenset[int]
+
+    @property
+    def loss(self) -> int | None:
+        """The value that is the loss, or None."""
+        return self.partition.segments[-1].outputs[0] if self.partition.has_loss else None
+
+    def compile(self, device: Device) -> None:
+        """Make the kernels. Raises Unsupported, CompileError or OutOfMemory, naming the layer."""
+        for station in self.stations:
+            for one in (station.forward, station.backward):
+                if one is not None:
+                    one.kernel = device.compile(one.program)
+
+    def signature(self) -> Any:
+        """What must be equal for two shapes of micro-batch to take part in one step."""
+        return [
+            (station.segment.name, station.segment.inputs, station.segment.outputs, station.parameters)
+            for station in self.stations
+        ]
+
+
+def build_stations(partition: Partition, training: bool, results: bool) -> Stations:
+    """Capture; nothing is compiled yet. For `training` the last segment gets one joint pass, else forward passes only;
+    `results` asks for the model's outputs besides the loss."""
+    requires_grad: dict[int, bool] = {}
+    captures: list[tuple[Segment, Any, Captured]] = []
+    built: list[tuple[Segment, Captured]] = []
+    for segment in partition.segments:
+        last = segment.index == len(partition.segments) - 1
+        inputs = [
+            torch.empty(partition.values[value].shape, dtype=partition.values[value].dtype).requires_grad_(
+                training and requires_grad.get(value, False)
+            )
+            for value in segment.inputs
+        ]
+        signature = [(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in inputs]
+        captured = _twin(segment, signature, captures)
+        if captured is None:
+            captured = capture(segment.module, inputs, segment.name, last and partition.has_loss)
+            captures.append((segment, signature, captured))
+        for value, flag in zip(segment.outputs, captured.output_requires_grad, strict=True):
+            requires_grad[value] = flag
+        built.append((segment, captured))
+
+    stations = [_station(segment, captured, partition, training, results) for segment, captured in built]
+    fed: set[int] = set()
+    unfed: set[int] = set()
+    for station in reversed(stations):
+        if station.backward is None:
+            continue
+        unfed.update(value for value in station.backward.seeds if value not in fed)
+        station.backward.added = tuple(value in fed for value in station.backward.value_gradients)
+        fed.update(station.backward.value_gradients)
+    for station in stations:
+        for one in (station.forward, station.backward):
+            if one is not None:
+                one.first, one.later = one.accumulate(False), one.accumulate(True)
+    result = Stations(partition, stations, frozenset())
+    result.unfed = frozenset(unfed - {result.loss})
+    return result
+
+
+def _twin(segment: Segment, signature: Any, captures: Sequence[tuple[Segment, Any, Captured]]) -> Captured | None:
+    if segment.alike is None:
+        return None
+    for other, other_signature, captured in captures:
+        if (
+            other.alike is not None
+            and other_signature == signature
+            and other.alike[1:] == segment.alike[1:]
+            and same_structure(other.alike[0], segment.alike[0])
+            and tie_pattern(other.module) == tie_pattern(segment.module)
+        ):
+            return captured
+    return None
+
+
+def _station(
+    segment: Segment, captured: Captured, partition: Partition, training: bool, results: bool
+) -> Station:
+    last = segment.index == len(partition.segments) - 1
+
+    def make(program: Program) -> Pass:
+        ports = program.outputs
+        return Pass(
+            program=program,
+            reads=segment.inputs,
+            seeds=tuple(segment.outputs[port.index] for port in program.inputs if port.role is Role.SEED),
+            writes=tuple(segment.outputs[port.index] for port in ports if port.role is Role.VALUE),
+            updates=tuple(port.index for port in ports if port.role is Role.BUFFER_UPDATE),
+            parameter_gradients=tuple(port.index for port in ports if port.role is Role.PARAMETER_GRADIENT),
+            value_gradients=tuple(segment.inputs[port.index] for port in ports if port.role is Role.VALUE_GRADIENT),
+        )
+
+    forward = backward = None
+    if last and partition.has_loss and training:
+        assert captured.joint is not None
+        backward = make(captured.joint)
+    else:
+        only_loss = last and partition.has_loss and not results
+        forward = make(captured.loss if only_loss and captured.loss is not None else captured.forward)
+        if training and captured.backward is not None:
+            backward = make(captured.backward)
+    parameters = tuple(segment.parameters[names[0]] for names in captured.parameter_names)
+    buffers = tuple(segment.buffers[name] for name in captured.buffer_names)
+    return Station(segment, captured, parameters, buffers, forward, backward)

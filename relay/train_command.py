@@ -1,0 +1,211 @@
+"""The command `relay train`: a byte-level GPT on text, through the Trainer.
+
+It holds the options, the run file and the closing summary. It does not train: that is `relay.training_run`,
+and what that does with a `relay.Trainer`, any script can do. Invariant: an option means and allows the same
+in a run file as on the command line.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from relay.console import Size, json_option, print_json
+from relay.sample import DEFAULT_FOLDER
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+AT_LEAST_ONE = click.IntRange(min=1)
+SAMPLE_BYTES = 300
+
+
+@click.command()
+@click.argument("run_file", required=False, metavar="[RUN.TOML]", type=click.Path(path_type=Path))
+@click.option(
+    "--data", type=click.Path(), help="A text file or a folder of them.  [default: Python's own library]"
+)
+@click.option("--layers", default=6, show_default=True, type=AT_LEAST_ONE, help="How many blocks.")
+@click.option("--hidden", default=128, show_default=True, type=AT_LEAST_ONE, help="Width of the model.")
+@click.option(
+    "--heads", default=4, show_default=True, type=AT_LEAST_ONE, help="Attention heads; divides --hidden."
+)
+@click.option("--seq", default=128, show_default=True, type=AT_LEAST_ONE, help="Bytes in a sequence.")
+@click.option("--batch", default=16, show_default=True, type=AT_LEAST_ONE, help="Sequences in a step.")
+@click.option(
+    "--microbatches",
+    default=4,
+    show_default=True,
+    type=AT_LEAST_ONE,
+    help="Pieces a batch is cut into on the device.",
+)
+@click.option("--steps", default=400, show_default=True, type=AT_LEAST_ONE, help="Training steps.")
+@click.option(
+    "--lr",
+    default=2e-3,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Highest learning rate: warmed up to it, then a cosine down to a tenth.",
+)
+@click.option(
+    "--dropout",
+    default=0.0,
+    show_default=True,
+    type=click.FloatRange(0, 1, max_open=True),
+    help="Share dropped.",
+)
+@click.option(
+    "--precision",
+    default="fp32",
+    show_default=True,
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    help="Numbers on the device and on the way to it.",
+)
+@click.option(
+    "--stash",
+    default="device",
+    show_default=True,
+    type=click.Choice(["device", "host"]),
+    help="Where activations between layers wait; with host the device's peak is the same for any depth.",
+)
+@click.option(
+    "--slots",
+    default=2,
+    show_default=True,
+    type=click.IntRange(min=2),
+    help="Layers on the device at a time.",
+)
+@click.option(
+    "--capacity", type=Size(), help="Device memory to keep within, such as 256MB.  [default: all of it]"
+)
+@click.option("--device", default="cpu", show_default=True, help="A name from `relay devices`.")
+@click.option(
+    "--seed",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0, 2**63 - 1),
+    help="Of weights, data, dropout.",
+)
+@click.option(
+    "--out", default=DEFAULT_FOLDER, show_default=True, type=click.Path(), help="Folder for the result."
+)
+@click.option(
+    "--sample/--no-sample", default=True, show_default=True, help="Let the model write some text at the end."
+)
+@json_option
+@click.pass_context
+def train(context: click.Context, run_file: Path | None, as_json: bool, **options: Any) -> None:
+    """Train a byte-level GPT on text, relaying its layers through a device.
+
+    RUN.TOML may give any of the options by name, such as `layers = 12`; the command line wins over it. Paths
+    in it are read from the current folder, as on the command line.
+
+    \b
+    Examples:
+      relay train
+      relay train --data ~/notes --layers 12 --hidden 256 --steps 1000
+      relay train run.toml --device cpu --stash host --capacity 64MB
+      relay train --steps 20 --no-sample --json
+    """
+    if run_file is not None:
+        options |= _from_file(context, run_file)
+    _check_together(options)
+    result = _run(options)
+    if as_json:
+        print_json(result)
+    else:
+        click.echo(_summary(result))
+
+
+def _from_file(context: click.Context, run_file: Path) -> dict[str, Any]:
+    """The options that the file gives and the command line does not, checked as the command line's are."""
+    with run_file.open("rb") as file:
+        try:
+            given = tomllib.load(file)
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as wrong:
+            raise click.UsageError(f"'{run_file}' is not valid TOML: {wrong}", context) from wrong
+    known = {
+        parameter.name: parameter
+        for parameter in context.command.params
+        if isinstance(parameter, click.Option) and parameter.name != "as_json"
+    }
+    chosen: dict[str, Any] = {}
+    for key, value in given.items():
+        if key not in known:
+            names = ", ".join(name for name in known if name)
+            raise click.UsageError(f"'{run_file}' has an unknown key '{key}'. Known keys: {names}.", context)
+        if not _is_of_kind(value, known[key].type):
+            raise click.UsageError(
+                f"'{run_file}': {key} should be a {known[key].type.name}; received {value!r}.", context
+            )
+        try:
+            converted = known[key].process_value(context, value)
+        except click.BadParameter as wrong:
+            raise click.UsageError(f"'{run_file}': {key}: {wrong.message}", context) from wrong
+        if context.get_parameter_source(key) is click.core.ParameterSource.DEFAULT:
+            chosen[key] = converted
+    return chosen
+
+
+def _is_of_kind(value: Any, kind: click.ParamType) -> bool:
+    """TOML has types, and click would quietly cut 4.5 layers down to 4."""
+    if isinstance(kind, type(click.BOOL)):
+        return isinstance(value, bool)
+    if isinstance(kind, Size):
+        return isinstance(value, (int, str)) and not isinstance(value, bool)
+    if isinstance(kind, type(click.FLOAT)):
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if isinstance(kind, type(click.INT)):
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, str)
+
+
+def _check_together(options: dict[str, Any]) -> None:
+    if options["hidden"] % options["heads"]:
+        raise click.UsageError(
+            f"--hidden must be a multiple of --heads; received {options['hidden']} and {options['heads']}."
+        )
+    if options["batch"] < options["microbatches"]:
+        raise click.UsageError(
+            f"--batch {options['batch']} cannot be cut into --microbatches {options['microbatches']}: "
+            "every piece takes at least one sequence. Give a larger batch or fewer micro-batches."
+        )
+
+
+def _run(options: dict[str, Any]) -> dict[str, Any]:
+    """Train and let the model write; the result as `--json` prints it."""
+    from relay import run_folder
+    from relay.sample import DEFAULT_PROMPT, generate
+    from relay.training_run import train_gpt
+
+    result = train_gpt(options, tell=lambda text: click.echo(text, err=True))
+    if options["sample"]:
+        model = run_folder.load(Path(options["out"]))
+        written = generate(model, DEFAULT_PROMPT.encode(), SAMPLE_BYTES, seed=options["seed"])
+        result["sample"] = DEFAULT_PROMPT + written.decode(errors="replace")
+    return result
+
+
+def _summary(result: dict[str, Any]) -> str:
+    from hal.memory import format_size
+
+    peak, plain = result["device_peak_bytes"], result["plain_bytes"]
+    share = f"1/{plain / peak:.0f}" if plain >= 2 * peak else f"{peak / plain:.0%}"
+    lines = [
+        "",
+        f"training loss   {result['loss_first']:.3f} -> {result['loss_last']:.3f} nats a byte",
+        f"held-out loss   {result['held_out_before']:.3f} -> {result['held_out_after']:.3f} nats a byte",
+        f"device memory   {format_size(peak)} at its peak, {share} of the {format_size(plain)}"
+        " that plain training would have needed",
+        f"host memory     {format_size(result['host_bytes'])}",
+        f"time            {result['seconds']:.1f} s, {result['tokens_per_second']:,.0f} tokens/s; busy:"
+        f" compute {result['compute_seconds']:.1f} s, transfer {result['transfer_seconds']:.1f} s,"
+        f" optimizer {result['optimizer_seconds']:.1f} s",
+        f"weights         {result['weights']} ({result['parameters']:,} parameters)",
+    ]
+    if "sample" in result:
+        lines += ["", "It now writes like this (more with `relay sample`):", "", result["sample"]]
+    return "\n".join(lines)

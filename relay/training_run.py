@@ -1,0 +1,117 @@
+"""One run of `relay train`: model, data, trainer, progress.
+
+It decides nothing that the options do not say, and prints nothing but the progress bar. Invariants: the run
+is a pure function of its options and the text, with the same losses every time on one machine; and whatever
+can be found wrong is found before the first step, a folder that cannot be written included.
+"""
+
+import math
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+import relay
+from hal.memory import format_size
+from relay import run_folder
+from relay.data import TextData, load_text
+from relay.models import GPT
+
+HELD_OUT_BATCHES = 8
+
+
+def learning_rate(step: int, steps: int, highest: float) -> float:
+    """Linear warm-up over the first tenth (100 steps at most), then a cosine down to a tenth of `highest`."""
+    warm_up = max(1, min(100, steps // 10))
+    if step < warm_up:
+        return highest * (step + 1) / warm_up
+    progress = (step - warm_up) / max(1, steps - warm_up)
+    return highest * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def train_gpt(options: dict[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
+    """Train as the options of `relay train` say and save the model in the folder `out`.
+
+    Returns the figures of the run. `tell` is given lines for the user before the training starts.
+    """
+    data = TextData(load_text(options["data"]), options["seq"], options["batch"], options["seed"])
+    configuration = {"vocabulary": 256, "sequence": options["seq"], "tied": True}
+    configuration |= {name: options[name] for name in ("layers", "hidden", "heads", "dropout")}
+    torch.manual_seed(options["seed"])
+    model = GPT(**configuration)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    trainer = relay.Trainer(
+        model,
+        optimizer=relay.AdamW(lr=options["lr"], weight_decay=0.01),
+        device=options["device"],
+        microbatches=options["microbatches"],
+        precision=options["precision"],
+        stash=options["stash"],
+        slots=options["slots"],
+        capacity=options["capacity"],
+        seed=options["seed"],
+    )
+    with closing(trainer):
+        trainer.prepare(data.batch(0))
+        tell(f"{parameters:,} parameters in {options['layers']} layers; {len(data.text):,} bytes of text")
+        tell("Host memory:")
+        tell(str(trainer.ledger))
+        folder = Path(options["out"])
+        run_folder.prepare(folder)
+        held_out = data.held_out(HELD_OUT_BATCHES)
+        before = _mean_loss(trainer, held_out)
+        figures = _train(trainer, data, options["steps"], options["lr"])
+        after = _mean_loss(trainer, held_out)
+        run_folder.save(folder, trainer.state_dict(), configuration)
+        plain_bytes = trainer.plain_bytes
+    return figures | {
+        "held_out_before": before,
+        "held_out_after": after,
+        "parameters": parameters,
+        "plain_bytes": plain_bytes,
+        "weights": str(folder / run_folder.WEIGHTS),
+        "options": dict(options),
+    }
+
+
+def _train(trainer: "relay.Trainer", data: TextData, steps: int, highest: float) -> dict[str, Any]:
+    tokens_a_step = data.batch_size * (data.window - 1)
+    losses: list[float] = []
+    seconds = dict.fromkeys(("seconds", "compute_seconds", "transfer_seconds", "optimizer_seconds"), 0.0)
+    device_peak = host_bytes = 0
+    # A terminal is redrawn often; a log file gets a line now and then.
+    pause = 0.3 if sys.stderr.isatty() else 10.0
+    with tqdm(total=steps, desc="training", unit="step", dynamic_ncols=True, mininterval=pause) as bar:
+        for step in range(steps):
+            for group in trainer.optimizer.param_groups:
+                group["lr"] = learning_rate(step, steps, highest)
+            metrics = trainer.step(data.batch(step))
+            losses.append(metrics.loss)
+            for name in seconds:
+                seconds[name] += getattr(metrics, name)
+            device_peak = max(device_peak, metrics.device_peak_bytes)
+            host_bytes = max(host_bytes, metrics.host_bytes)
+            bar.set_postfix_str(
+                f"loss {metrics.loss:.3f}, {metrics.tokens_per_second:,.0f} tokens/s, "
+                f"device {format_size(device_peak)}, host {format_size(host_bytes)}",
+                refresh=False,
+            )
+            bar.update()
+    return {
+        "steps": steps,
+        "loss_first": losses[0],
+        "loss_last": losses[-1],
+        "tokens_per_second": steps * tokens_a_step / seconds["seconds"],
+        "device_peak_bytes": device_peak,
+        "host_bytes": host_bytes,
+        **seconds,
+    }
+
+
+def _mean_loss(trainer: "relay.Trainer", batches: list[dict[str, torch.Tensor]]) -> float:
+    """Each batch has the same number of tokens, so the mean of the means is the mean."""
+    return sum(float(trainer.evaluate(batch).loss) for batch in batches) / len(batches)

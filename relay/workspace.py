@@ -1,0 +1,108 @@
+"""The workspace of a pass over the model: what it needs on device and host, worked out before anything is taken.
+
+A `Requirement` is bytes by purpose; where it passes the device's capacity the run is refused at once, with what
+would reduce it. A `Workspace` is then the allocated stash for one set of micro-batch shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hal.errors import OutOfMemory
+from hal.memory import format_size
+from hal.slot import SlotContent
+from relay.segments import Value
+from relay.stash import Key, Life, StashPlan, plan_stash
+from relay.stations import Pass, Station, Stations
+
+RESIDENT_FROM = 3
+"""Values that this many segments use stay on the device: they are few, and do not grow with depth."""
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """Bytes of device memory a training step needs, by purpose."""
+
+    slots: int
+    slot_count: int
+    stash: int
+    workspace: int
+    scalars: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.slots + self.stash + self.workspace + self.scalars
+
+    def check(self, device: str, capacity: int | None, stash: str, microbatches: int, largest: str) -> None:
+        """Raise OutOfMemory, with advice, where it passes the capacity."""
+        if capacity is None or self.total <= capacity:
+            return
+        options = []
+        if stash == "device":
+            options.append(f"stash='host' (the stash takes {format_size(self.stash)})")
+        if self.slot_count > 1:
+            options.append(f"slots={self.slot_count - 1} (each takes {format_size(self.slots // self.slot_count)})")
+        options.append(f"more micro-batches than {microbatches} (smaller pieces: less workspace and stash)")
+        advice = (
+            f"It needs {self.total:,} bytes: {self.slot_count} slots of {self.slots // self.slot_count:,} (the largest "
+            f"layer is {largest!r}), stash {self.stash:,}, workspace {self.workspace:,}. "
+            f"What reduces it: {'; '.join(options)}; or raise capacity=."
+        )
+        raise OutOfMemory(f"This run on device {device!r}", self.total, 0, capacity, advice)
+
+
+def slot_sizes(contents: Sequence[SlotContent]) -> tuple[int, int]:
+    """Bytes a slot needs for parameters and for gradients."""
+    return max(content.size for content in contents), max(content.gradient_size for content in contents)
+
+
+def kernel_workspace(stations: Stations) -> int:
+    """Bytes that the largest kernel needs while it runs."""
+    passes = [one for station in stations.stations for one in (station.forward, station.backward) if one is not None]
+    return max(one.program.workspace for one in passes)
+
+
+def plan_for(stations: Stations, stash: str, training: bool) -> StashPlan:
+    """Where each value and gradient of a pass lives, by the order of visits that the schedule makes."""
+    values = stations.partition.values
+    visits = _visits(stations.stations, training)
+    end = len(visits)
+    lives: dict[Key, Life] = {}
+    most_streamed = 0
+    for value in stations.partition.inputs:
+        if values[value].consumers:
+            _use(lives, Key(value, False), 0, values[value], stash)
+    for number, one in enumerate(visits):
+        keys = [Key(value, False) for value in (*one.reads, *one.writes)]
+        keys += [Key(value, True) for value in (*one.seeds, *one.value_gradients)]
+        keys = [key for key in keys if key.value != stations.loss]  # the loss and its seed have places of their own
+        for key in keys:
+            _use(lives, key, number, values[key.value], stash)
+        most_streamed = max(most_streamed, sum(lives[key].streams for key in keys))
+    for value in stations.unfed:
+        life = lives[Key(value, True)]
+        life.first, life.last, life.streams = 0, end, False
+    for value in stations.partition.results if not training else ():
+        life = lives[Key(value, False)]
+        life.last, life.streams = end, False
+    return plan_stash(lives, most_streamed)
+
+
+def _use(lives: dict[Key, Life], key: Key, visit: int, value: Value, stash: str) -> None:
+    life = lives.get(key)
+    if life is None:
+        size = value.dtype.itemsize * torch.Size(value.shape).numel()
+        resident = stash == "device" or value.producer is None or len(set(value.consumers)) >= RESIDENT_FROM
+        life = lives[key] = Life(visit, visit, size, not resident)
+    life.last = visit
+
+
+def _visits(stations: Sequence[Station], training: bool) -> list[Pass]:
+    forward = [station.forward for station in stations if station.forward is not None]
+    if not training:
+        return forward
+    return forward + [station.backward for station in reversed(stations) if station.backward is not None]
