@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import os
 import platform
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +47,10 @@ class CpuBuffer(Buffer):
         account.charge(size, what)
         self.size = size
         self._account = account
-        self._memory: torch.Tensor | None = torch.empty(size, dtype=torch.uint8)
+        try:
+            self._memory: torch.Tensor | None = torch.empty(size, dtype=torch.uint8)
+        except RuntimeError as failure:
+            raise account.refused(size, what) from failure
 
     def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> View:
         if self._memory is None:
@@ -115,6 +120,8 @@ class CpuQueue(Queue):
                 f"{program.name} takes {len(program.inputs)} inputs and {len(program.outputs)} outputs, "
                 f"got {len(inputs)} and {len(outputs)}"
             )
+        if accumulate and len(accumulate) != len(outputs):
+            raise ValueError(f"{program.name} has {len(outputs)} outputs, and accumulate speaks of {len(accumulate)}")
         if program.draws and key is None:
             raise ValueError(f"{program.name} draws random numbers and was run without a key")
         assert isinstance(kernel, CpuKernel)
@@ -158,30 +165,37 @@ class CpuDevice(Device):
         self._account = MemoryAccount(f"device {name!r}", capacity)
         self._queues: dict[str, CpuQueue] = {}
         self._kernels: dict[str, CpuKernel] = {}
+        self._buffers: weakref.WeakSet[CpuBuffer] = weakref.WeakSet()
         self._workspace = 0
+        self._lock = threading.RLock()  # queues and kernels are made once, whoever asks first
         self._closed = False
 
     def alloc(self, size: int, what: str = "buffer") -> Buffer:
-        self._check_open()
-        return CpuBuffer(self._account, size, what)
+        with self._lock:
+            self._check_open()
+            buffer = CpuBuffer(self._account, size, what)
+            self._buffers.add(buffer)
+        return buffer
 
     def queue(self, name: str) -> CpuQueue:
-        self._check_open()
-        if name not in self._queues:
-            self._queues[name] = CpuQueue(name)
-        return self._queues[name]
+        with self._lock:
+            self._check_open()
+            if name not in self._queues:
+                self._queues[name] = CpuQueue(name)
+            return self._queues[name]
 
     def compile(self, program: Program) -> Kernel:
-        self._check_open()
-        kernel = self._kernels.get(program.fingerprint)
-        if kernel is None:
-            # One kernel runs at a time, so the largest workspace serves all.
-            growth = program.workspace - self._workspace
-            if growth > 0:
-                self._account.charge(growth, f"workspace of {program.name}")
-                self._workspace = program.workspace
-            kernel = self._kernels[program.fingerprint] = CpuKernel(program)
-        return kernel
+        with self._lock:
+            self._check_open()
+            kernel = self._kernels.get(program.fingerprint)
+            if kernel is None:
+                # One kernel runs at a time, so the largest workspace serves all.
+                growth = program.workspace - self._workspace
+                if growth > 0:
+                    self._account.charge(growth, f"workspace of {program.name}")
+                    self._workspace = program.workspace
+                kernel = self._kernels[program.fingerprint] = CpuKernel(program)
+            return kernel
 
     def host(self, capacity: int | None = None) -> Host:
         return Host(capacity, worker=self.queue(COMPUTE).worker)
@@ -204,12 +218,18 @@ class CpuDevice(Device):
         return tensor
 
     def close(self) -> None:
-        if not self._closed:
+        with self._lock:
+            if self._closed:
+                return
             self._closed = True
-            for queue in self._queues.values():
-                queue.worker.close()
-            self._queues.clear()
-            self._kernels.clear()
+        for queue in self._queues.values():
+            queue.worker.close()
+        self._queues.clear()
+        self._kernels.clear()
+        for buffer in list(self._buffers):
+            buffer.free()
+        self._account.release(self._workspace)
+        self._workspace = 0
 
     def _check_open(self) -> None:
         if self._closed:

@@ -74,9 +74,14 @@ class Host:
     def alloc(self, count: int, dtype: torch.dtype, state: str) -> torch.Tensor:
         """A flat tensor of `count` elements for that state, 64-byte aligned, uninitialised, in the ledger."""
         size = count * dtype.itemsize
-        self._account.charge(size, f"{state} ({str(dtype).removeprefix('torch.')})")
+        what = f"{state} ({str(dtype).removeprefix('torch.')})"
+        self._account.charge(size, what)
         self.ledger.add(state, dtype, size)
-        return torch.empty(count, dtype=dtype)
+        try:
+            return torch.empty(count, dtype=dtype)
+        except RuntimeError as failure:
+            self.ledger.add(state, dtype, -size)
+            raise self._account.refused(size, what) from failure
 
     def free(self, tensor: torch.Tensor, state: str) -> None:
         """Take a tensor of `alloc` out of the ledger. Its memory goes with its last reference."""
@@ -96,3 +101,5 @@ class Host:
         """Finish the queued tasks. Closing twice is harmless."""
         if self._own_worker:
             self._worker.close()
+        else:
+            self._worker.drain()

@@ -63,10 +63,10 @@ class Port:
 class Program:
     """A captured computation. Two programs with equal `fingerprint` compute the same thing.
 
-    `constants` are the tensors that the graph's `get_attr` nodes name. `flops` counts multiplications and additions of matrix products and attention (2 a multiply-add), as
-    torch.utils.flop_counter does. `workspace` is the peak of bytes that live only inside a run (liveness of the
-    graph; inputs and outputs not counted, library internals not counted). `moved` is the bytes each op reads and
-    writes, summed, were nothing kept in a cache.
+    `constants` are the tensors that the graph's `get_attr` nodes name. `flops` counts multiplications and additions
+    of matrix products and attention (2 a multiply-add), as torch.utils.flop_counter does. `workspace` is the peak
+    of bytes that live only inside a run (liveness of the graph; inputs and outputs not counted, library internals
+    not counted). `moved` is the bytes each op reads and writes, summed, were nothing kept in a cache.
     """
 
     name: str

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import threading
 from dataclasses import dataclass
+from fractions import Fraction
 
 from hal.errors import OutOfMemory
 
@@ -37,7 +38,7 @@ def parse_size(text: str | int) -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
         if match is None or match.group(2).lower() not in _UNITS:
             raise ValueError(f"{text!r} is not a size. Expected a number with MB, MiB, GB, GiB ..., such as 256MB.")
-        size = int(float(match.group(1)) * _UNITS[match.group(2).lower()])
+        size = int(Fraction(match.group(1)) * _UNITS[match.group(2).lower()])  # exact, where floats lose bytes
     if size <= 0:
         raise ValueError(f"{text!r} is not a size above zero bytes.")
     return size
@@ -73,11 +74,20 @@ class MemoryAccount:
 
     def charge(self, size: int, what: str) -> None:
         """Count `size` bytes as used. Raises OutOfMemory, and counts nothing, where that passes the capacity."""
+        if size < 0:
+            raise ValueError(f"{what} cannot have {size} bytes")
         with self._lock:
             if self._capacity is not None and self._in_use + size > self._capacity:
                 raise OutOfMemory(f"{what} on {self._owner}", size, self._in_use, self._capacity)
             self._in_use += size
             self._peak = max(self._peak, self._in_use)
+
+    def refused(self, size: int, what: str) -> OutOfMemory:
+        """Take back a charge whose memory the system did not give; returns the error to raise."""
+        self.release(size)
+        use = self.use()
+        capacity = use.in_use if use.capacity is None else use.capacity
+        return OutOfMemory(f"{what} on {self._owner}", size, use.in_use, capacity, "The system refused the memory.")
 
     def release(self, size: int) -> None:
         """Give `size` charged bytes back."""

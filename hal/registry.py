@@ -40,7 +40,12 @@ def open(name: str, capacity: int | None = None) -> Device:
         backend = _load(points[family])
     except Exception as failure:
         raise Unavailable(f"The backend {family!r} does not load: {type(failure).__name__}: {failure}") from failure
-    return backend.open(selector, capacity)
+    try:
+        return backend.open(selector, capacity)
+    except HalError:
+        raise
+    except Exception as failure:  # a third party's backend may let a native error out
+        raise Unavailable(f"Opening {name!r} failed: {type(failure).__name__}: {failure}") from failure
 
 
 def devices() -> list[Probe]:

@@ -6,8 +6,8 @@ event. The slot knows the hazards of its own memory and adds the waits itself, s
 them:
 
   * a kernel waits for the load, and, if it writes gradients, for the drain of the gradients before it;
-  * a load waits for every kernel that still reads the parameters it overwrites;
-  * a drain waits for every kernel that writes the gradients.
+  * a load waits for the load before it and for every kernel and transfer that still reads what it overwrites;
+  * a drain waits for every kernel that writes the gradients, whatever was loaded since, and for the drain before it.
 
 A slot does not decide which segment it holds, nor when.
 
@@ -99,6 +99,7 @@ class DeviceSlot:
         self._views: dict[SlotContent, tuple[list[View], list[View]]] = {}
         self._loaded: list[Event] = []
         self._readers: list[Event] = []
+        self._writers: list[Event] = []
         self._drained: list[Event] = []
         self.parameters: list[View] = []
         self.gradients: list[View] = []
@@ -110,7 +111,7 @@ class DeviceSlot:
         """
         if self.content is content and self.version == version:
             return self._loaded
-        before = [*wait, *self._readers]
+        before = [*wait, *self._loaded, *self._readers]
         self.state = SlotState.LOADING
         self.parameters, self.gradients = self._views_of(content)
         if self._device.info.unified:
@@ -144,18 +145,21 @@ class DeviceSlot:
             waits += self._drained
         event = queue.run(kernel, inputs, outputs, accumulate, key, waits)
         self._readers.append(event)
+        if writes_gradients:
+            self._writers.append(event)
         return event
 
     def drain(self, queue: Queue, targets: Sequence[tuple[torch.Tensor, View]], wait: Sequence[Event]) -> list[Event]:
         """Send regions of the slot to the host, after the kernels run so far. Returns the events of the transfers."""
         self.state = SlotState.DRAINING
-        before = [*self._readers, *wait]
+        before = [*self._writers, *self._readers, *self._drained, *wait]
+        self._writers = []
         self._drained = [queue.read(target, source, before) for target, source in targets]
         return self._drained
 
     def send(self, queue: Queue, targets: Sequence[tuple[torch.Tensor, View]]) -> list[Event]:
         """Send parameters or buffers of the slot to the host, after the kernels run so far."""
-        before = list(self._readers)
+        before = [*self._loaded, *self._readers]
         sent = [queue.read(target, source, before) for target, source in targets]
         self._readers += sent
         return sent
@@ -163,6 +167,7 @@ class DeviceSlot:
     def hold_gradients(self, events: Sequence[Event]) -> None:
         """On a unified device: whoever reads the gradients in place. The next writer waits for these events."""
         self.state = SlotState.DRAINING
+        self._writers = []
         self._drained = list(events)
 
     @property
@@ -172,7 +177,7 @@ class DeviceSlot:
 
     def settle(self) -> None:
         """Forget the events of work that is known to have ended."""
-        self._loaded, self._readers, self._drained = [], [], []
+        self._loaded, self._readers, self._writers, self._drained = [], [], [], []
 
     def flat_gradients(self, content: SlotContent) -> View:
         """The gradient region of a content as one flat view of bytes."""

@@ -83,24 +83,32 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._on_start = on_start
         self._closed = False
+        self._lock = threading.Lock()  # one thread starts, and nothing is queued after the end
 
     def submit(self, call: Callable[[], None], wait: Sequence[Event], label: str) -> WorkerEvent:
         """Queue a call to run after every event of `wait`. `label` names it in errors."""
-        if self._closed:
-            raise HalError(f"queue {self.name!r} is closed, so {label} cannot be submitted. Open the device again.")
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name=f"relay-{self.name}", daemon=True)
-            self._thread.start()
         event = WorkerEvent()
-        self._calls.append((call, wait, event, label))
+        with self._lock:
+            if self._closed:
+                raise HalError(f"queue {self.name!r} is closed, so {label} cannot be submitted. Open the device again.")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name=f"relay-{self.name}", daemon=True)
+                self._thread.start()
+            self._calls.append((call, wait, event, label))
         self._ready.release()
         return event
 
+    def drain(self) -> None:
+        """Block until what is queued has ended, well or badly."""
+        if self._thread is not None and not self._closed:
+            self.submit(_nothing, (), "drain").settle()
+
     def close(self) -> None:
         """Run what is queued, then end the thread. Closing twice is harmless."""
-        if self._closed:
-            return
-        self._closed = True
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
         if self._thread is not None:
             self._ready.release()
             self._thread.join()
@@ -128,3 +136,7 @@ class Worker:
             event.finish(start, perf_counter(), error)
             # Nothing of a finished call may stay alive while the thread idles: it may hold gigabytes.
             del call, wait, event, error
+
+
+def _nothing() -> None:
+    """The call that ends when all before it have."""

@@ -49,6 +49,14 @@ class GraphSegment(nn.Module):
             else:
                 self.register_buffer(name, tensor)
 
+    def names_of(self, states: Sequence[tuple[str, torch.Tensor]], parameters: bool) -> dict[str, str]:
+        """The module's own names to the model's, of its parameters or of its buffers."""
+        return {
+            local: full
+            for local, (full, tensor) in zip(self.state_names, states, strict=True)
+            if isinstance(tensor, nn.Parameter) == parameters
+        }
+
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         states = [getattr(self, name) for name in self.state_names]
         return tuple(self.graph(*states, *values))
@@ -212,8 +220,8 @@ class _Cut:
                 module,
                 tuple(self.value_of[key] for key in keys),
                 outputs,
-                {local: full for local, (full, tensor) in zip(module.state_names, held) if isinstance(tensor, nn.Parameter)},
-                {local: full for local, (full, tensor) in zip(module.state_names, held) if not isinstance(tensor, nn.Parameter)},
+                module.names_of(held, parameters=True),
+                module.names_of(held, parameters=False),
             )
         )
 

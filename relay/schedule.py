@@ -111,6 +111,7 @@ class Relay:
 
     def train(
         self,
+        ran: Ran,
         pieces: Sequence[Stations],
         contents: Sequence[SlotContent],
         plans: Sequence[GradientPlan],
@@ -122,9 +123,8 @@ class Relay:
         verdict: Callable[[Ran], Event],
         group: dict[str, Any],
         seeds_ready: Event,
-    ) -> Ran:
-        """Submit one training step. `pieces[j]` are the stations for the shape of micro-batch j."""
-        ran = Ran()
+    ) -> None:
+        """Submit one training step, and note in `ran` what was. `pieces[j]` are the stations for micro-batch j."""
         stations = pieces[0].stations
         last = len(stations) - 1
         # Below the first segment with anything to differentiate there is nothing to go back for.
@@ -151,19 +151,18 @@ class Relay:
                 self._server.collect(
                     plans[visit.number], visit.slot, self.drain_queue, ran.verdict, group, ran.host
                 )
-        return ran
 
     def forward(
         self,
+        ran: Ran,
         pieces: Sequence[Stations],
         contents: Sequence[SlotContent],
         stash: Stash,
         seed: int,
         step: int,
         losses: Sequence[View] | None,
-    ) -> Ran:
-        """Submit a forward pass alone."""
-        ran = Ran()
+    ) -> None:
+        """Submit a forward pass alone, and note in `ran` what was."""
         last = len(contents) - 1
 
         def special(station: Station, microbatch: int) -> tuple[list[View], list[View], list[Event]]:
@@ -172,7 +171,6 @@ class Relay:
         visits = [_Visit(index, "forward", content) for index, content in enumerate(contents)]
         for visit in self._relay(visits, ran):
             self._visit(visit, pieces, stash, seed, step, ran, special if visit.number == last else None)
-        return ran
 
     def _relay(self, visits: list[_Visit], ran: Ran) -> Any:
         """Yield the visits in order, each with its slot loading, and the loads of the next ones submitted."""
@@ -213,7 +211,8 @@ class Relay:
         for microbatch, stations in enumerate(pieces):
             station = stations.stations[visit.number]
             one: Pass | None = station.backward if visit.one_pass == "backward" else station.forward
-            assert one is not None and one.kernel is not None
+            assert one is not None
+            assert one.kernel is not None
             accesses = [stash.access(Key(value, False), microbatch, False) for value in one.reads]
             inputs = [*slot.parameters, *[access.view for access in accesses]]
             waits: list[Event] = []

@@ -42,7 +42,7 @@ SAMPLE_BYTES = 300
     type=AT_LEAST_ONE,
     help="Pieces a batch is cut into on the device.",
 )
-@click.option("--steps", default=400, show_default=True, type=AT_LEAST_ONE, help="Training steps.")
+@click.option("--steps", default=300, show_default=True, type=AT_LEAST_ONE, help="Training steps.")
 @click.option(
     "--lr",
     default=2e-3,

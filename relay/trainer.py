@@ -7,7 +7,7 @@ that raises has either changed nothing, or the trainer says that it can no longe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -17,7 +17,6 @@ from torch import nn
 
 from hal import registry
 from hal.device import Buffer, View
-from hal.errors import OutOfMemory
 from hal.event import Event
 from hal.host import Ledger
 from hal.memory import parse_size
@@ -26,7 +25,7 @@ from relay.batches import Batch, count_tokens, take_apart, weigh, without_empty
 from relay.eps.optimizers import AdamW, RelayOptimizer, optimizer_spec
 from relay.eps.server import GradientPlan, ParameterServer, plan_gradients
 from relay.eps.store import LayerStore
-from relay.errors import InconsistentState, NonFiniteLoss, PartitionError, RelayError
+from relay.errors import InconsistentState, NonFiniteLoss, PartitionError
 from relay.metrics import Metrics, total_elapsed
 from relay.partition import partition_list, partition_model
 from relay.schedule import Ran, Relay, SlotRing
@@ -90,6 +89,7 @@ class Trainer:
         self._stash: Stash | None = None
         self._stash_key: Any = None
         self._scalars: Buffer | None = None
+        self._transfers: list[Event] = []
         self.plain_bytes = 0
 
     def _check_arguments(
@@ -155,23 +155,21 @@ class Trainer:
             return self._host.run(check, [read], "verdict on the loss")
 
         group = {key: value for key, value in self.optimizer.param_groups[0].items() if key != "params"}
-        ran = relay.train(
-            stations,
-            contents,
-            plans,
-            stash,
-            self._seed,
-            self._step,
-            seed_views,
-            loss_views,
-            verdict,
-            group,
-            seeds_ready,
-        )
-        self._finish(ran, stash, seeds_ready)
-        self._step += 1
-        self._store.version += 1
-        self.optimizer.count_step()
+        with self._finishing(stash, [seeds_ready]) as ran:
+            relay.train(
+                ran,
+                stations,
+                contents,
+                plans,
+                stash,
+                self._seed,
+                self._step,
+                seed_views,
+                loss_views,
+                verdict,
+                group,
+                seeds_ready,
+            )
         loss = sum((losses_on_host * seeds_on_host).tolist())
         return self._metrics(ran, stash, pieces, loss, start)
 
@@ -438,38 +436,58 @@ class Trainer:
             loss_row, loss_views, _, _ = self._scalar_views(len(stations), dtype)
             losses_on_host = torch.zeros(len(stations), dtype=dtype)
         self._bring(stash, stations, pieces)
-        ran = relay.forward(stations, contents, stash, self._seed, self._step, loss_views)
-        if losses_on_host is not None and loss_row is not None:
-            ran.reads.append(relay.drain_queue.read(losses_on_host, loss_row, ran.compute[-len(stations) :]))
-        if read_back is not None:
-            read_back(stash, relay, ran)
-        self._finish(ran, stash, None)
+        with self._finishing(stash, [], training=False) as ran:
+            relay.forward(ran, stations, contents, stash, self._seed, self._step, loss_views)
+            if losses_on_host is not None and loss_row is not None:
+                ran.reads.append(relay.drain_queue.read(losses_on_host, loss_row, ran.compute[-len(stations) :]))
+            if read_back is not None:
+                read_back(stash, relay, ran)
         return ran, stash, losses_on_host
 
-    def _finish(self, ran: Ran, stash: Stash, first: Event | None) -> None:
-        """Wait for all that was submitted; raise the first error, and say whether the step was half applied."""
-        events = [*([first] if first is not None else []), *ran.all_events(), *stash.transfers]
+    @contextmanager
+    def _finishing(self, stash: Stash, first: list[Event], training: bool = True) -> Iterator[Ran]:
+        """Around the submission of a pass: waits for all of it, whatever happens, and settles what became of it.
+
+        Raises the first error. A step that was applied counts, also when an interrupt came while it ran; one that
+        was applied in part makes the trainer refuse to go on.
+        """
+        ran = Ran()
         error: BaseException | None = None
-        for event in events:
-            try:
-                event.wait()
-            except Exception as failure:
-                error = error or failure
+        try:
+            yield ran
+        except BaseException as failure:
+            error = failure
+        interrupt: BaseException | None = None
+        for event in [*first, *ran.all_events(), *stash.transfers]:
+            while True:
+                try:
+                    event.wait()
+                except KeyboardInterrupt as failure:  # what is submitted runs on: wait for it, then stop
+                    interrupt = failure
+                    continue
+                except Exception as failure:
+                    error = error or failure
+                break
         assert self._relay is not None
         self._relay.slots.settle()
-        self._ended = list(stash.transfers)
+        self._transfers = list(stash.transfers)
         stash.settle()
         if error is not None:
             self._relay.slots.forget()
-            applied = sum(_succeeded(event) for event in ran.host.updates)
-            if applied:
+            if any(_succeeded(event) for event in ran.host.updates):
                 self._broken = error
             raise error
+        if training:
+            self._step += 1
+            self._store.version += 1
+            self.optimizer.count_step()
+        if interrupt is not None:
+            raise interrupt
 
     def _metrics(self, ran: Ran, stash: Stash, pieces: Batch, loss: float, start: float) -> Metrics:
         norms = [ran.host.norms[name] for name, _ in self._model.named_parameters() if name in ran.host.norms]
         norm = float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
-        transfers = [*ran.loads, *ran.reads, *ran.host.drains, *self._ended]
+        transfers = [*ran.loads, *ran.reads, *ran.host.drains, *self._transfers]
         return Metrics(
             loss=loss,
             grad_norm=norm,
@@ -484,7 +502,7 @@ class Trainer:
         )
 
     @contextmanager
-    def _eval_mode(self) -> Any:
+    def _eval_mode(self) -> Iterator[None]:
         modes = {module: module.training for module in self._model.modules()}
         self._model.eval()
         try:

@@ -181,9 +181,9 @@ class OptimizerSpec(Protocol):
 
 def optimizer_spec(optimizer: Any) -> OptimizerSpec:
     """What a user gave, as a spec. TypeError with what is expected for anything else."""
-    if isinstance(optimizer, functools.partial) and isinstance(optimizer.func, type):
-        if issubclass(optimizer.func, torch.optim.Optimizer):
-            return _TorchOptimizer(optimizer)
+    made_by = optimizer.func if isinstance(optimizer, functools.partial) else None
+    if isinstance(made_by, type) and issubclass(made_by, torch.optim.Optimizer):
+        return _TorchOptimizer(optimizer)
     if hasattr(optimizer, "bind") and hasattr(optimizer, "defaults"):
         spec: OptimizerSpec = optimizer
         return spec
