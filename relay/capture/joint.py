@@ -61,7 +61,8 @@ class Captured:
 def capture(module: nn.Module, inputs: Sequence[torch.Tensor], name: str, ends_in_loss: bool = False) -> Captured:
     """Capture `module(*inputs)`, which returns a tuple of tensors, the loss first where it `ends_in_loss`.
 
-    `requires_grad` of the inputs is respected. `inputs` are examples: shapes, dtypes and `requires_grad` count, values do not. Raises CaptureError.
+    `requires_grad` of the inputs is respected. `inputs` are examples: shapes, dtypes and `requires_grad` count,
+    values do not. Raises CaptureError.
     """
     wants_gradients = any(tensor.requires_grad for tensor in [*module.parameters(), *inputs])
     try:
