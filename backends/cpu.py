@@ -228,7 +228,8 @@ class CpuDevice(Device):
         self._kernels.clear()
         for buffer in list(self._buffers):
             buffer.free()
-        self._account.release(self._workspace)
+        # The workspace, and buffers that were dropped without being freed.
+        self._account.release(self._account.use().in_use)
         self._workspace = 0
 
     def _check_open(self) -> None:

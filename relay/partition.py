@@ -96,7 +96,7 @@ def partition_list(
     for index, module in enumerate(modules):
         call = ModuleCall(module, tree)
         last = index == len(modules) - 1
-        fakes = call.outputs_of(fakes)
+        fakes = call.outputs_of(fakes, f"{index} ({type(module).__name__})")
         sources, alike = current, (module, tree.spec, tree.constants)
         if last and target_tree is not None:
             assert loss is not None
@@ -173,9 +173,9 @@ class ModuleCall(nn.Module):
         output, self.output_tree = tensor_leaves(self.module(self.input_tree.fill(tensors)))
         return tuple(output)
 
-    def outputs_of(self, fakes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What the module makes of fake tensors; also learns `output_tree`."""
-        return run_fake(self, fakes, type(self.module).__name__)
+    def outputs_of(self, fakes: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
+        """What the module makes of fake tensors; also learns `output_tree`. `name` is for errors."""
+        return run_fake(self, fakes, name)
 
 
 class LossCall(nn.Module):

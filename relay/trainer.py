@@ -25,7 +25,7 @@ from relay.batches import Batch, count_tokens, take_apart, weigh, without_empty
 from relay.eps.optimizers import AdamW, RelayOptimizer, optimizer_spec
 from relay.eps.server import GradientPlan, ParameterServer, plan_gradients
 from relay.eps.store import LayerStore
-from relay.errors import InconsistentState, NonFiniteLoss, PartitionError
+from relay.errors import InconsistentState, NonFiniteLoss, PartitionError, RelayError
 from relay.metrics import Metrics, total_elapsed
 from relay.partition import partition_list, partition_model
 from relay.schedule import Ran, Relay, SlotRing
@@ -89,6 +89,7 @@ class Trainer:
         self._stash: Stash | None = None
         self._stash_key: Any = None
         self._scalars: Buffer | None = None
+        self._kept_buffers: dict[str, torch.Tensor] = {}
         self._transfers: list[Event] = []
         self.plain_bytes = 0
 
@@ -155,7 +156,8 @@ class Trainer:
             return self._host.run(check, [read], "verdict on the loss")
 
         group = {key: value for key, value in self.optimizer.param_groups[0].items() if key != "params"}
-        with self._finishing(stash, [seeds_ready]) as ran:
+        buffers = self._keep_buffers(stations[0])
+        with self._finishing(stash, [seeds_ready], buffers) as ran:
             relay.train(
                 ran,
                 stations,
@@ -426,6 +428,7 @@ class Trainer:
         contents = self._contents(stations[0])
         relay = self._prepare_device(stations, contents, [])
         stash = self._stash_for(stations, "forward")
+        self._store.version += 1  # the user may have written to the weights since: what slots still hold may be old
         self._device.reset_peak()
         has_loss = stations[0].partition.has_loss
         losses_on_host: torch.Tensor | None = None
@@ -444,12 +447,26 @@ class Trainer:
                 read_back(stash, relay, ran)
         return ran, stash, losses_on_host
 
+    def _keep_buffers(self, stations: Stations) -> list[str]:
+        """Keep a copy of the buffers that a step's forward changes, should the step not be applied. Their names."""
+        passes = [(one, each) for one in stations.stations for each in (one.forward, one.backward) if each is not None]
+        names = [one.buffers[index] for one, each in passes for index in each.updates]
+        for name in names:
+            buffer = self._store[name]
+            if name not in self._kept_buffers:
+                flat = self._host.alloc(buffer.numel(), buffer.dtype, "buffers before the step")
+                self._kept_buffers[name] = flat.view(buffer.shape)
+            self._kept_buffers[name].copy_(buffer)
+        return names
+
     @contextmanager
-    def _finishing(self, stash: Stash, first: list[Event], training: bool = True) -> Iterator[Ran]:
+    def _finishing(
+        self, stash: Stash, first: list[Event], buffers: Sequence[str] = (), training: bool = True
+    ) -> Iterator[Ran]:
         """Around the submission of a pass: waits for all of it, whatever happens, and settles what became of it.
 
-        Raises the first error. A step that was applied counts, also when an interrupt came while it ran; one that
-        was applied in part makes the trainer refuse to go on.
+        Raises the first error, with `buffers` put back as `_keep_buffers` found them. A step that was applied counts,
+        also when an interrupt came while it ran; one that was applied in part makes the trainer refuse to go on.
         """
         ran = Ran()
         error: BaseException | None = None
@@ -470,13 +487,18 @@ class Trainer:
                 break
         assert self._relay is not None
         self._relay.slots.settle()
+        self._store.updated.clear()  # all updates have ended; a failed one must not fail the next step too
+        self._server.settle()
         self._transfers = list(stash.transfers)
         stash.settle()
         if error is not None:
             self._relay.slots.forget()
+            for name in buffers:
+                self._store[name].copy_(self._kept_buffers[name])
             if any(_succeeded(event) for event in ran.host.updates):
                 self._broken = error
-            raise error
+            # A task's error comes wrapped by its queue; ours says by itself what to do.
+            raise error.__cause__ if isinstance(error.__cause__, RelayError) else error
         if training:
             self._step += 1
             self._store.version += 1

@@ -11,6 +11,7 @@ the authority on hyperparameters. It does not update anything itself.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -67,7 +68,8 @@ class _BoundAdamW:
         self._state: dict[str, dict[str, torch.Tensor]] = {}
 
     def allocate(self, names: Sequence[str]) -> None:
-        tensors = [self._parameters[name] for name in names if name not in self._state]
+        names = [name for name in names if name not in self._state]
+        tensors = [self._parameters[name] for name in names]
         total = sum(tensor.numel() for tensor in tensors)
         if not total:
             return
@@ -136,15 +138,22 @@ class _BoundTorchOptimizer:
         self._parameters = parameters
         self._leaves: dict[str, nn.Parameter] = {}
         self._optimizers: dict[tuple[str, ...], torch.optim.Optimizer] = {}
-        self._counted: set[tuple[str, ...]] = set()
+        self._states: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        self._counted: set[str] = set()
 
     def allocate(self, names: Sequence[str]) -> None:
         key = tuple(names)
-        if not key:
+        if not key or key in self._optimizers:
             return
         for name in key:
-            self._leaves[name] = nn.Parameter(self._parameters[name], requires_grad=True)
-        self._optimizers[key] = self._factory([self._leaves[name] for name in key])
+            if name not in self._leaves:
+                self._leaves[name] = nn.Parameter(self._parameters[name], requires_grad=True)
+        made = self._factory([self._leaves[name] for name in key])
+        # One state for all: a layer that later trains other parameters than now keeps what it has learned of each.
+        for leaf, state in made.state.items():
+            self._states.setdefault(leaf, state)
+        made.state = self._states
+        self._optimizers[key] = made
 
     def update(self, names: Sequence[str], gradients: Sequence[torch.Tensor], group: Mapping[str, Any]) -> None:
         key = tuple(names)
@@ -156,19 +165,15 @@ class _BoundTorchOptimizer:
         optimizer.step()
         for name in names:
             self._leaves[name].grad = None
-        if key not in self._counted:
-            # torch makes its state at the first step; the ledger learns of it then.
-            self._counted.add(key)
-            for state in optimizer.state.values():
-                for label, tensor in state.items():
-                    if isinstance(tensor, torch.Tensor):
-                        self._host.ledger.add(label, tensor.dtype, tensor.numel() * tensor.dtype.itemsize)
+        # torch makes its state at the first step; the ledger learns of it then.
+        for name in set(names) - self._counted:
+            self._counted.add(name)
+            for label, tensor in self._states[self._leaves[name]].items():
+                if isinstance(tensor, torch.Tensor):
+                    self._host.ledger.add(label, tensor.dtype, tensor.numel() * tensor.dtype.itemsize)
 
     def state(self, name: str) -> dict[str, torch.Tensor]:
-        for key, optimizer in self._optimizers.items():
-            if name in key:
-                return dict(optimizer.state.get(self._leaves[name], {}))
-        return {}
+        return dict(self._states.get(self._leaves[name], {})) if name in self._leaves else {}
 
 
 class OptimizerSpec(Protocol):

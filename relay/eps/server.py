@@ -145,6 +145,10 @@ class ParameterServer:
         for place in plan.updates:
             self._store.updated[plan.names[place]] = done
 
+    def settle(self) -> None:
+        """Everything submitted has ended."""
+        self._staging_free = [[] for _ in self._staging]
+
     def _apply(
         self,
         plan: GradientPlan,
