@@ -1,16 +1,37 @@
 """Relay: train networks far larger than the accelerator's memory by relaying their layers through it.
 
-The public names. Everything else is reached through them.
+The public names. Everything else is reached through them. They are looked up on first use: importing torch takes
+seconds, and `relay --help` needs none of it.
 """
 
 from __future__ import annotations
 
-from hal.device import Device, Probe
-from hal.registry import devices, open
-from relay.eps.optimizers import AdamW
-from relay.errors import BatchError, CaptureError, InconsistentState, NonFiniteLoss, PartitionError, RelayError
-from relay.metrics import Metrics
-from relay.trainer import Trainer
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hal.device import Device, Probe
+    from hal.registry import devices, open
+    from relay.eps.optimizers import AdamW
+    from relay.errors import BatchError, CaptureError, InconsistentState, NonFiniteLoss, PartitionError, RelayError
+    from relay.metrics import Metrics
+    from relay.trainer import Trainer
+
+_HOMES = {
+    "AdamW": "relay.eps.optimizers",
+    "BatchError": "relay.errors",
+    "CaptureError": "relay.errors",
+    "Device": "hal.device",
+    "InconsistentState": "relay.errors",
+    "Metrics": "relay.metrics",
+    "NonFiniteLoss": "relay.errors",
+    "PartitionError": "relay.errors",
+    "Probe": "hal.device",
+    "RelayError": "relay.errors",
+    "Trainer": "relay.trainer",
+    "devices": "hal.registry",
+    "open": "hal.registry",
+}
 
 __all__ = [
     "AdamW",
@@ -27,3 +48,15 @@ __all__ = [
     "devices",
     "open",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'relay' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

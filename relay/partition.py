@@ -105,7 +105,7 @@ def partition_list(
         if last and target_tree is not None:
             assert loss is not None
             weight = find_loss_weight(
-                functools.partial(_call_loss, loss, call.output_tree, target_tree), fakes, fake_targets
+                functools.partial(_call_loss, loss, call.output_tree, target_tree), fakes, fake_targets, len(inputs)
             )
             ending = LossCall(call, loss, target_tree, len(current))
             segment_module: nn.Module = ending

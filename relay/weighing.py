@@ -32,19 +32,20 @@ _MEAN = 1
 class LossWeight:
     """Counts the unmasked targets of a piece of a batch, from the piece's own tensors."""
 
-    def __init__(self, graph: fx.GraphModule, ignored: int) -> None:
+    def __init__(self, graph: fx.GraphModule, ignored: int, first: int = 0) -> None:
         self._graph = graph
         self._ignored = ignored
+        self._first = first  # tensors of the batch before it have no part in the targets
 
     def count(self, tensors: Sequence[torch.Tensor]) -> int:
         """How many targets count, given the batch's tensors in the order they were traced."""
         with torch.no_grad():
-            target = self._graph(*tensors)
+            target = self._graph(*tensors[self._first :])
         return int((target != self._ignored).sum())
 
 
-def loss_weight_of(graph: fx.Graph, batch: Sequence[fx.Node]) -> LossWeight | None:
-    """Read the weight off a traced loss. `batch` are the placeholders that carry the batch."""
+def loss_weight_of(graph: fx.Graph, batch: Sequence[fx.Node], first: int = 0) -> LossWeight | None:
+    """Read the weight off a traced loss. `batch` are the placeholders that carry the batch's tensors from `first`."""
     losses = [node for node in graph.nodes if node.op == "call_function" and node.target in _CROSS_ENTROPIES]
     if len(losses) != 1:
         return None
@@ -64,15 +65,19 @@ def loss_weight_of(graph: fx.Graph, batch: Sequence[fx.Node]) -> LossWeight | No
             return None  # it depends on a parameter
         environment[node] = cut.node_copy(node, environment.__getitem__)
     cut.output(environment[target])
-    return LossWeight(fx.GraphModule(torch.nn.Module(), cut), ignored)
+    return LossWeight(fx.GraphModule(torch.nn.Module(), cut), ignored, first)
 
 
 def find_loss_weight(
     loss: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], torch.Tensor],
     outputs: Sequence[torch.Tensor],
     targets: Sequence[torch.Tensor],
+    first: int,
 ) -> LossWeight | None:
-    """The weight for `loss(outputs, targets)`, given fake tensors; it counts from the targets alone."""
+    """The weight for `loss(outputs, targets)`, given fake tensors; it counts from the targets alone.
+
+    `first` is how many tensors of the batch come before the targets.
+    """
     examples = [
         [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in group]
         for group in (outputs, targets)
@@ -82,7 +87,7 @@ def find_loss_weight(
     except Exception:  # a loss that cannot be traced by itself is weighted by samples, and traced again with its layer
         return None
     placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
-    return loss_weight_of(traced.graph, placeholders[len(outputs) :])
+    return loss_weight_of(traced.graph, placeholders[len(outputs) :], first)
 
 
 def _with_defaults(node: fx.Node) -> list[object]:

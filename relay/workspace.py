@@ -86,9 +86,10 @@ def plan_for(stations: Stations, stash: str, training: bool) -> StashPlan:
     for value in stations.unfed:
         life = lives[Key(value, True)]
         life.first, life.last, life.streams = 0, end, False
-    for value in stations.partition.results if not training else ():
-        life = lives[Key(value, False)]
-        life.last, life.streams = end, False
+    for value in stations.partition.results:
+        life = lives.get(Key(value, False))
+        if life is not None:  # asked for: it is read back after the last visit
+            life.last, life.streams = end, False
     return plan_stash(lives, most_streamed)
 
 

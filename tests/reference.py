@@ -23,13 +23,17 @@ adamw: MakeOptimizer = functools.partial(torch.optim.AdamW, lr=1e-3, weight_deca
 
 
 def cut(batch: Any, microbatches: int) -> list[Piece]:
-    """A mapping of tensors, or a pair of them, cut along dimension 0; the last piece may be smaller."""
+    """A mapping of tensors, or a pair of them, cut along dimension 0; the last piece may be smaller.
+
+    Each piece has memory of its own, as a data loader would give it: the last bit of a matrix product of floats
+    depends on how its operands lie in memory, and a view into the middle of a batch lies anyhow.
+    """
     if isinstance(batch, dict):
         names, tensors = list(batch), list(batch.values())
     else:
         names, tensors = [], list(batch)
     size = -(-len(tensors[0]) // microbatches)
-    rows = zip(*(tensor.split(size) for tensor in tensors), strict=True)
+    rows = zip(*([piece.clone() for piece in tensor.split(size)] for tensor in tensors), strict=True)
     return [dict(zip(names, row, strict=True)) if names else row for row in rows]
 
 
