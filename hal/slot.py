@@ -187,6 +187,11 @@ class DeviceSlot:
         self._drained = list(events)
 
     @property
+    def loaded(self) -> list[Event]:
+        """The transfers of the last load."""
+        return self._loaded
+
+    @property
     def computed(self) -> list[Event]:
         """The kernels run since the last load."""
         return self._readers

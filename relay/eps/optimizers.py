@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from hal.host import Host
+from relay.eps.store import LayerStore
 
 
 class BoundOptimizer(Protocol):
@@ -27,8 +28,17 @@ class BoundOptimizer(Protocol):
     def allocate(self, names: Sequence[str]) -> None:
         """Make the state of these parameters, in the ledger."""
 
-    def update(self, names: Sequence[str], gradients: Sequence[torch.Tensor], group: Mapping[str, Any]) -> None:
-        """Change the named parameters, in place. `group` holds the hyperparameters."""
+    def update(
+        self,
+        names: Sequence[str],
+        gradients: Sequence[torch.Tensor],
+        group: Mapping[str, Any],
+        factor: torch.Tensor | None,
+    ) -> None:
+        """Change the named parameters, in place, and their rounded copies. `group` holds the hyperparameters.
+
+        `factor` (a float32 scalar) multiplies the gradients first; the gradients may be overwritten.
+        """
 
     def state(self, name: str) -> dict[str, torch.Tensor]:
         """The optimizer's state of one parameter, as torch.optim names it."""
@@ -53,21 +63,21 @@ class AdamW:
         """The hyperparameters of a parameter group."""
         return asdict(self)
 
-    def bind(self, host: Host, parameters: Mapping[str, torch.Tensor]) -> BoundOptimizer:
+    def bind(self, host: Host, store: LayerStore, state_dtype: str) -> BoundOptimizer:
         """State on `host` for parameters looked up by name."""
-        return _BoundAdamW(host, parameters)
+        return _BoundAdamW(host, store)
 
 
 class _BoundAdamW:
     """Both moments of a layer lie in one flat region each, in the layer's own order."""
 
-    def __init__(self, host: Host, parameters: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, host: Host, store: LayerStore) -> None:
         self._host = host
-        self._parameters = parameters
+        self._store = store
         self._state: dict[str, dict[str, torch.Tensor]] = {}
 
     def allocate(self, names: Sequence[str]) -> None:
-        tensors = [self._parameters[name] for name in names if name not in self._state]
+        tensors = [self._store[name] for name in names if name not in self._state]
         total = sum(tensor.numel() for tensor in tensors)
         if not total:
             return
@@ -84,12 +94,20 @@ class _BoundAdamW:
             }
             at = end
 
-    def update(self, names: Sequence[str], gradients: Sequence[torch.Tensor], group: Mapping[str, Any]) -> None:
+    def update(
+        self,
+        names: Sequence[str],
+        gradients: Sequence[torch.Tensor],
+        group: Mapping[str, Any],
+        factor: torch.Tensor | None,
+    ) -> None:
+        if factor is not None:
+            torch._foreach_mul_(list(gradients), factor)
         states = [self._state[name] for name in names]
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)
         torch._fused_adamw_(
-            [self._parameters[name] for name in names],
+            [self._store[name] for name in names],
             list(gradients),
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
@@ -103,6 +121,7 @@ class _BoundAdamW:
             eps=group["eps"],
             maximize=False,
         )
+        _round(self._store, names)
 
     def state(self, name: str) -> dict[str, torch.Tensor]:
         return self._state.get(name, {})
@@ -118,8 +137,8 @@ class _TorchOptimizer:
         probe = self._factory([nn.Parameter(torch.zeros(1))])
         return {key: value for key, value in probe.param_groups[0].items() if key != "params"}
 
-    def bind(self, host: Host, parameters: Mapping[str, torch.Tensor]) -> BoundOptimizer:
-        return _BoundTorchOptimizer(self._factory, host, parameters)
+    def bind(self, host: Host, store: LayerStore, state_dtype: str) -> BoundOptimizer:
+        return _BoundTorchOptimizer(self._factory, host, store)
 
 
 class _BoundTorchOptimizer:
@@ -129,11 +148,11 @@ class _BoundTorchOptimizer:
         self,
         factory: Callable[..., torch.optim.Optimizer],
         host: Host,
-        parameters: Mapping[str, torch.Tensor],
+        store: LayerStore,
     ) -> None:
         self._factory = factory
         self._host = host
-        self._parameters = parameters
+        self._store = store
         self._leaves: dict[str, nn.Parameter] = {}
         self._optimizers: dict[tuple[str, ...], torch.optim.Optimizer] = {}
         self._counted: set[tuple[str, ...]] = set()
@@ -143,10 +162,18 @@ class _BoundTorchOptimizer:
         if not key:
             return
         for name in key:
-            self._leaves[name] = nn.Parameter(self._parameters[name], requires_grad=True)
+            self._leaves[name] = nn.Parameter(self._store[name], requires_grad=True)
         self._optimizers[key] = self._factory([self._leaves[name] for name in key])
 
-    def update(self, names: Sequence[str], gradients: Sequence[torch.Tensor], group: Mapping[str, Any]) -> None:
+    def update(
+        self,
+        names: Sequence[str],
+        gradients: Sequence[torch.Tensor],
+        group: Mapping[str, Any],
+        factor: torch.Tensor | None,
+    ) -> None:
+        if factor is not None:
+            torch._foreach_mul_(list(gradients), factor)
         key = tuple(names)
         optimizer = self._optimizers[key]
         for own in optimizer.param_groups:
@@ -154,6 +181,7 @@ class _BoundTorchOptimizer:
         for name, gradient in zip(names, gradients, strict=True):
             self._leaves[name].grad = gradient
         optimizer.step()
+        _round(self._store, names)
         for name in names:
             self._leaves[name].grad = None
         if key not in self._counted:
@@ -171,12 +199,18 @@ class _BoundTorchOptimizer:
         return {}
 
 
+def _round(store: LayerStore, names: Sequence[str]) -> None:
+    for name in names:
+        for copy in store.rounded(name):
+            copy.copy_(store[name])
+
+
 class OptimizerSpec(Protocol):
     """What `Trainer(optimizer=)` takes: hyperparameters, and a way to bind them."""
 
     def defaults(self) -> dict[str, Any]: ...
 
-    def bind(self, host: Host, parameters: Mapping[str, torch.Tensor]) -> BoundOptimizer: ...
+    def bind(self, host: Host, store: LayerStore, state_dtype: str) -> BoundOptimizer: ...
 
 
 def optimizer_spec(optimizer: Any) -> OptimizerSpec:
@@ -196,9 +230,9 @@ def optimizer_spec(optimizer: Any) -> OptimizerSpec:
 class RelayOptimizer(torch.optim.Optimizer):
     """The optimizer as users and learning-rate schedulers see it. Its `param_groups` are what updates use."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], defaults: dict[str, Any]) -> None:
+    def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
         self._counting = False
-        super().__init__(list(parameters), defaults)
+        super().__init__(groups, defaults)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Called by the trainer for each real step, so that schedulers and step hooks follow real steps."""

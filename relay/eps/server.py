@@ -54,6 +54,7 @@ class StepRecord:
 
     arrivals: list[Event] = field(default_factory=list)
     updates: list[Event] = field(default_factory=list)
+    updated: list[str] = field(default_factory=list)
     drains: list[Event] = field(default_factory=list)
     norms: dict[str, torch.Tensor] = field(default_factory=dict)
     decision: Event | None = None
@@ -174,8 +175,7 @@ class ParameterServer:
         elif not self.held:
             self._staging_free[turn] = [done]
         if not self.held:
-            record.updates.append(done)
-            self._note(plan, done)
+            self._note(plan, done, record)
 
     def conclude(
         self,
@@ -208,8 +208,7 @@ class ParameterServer:
                 done = self._host.run(
                     self._held_update(plan, tensors, groups, record), [record.decision], f"update of {plan.name}"
                 )
-                record.updates.append(done)
-                self._note(plan, done)
+                self._note(plan, done, record)
 
     def _held_update(
         self,
@@ -224,7 +223,9 @@ class ParameterServer:
 
         return update
 
-    def _note(self, plan: GradientPlan, done: Event) -> None:
+    def _note(self, plan: GradientPlan, done: Event, record: StepRecord) -> None:
+        record.updates.append(done)
+        record.updated.append(plan.name)
         for place in plan.updates:
             self._store.updated[plan.names[place]] = done
 
