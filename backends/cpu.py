@@ -160,7 +160,7 @@ class CpuDevice(Device):
     """The opened CPU."""
 
     def __init__(self, name: str, unified: bool, capacity: int | None) -> None:
-        tags = {NATIVE, HOST_CORES} | ({UNIFIED} if unified else set())
+        tags = {NATIVE, HOST_CORES, UNIFIED} if unified else {NATIVE}
         self.info = DeviceInfo(name, _describe(), frozenset(tags), _DTYPES, _DTYPES, _memory_size())
         self._account = MemoryAccount(f"device {name!r}", capacity)
         self._queues: dict[str, CpuQueue] = {}

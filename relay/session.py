@@ -7,8 +7,9 @@ Invariant: memory is taken only after the whole requirement is known to fit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -81,7 +82,12 @@ class Session:
         return [plans[name] for name, _ in segments]
 
     def make_ready(
-        self, pieces: Sequence[Stations], contents: Sequence[SlotContent], plans: Sequence[GradientPlan], purpose: str
+        self,
+        pieces: Sequence[Stations],
+        contents: Sequence[SlotContent],
+        plans: Sequence[GradientPlan],
+        groups: Sequence[Mapping[str, Any]],
+        purpose: str,
     ) -> tuple[Relay, Stash]:
         """Compile and allocate for these shapes. Raises OutOfMemory, with what would help, before taking anything."""
         distinct = list(dict.fromkeys(pieces))
@@ -102,7 +108,7 @@ class Session:
         ).check(self.device.info.name, self._capacity, self._stash_place, len(pieces), largest.name)
         for one in distinct:
             one.compile(self.device)
-        self.server.allocate(plans, gradient_size)
+        self.server.allocate(plans, groups, gradient_size)
         if grows:
             self._free_stash()
             if ring is not None:

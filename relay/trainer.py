@@ -20,8 +20,9 @@ from hal.event import Event
 from hal.host import Ledger
 from hal.memory import parse_size
 from relay.batches import Batch, count_tokens, take_apart, weigh, without_empty
+from relay.eps.bound import STATE_DTYPES, as_spec, bind
 from relay.eps.groups import split_into_groups
-from relay.eps.optimizers import AdamW, RelayOptimizer, optimizer_spec
+from relay.eps.optimizers import AdamW, RelayOptimizer
 from relay.eps.scaling import LossScale
 from relay.eps.server import Clipping, ParameterServer
 from relay.eps.store import LayerStore
@@ -83,6 +84,7 @@ class Trainer:
         if not all(isinstance(module, nn.Module) for module in self._modules):
             raise TypeError("model must be an nn.Module or a list of nn.Module")
         _check_choice("precision", precision, _COMPUTE)
+        _check_choice("state_dtype", state_dtype, STATE_DTYPES)
         _check_choice("stash", stash, ("device", "host"))
         _check_positive("clip_grad_norm", clip_grad_norm)
         _check_positive("clip_grad_value", clip_grad_value)
@@ -104,7 +106,7 @@ class Trainer:
         self._cache: dict[Any, Stations] = {}
         self.plain_bytes = 0
 
-        spec = optimizer_spec(AdamW() if optimizer is None else optimizer)
+        spec = as_spec(AdamW() if optimizer is None else optimizer)
         defaults = spec.defaults()
         groups, group_of = split_into_groups(self._model, parameter_groups, defaults)
         self.optimizer = RelayOptimizer(groups, defaults)
@@ -112,7 +114,7 @@ class Trainer:
         opened = registry.open(device, limit)
         host = opened.host(parse_size(host_memory) if host_memory is not None else None)
         store = LayerStore(host)
-        bound = spec.bind(host, store, state_dtype)
+        bound = bind(spec, host, store, state_dtype)
         order = [name for name, _ in self._model.named_parameters()]
         clipping = Clipping(clip_grad_norm, clip_grad_value)
         server = ParameterServer(opened, host, store, bound, group_of, order, clipping, self._scale is not None)
@@ -131,7 +133,8 @@ class Trainer:
         session = self._session
         batch_pieces, weights, stations = self._ready(batch)
         contents, plans = session.contents(stations[0]), session.gradient_plans(stations[0])
-        relay, stash = session.make_ready(stations, contents, plans, "train")
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        relay, stash = session.make_ready(stations, contents, plans, groups, "train")
         session.device.reset_peak()
         dtype = _loss_dtype(stations[0])
         loss_row, losses, seed_row, seeds = session.scalars(len(weights), dtype)
@@ -152,7 +155,6 @@ class Trainer:
 
             return session.host.run(check, [read], "verdict on the loss")
 
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         step = TrainingStep(
             stations, contents, stash, self._seed, self._step, losses, plans, seeds, seeds_ready, verdict, groups,
             1.0 / scale,
@@ -217,7 +219,8 @@ class Trainer:
         self._check_usable()
         _, _, stations = self._ready(batch)
         contents = self._session.contents(stations[0])
-        self._session.make_ready(stations, contents, self._session.gradient_plans(stations[0]), "train")
+        plans = self._session.gradient_plans(stations[0])
+        self._session.make_ready(stations, contents, plans, self.param_groups, "train")
 
     # -- weights and figures ----------------------------------------------------------------------------------
 
@@ -354,7 +357,7 @@ class Trainer:
     ) -> tuple[Ran, torch.Tensor | None]:
         session = self._session
         contents = session.contents(stations[0])
-        relay, stash = session.make_ready(stations, contents, [], "forward")
+        relay, stash = session.make_ready(stations, contents, [], [], "forward")
         session.device.reset_peak()
         dtype = _loss_dtype(stations[0])
         loss_row, losses, _, _ = session.scalars(len(stations), dtype)

@@ -104,7 +104,14 @@ class _Traced(nn.Module):
         # The backward is traced outside of autocast, as eager backward runs outside of it.
         with autocast(self.compute):
             outputs: tuple[torch.Tensor, ...] = self.module(*(inputs[:-1] if self.has_spare else inputs))
-        return (*outputs, inputs[-1] * 2) if self.has_spare else outputs
+        # Tracing gives an output that shares memory with an input or another output no gradient of its own.
+        taken = {id(tensor) for tensor in inputs}
+        separate = []
+        for output in outputs:
+            shares = id(output) in taken or output._is_view()
+            separate.append(output.clone() if shares else output)
+            taken.add(id(output))
+        return (*separate, inputs[-1] * 2) if self.has_spare else tuple(separate)
 
 
 class _Extraction:
@@ -140,7 +147,14 @@ class _Extraction:
         plain = sorted(kinds.pop("PlainAOTInput", []), key=lambda node: node.meta["desc"].idx)
         self.values = plain if wants_gradients else plain[:-1]
         for node in kinds.pop("TangentAOTInput", []):
-            self.seeds[node.meta["desc"].output.idx] = node
+            source = node.meta["desc"].output
+            if type(source).__name__ != "PlainAOTOutput":
+                raise CaptureError(
+                    f"layer {name!r} updates a buffer with something that requires a gradient. Detach it first: a "
+                    "buffer is state, and no gradient flows through it.",
+                    layer=name,
+                )
+            self.seeds[source.idx] = node
         if kinds:
             raise CaptureError(
                 f"layer {name!r} has inputs of a kind that is not known here: {sorted(kinds)}", layer=name

@@ -25,7 +25,7 @@ from hal.device import Device, Queue
 from hal.event import Event
 from hal.host import Host
 from hal.slot import DeviceSlot
-from relay.eps.optimizers import BoundOptimizer
+from relay.eps.bound import BoundOptimizer
 from relay.eps.store import LayerStore
 
 STAGING = "gradients in transit"
@@ -121,7 +121,7 @@ class ParameterServer:
         self._staging_free: list[list[Event]] = [[], []]
         self._turn = 0
 
-    def allocate(self, plans: Sequence[GradientPlan], largest: int) -> None:
+    def allocate(self, plans: Sequence[GradientPlan], groups: Sequence[Mapping[str, Any]], largest: int) -> None:
         """Make what a step needs: optimizer state, sums of tied gradients, and staging for `largest` bytes twice."""
         for plan in plans:
             for place in plan.partial:
@@ -130,7 +130,8 @@ class ParameterServer:
                     parameter = self._store[name]
                     flat = self._host.alloc(parameter.numel(), parameter.dtype, TIED_SUMS)
                     self._sums[name] = flat.view(parameter.shape)
-            self._optimizer.allocate([plan.names[place] for place in plan.updates])
+            for number, places in self._by_group(plan).items():
+                self._optimizer.allocate([plan.names[place] for place in places], groups[number])
         staged = not self.held and not self._device.info.unified
         if staged and (not self._staging or self._staging[0].numel() < largest):
             for old in self._staging:
@@ -255,10 +256,14 @@ class ParameterServer:
         groups: Sequence[Mapping[str, Any]],
         factor: torch.Tensor | None,
     ) -> None:
+        with torch.no_grad():
+            for number, places in self._by_group(plan).items():
+                names = [plan.names[place] for place in places]
+                self._optimizer.update(names, [gradients[place] for place in places], groups[number], factor)
+
+    def _by_group(self, plan: GradientPlan) -> dict[int, list[int]]:
+        """The places of a plan's updates by parameter group."""
         by_group: dict[int, list[int]] = {}
         for place in plan.updates:
             by_group.setdefault(self._group_of[plan.names[place]], []).append(place)
-        with torch.no_grad():
-            for number, places in by_group.items():
-                names = [plan.names[place] for place in places]
-                self._optimizer.update(names, [gradients[place] for place in places], groups[number], factor)
+        return by_group
