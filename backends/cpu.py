@@ -28,6 +28,7 @@ from hal.event import Event
 from hal.host import Host
 from hal.kernel import Kernel, Program
 from hal.memory import MemoryAccount, MemoryUse
+from hal.pages import LockedMemory, Mlock
 from hal.random import RandomKey
 from hal.worker import Worker
 
@@ -197,8 +198,10 @@ class CpuDevice(Device):
                 kernel = self._kernels[program.fingerprint] = CpuKernel(program)
             return kernel
 
-    def host(self, capacity: int | None = None) -> Host:
-        return Host(capacity, worker=self.queue(COMPUTE).worker)
+    def host(self, capacity: int | None = None, pinned: int | None = None) -> Host:
+        if self.info.unified:
+            return Host(capacity, worker=self.queue(COMPUTE).worker)
+        return Host(capacity, locked=LockedMemory(Mlock(), pinned))
 
     def memory(self) -> MemoryUse:
         return self._account.use()
@@ -228,7 +231,8 @@ class CpuDevice(Device):
         self._kernels.clear()
         for buffer in list(self._buffers):
             buffer.free()
-        self._account.release(self._workspace)
+        # The workspace, and buffers that were dropped without being freed.
+        self._account.release(self._account.use().in_use)
         self._workspace = 0
 
     def _check_open(self) -> None:

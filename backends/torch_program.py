@@ -86,6 +86,8 @@ def _write_through(graph: fx.Graph, value: fx.Node, target: fx.Node, written: se
     variant = _out_variant(producer.target)
     if variant is None or made.numel() != final.numel() or made.dtype != final.dtype:
         return False
+    if made.dim() == 0:
+        return False  # some reductions (mse_loss.out) first resize the memory they are given to their input's shape
     with graph.inserting_before(producer):
         place = target
         if made.shape != final.shape:

@@ -222,6 +222,8 @@ class DeviceSlot:
             if self._device.info.unified and content.gradient_home is not None:
                 gradients = [self._device.adopt(tensor) for tensor in content.gradients_in(content.gradient_home)]
             else:
-                gradients = [self._gradients.view(place.offset, place.shape, place.dtype) for place in content.gradient_fields]
+                gradients = [
+                    self._gradients.view(place.offset, place.shape, place.dtype) for place in content.gradient_fields
+                ]
             views = self._views[content] = (parameters, gradients)
         return views

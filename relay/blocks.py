@@ -71,6 +71,8 @@ def same_structure(first: Any, second: Any, depth: int = 0) -> bool:
         return _same_module(first, second, depth)
     if isinstance(first, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)):
         return bool(first == second)
+    if isinstance(first, (set, frozenset)):
+        return first == second and all(isinstance(member, (int, str)) for member in first)
     if isinstance(first, (list, tuple)):
         return len(first) == len(second) and all(
             same_structure(one, other, depth + 1) for one, other in zip(first, second, strict=True)

@@ -63,16 +63,21 @@ class GraphSegment(nn.Module):
 
 
 class BlockSegment(nn.Module):
-    """One call of a block as a module: the tensors of its arguments -> the tensors of its output that are used."""
+    """One call of a block as a module: the tensors of its arguments -> the tensors of its output that are used.
 
-    def __init__(self, call: OpaqueCall, used: Sequence[int]) -> None:
+    `places` says for each argument which of the values it is: one value may be given to a block twice, and has one
+    gradient then.
+    """
+
+    def __init__(self, call: OpaqueCall, places: Sequence[int], used: Sequence[int]) -> None:
         super().__init__()
         self.block = call.block
         self.input_tree = call.input_tree
+        self.places = tuple(places)
         self.used = tuple(used)
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        args, kwargs = self.input_tree.fill(values)
+        args, kwargs = self.input_tree.fill([values[place] for place in self.places])
         outputs, _ = tensor_leaves(self.block(*args, **kwargs))
         return tuple(outputs[number] for number in self.used)
 
@@ -169,11 +174,13 @@ class _Cut:
         index = len(self.segments)
         items = [other for other in node.users if other in self.item]
         used = sorted({self.item[item][1] for item in items if item.users})
-        sources = tuple(self.value_of[self._key(other)] for other in node.args[1])  # type: ignore[union-attr]
+        arguments = [self.value_of[self._key(other)] for other in node.args[1]]  # type: ignore[union-attr]
+        sources = tuple(dict.fromkeys(arguments))
+        places = tuple(sources.index(argument) for argument in arguments)
         outputs = []
         for number in used:
             outputs.append(self._new_value((node, number), node.meta["val"][number], index))
-        module = BlockSegment(call, used)
+        module = BlockSegment(call, places, used)
         count = sum(1 for segment in self.segments if segment.name.split("#")[0] == call.name)
         self._append(
             Segment(
@@ -184,7 +191,7 @@ class _Cut:
                 tuple(outputs),
                 self._names_of(module, f"{call.name}.", module.named_parameters(remove_duplicate=False)),
                 self._names_of(module, f"{call.name}.", module.named_buffers(remove_duplicate=False)),
-                (call.block, call.input_tree.spec, call.input_tree.constants, tuple(used)),
+                (call.block, call.input_tree.spec, call.input_tree.constants, places, tuple(used)),
             )
         )
 

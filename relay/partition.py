@@ -30,7 +30,10 @@ from relay.weighing import LossWeight, find_loss_weight
 def partition_model(
     model: nn.Module, batch: Sequence[torch.Tensor], tree: TensorTree, compute: torch.dtype = torch.float32
 ) -> Partition:
-    """Cut a whole model, called as `model(**tree.fill(batch))` and computed in `compute`. Raises PartitionError or CaptureError."""
+    """Cut a whole model, called as `model(**tree.fill(batch))` and computed in `compute`.
+
+    Raises PartitionError or CaptureError.
+    """
     blocks = find_blocks(model)
     if not blocks:
         raise PartitionError(
@@ -100,7 +103,7 @@ def partition_list(
         call = ModuleCall(module, tree)
         last = index == len(modules) - 1
         with autocast(compute):
-            fakes = call.outputs_of(fakes)
+            fakes = call.outputs_of(fakes, f"{index} ({type(module).__name__})")
         sources, alike = current, (module, tree.spec, tree.constants)
         if last and target_tree is not None:
             assert loss is not None
@@ -177,9 +180,9 @@ class ModuleCall(nn.Module):
         output, self.output_tree = tensor_leaves(self.module(self.input_tree.fill(tensors)))
         return tuple(output)
 
-    def outputs_of(self, fakes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What the module makes of fake tensors; also learns `output_tree`."""
-        return run_fake(self, fakes, type(self.module).__name__)
+    def outputs_of(self, fakes: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
+        """What the module makes of fake tensors; also learns `output_tree`. `name` is for errors."""
+        return run_fake(self, fakes, name)
 
 
 class LossCall(nn.Module):

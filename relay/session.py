@@ -21,6 +21,7 @@ from hal.kernel import Role
 from hal.slot import SlotContent
 from relay.eps.server import GradientPlan, ParameterServer, plan_gradients
 from relay.eps.store import GradientField, LayerStore
+from relay.errors import RelayError
 from relay.schedule import Ran, Relay, SlotRing
 from relay.stash import Key, Stash
 from relay.stations import Station, Stations
@@ -51,6 +52,7 @@ class Session:
         self.broken: BaseException | None = None
         self.pending: list[Event] = []
         self.transfers: list[Event] = []
+        self._kept_buffers: dict[str, torch.Tensor] = {}
         self._interrupt: BaseException | None = None
         self._model = model
         self._slot_count = slot_count
@@ -70,6 +72,7 @@ class Session:
         ]
         if not all(self.store.holds(item) for group in wanted for item in group):
             self.store.take_over(self._model, wanted)
+        self.store.take_edits()
         return [
             self.store.content(station.segment.name, group, _gradients(station), self.server.held)
             for station, group in zip(stations.stations, wanted, strict=True)
@@ -134,11 +137,11 @@ class Session:
     # -- running ----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def running(self, stash: Stash, first: Sequence[Event]) -> Iterator[Ran]:
+    def running(self, stash: Stash, first: Sequence[Event], buffers: Sequence[str] = ()) -> Iterator[Ran]:
         """Around the submission of a pass: waits for all that it needs, whatever happens, and raises the first error.
 
-        An interrupt while it waits is raised when all has ended. If updates were applied by a step that failed,
-        `broken` says so from then on.
+        If the step failed or was skipped, `buffers` are put back as `keep_buffers` found them; if updates of a failed
+        step were applied, `broken` says so from then on. An interrupt while it waits is left for `take_interrupt`.
         """
         ran = Ran(trace=self.trace)
         error: BaseException | None = None
@@ -150,14 +153,36 @@ class Session:
         error = error or failed
         assert self.relay is not None
         self.relay.slots.settle()
+        self.server.settle()
         self.transfers = list(stash.transfers)
         stash.settle()
+        if error is not None or ran.host.skipped:
+            for name in buffers:
+                self.store[name].copy_(self._kept_buffers[name])
         if error is not None:
             self.relay.slots.forget()
+            _wait_all(ran.host.updates)
             if any(_succeeded(event) for event in ran.host.updates):
                 self.broken = error
-            raise error
+        if error is not None or not self.server.held:
+            # All updates have ended; one that failed must not fail the next step too.
+            self.store.updated.clear()
+        if error is not None:
+            # A task's error comes wrapped by its queue; ours says by itself what to do.
+            raise error.__cause__ if isinstance(error.__cause__, RelayError) else error
         self._interrupt = interrupt
+
+    def keep_buffers(self, stations: Stations) -> list[str]:
+        """Keep a copy of the buffers that a step's forward changes, should the step not be applied. Their names."""
+        passes = [(one, each) for one in stations.stations for each in (one.forward, one.backward) if each is not None]
+        names = [one.buffers[index] for one, each in passes for index in each.updates]
+        for name in names:
+            buffer = self.store[name]
+            if name not in self._kept_buffers:
+                flat = self.host.alloc(buffer.numel(), buffer.dtype, "buffers before the step")
+                self._kept_buffers[name] = flat.view(buffer.shape)
+            self._kept_buffers[name].copy_(buffer)
+        return names
 
     def take_interrupt(self) -> None:
         """Raise the interrupt that came during the last pass, once what belongs to that pass is settled."""

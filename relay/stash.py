@@ -174,7 +174,7 @@ class Stash:
 
     def _make_place(self, size: int, streams: bool) -> _Place:
         if streams:
-            return _Place(None, self._host.alloc(size, torch.uint8, STASH_STATE))
+            return _Place(None, self._host.alloc(size, torch.uint8, STASH_STATE, crosses=True))
         return _Place(self._device.alloc(size, "stash of activations"), None)
 
     def access(self, key: Key, microbatch: int, writes: bool, keeps: bool = False) -> Access:
@@ -200,7 +200,11 @@ class Stash:
         return Access(self, place, view, waits, writes, entry, host_side)
 
     def bring(self, key: Key, microbatch: int, tensor: torch.Tensor) -> None:
-        """Write a tensor of the batch into its cell."""
+        """Write a tensor of the batch into its cell, before anything of the step is submitted."""
+        place = self._places[self.plan.cell_of[key]][microbatch]
+        if place.host is not None and not self._device.info.unified:
+            place.host[: tensor.numel() * tensor.dtype.itemsize].view(tensor.dtype).copy_(tensor.view(-1))
+            return
         access = self.access(key, microbatch, writes=True)
         event = self.queue_in.write(access.view, tensor, access.waits)
         self.transfers.append(event)

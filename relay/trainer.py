@@ -46,7 +46,8 @@ class Trainer:
     takes the model's parameters over: they become views of its store, and always show the current weights.
 
     `device` is a device string (`relay devices` lists them), `capacity` a limit in bytes (or `"256MB"`) on the
-    device memory used, `host_memory` one on the host's. `microbatches` is how many pieces a batch is cut into,
+    device memory used, `host_memory` one on the host's, and `pinned_memory` one on the page-locked part of that
+    (what crosses the link, on devices with a link). `microbatches` is how many pieces a batch is cut into,
     `slots` how many layers the device holds at once, `stash` whether boundary activations stay on the `device` or
     stream to the `host`. `seed` decides every dropout mask.
 
@@ -74,6 +75,7 @@ class Trainer:
         clip_grad_value: float | None = None,
         parameter_groups: Sequence[Mapping[str, Any]] = (),
         host_memory: int | str | None = None,
+        pinned_memory: int | str | None = None,
     ) -> None:
         self._whole = isinstance(model, nn.Module)
         self._modules: list[nn.Module] = [] if isinstance(model, nn.Module) else list(model)
@@ -110,9 +112,9 @@ class Trainer:
         defaults = spec.defaults()
         groups, group_of = split_into_groups(self._model, parameter_groups, defaults)
         self.optimizer = RelayOptimizer(groups, defaults)
-        limit = parse_size(capacity) if capacity is not None else None
+        limit = _size_or_none(capacity)
         opened = registry.open(device, limit)
-        host = opened.host(parse_size(host_memory) if host_memory is not None else None)
+        host = opened.host(_size_or_none(host_memory), _size_or_none(pinned_memory))
         store = LayerStore(host)
         bound = bind(spec, host, store, state_dtype)
         order = [name for name, _ in self._model.named_parameters()]
@@ -159,7 +161,7 @@ class Trainer:
             stations, contents, stash, self._seed, self._step, losses, plans, seeds, seeds_ready, verdict, groups,
             1.0 / scale,
         )  # fmt: skip
-        with session.running(stash, [seeds_ready]) as ran:
+        with session.running(stash, [seeds_ready], session.keep_buffers(stations[0])) as ran:
             relay.train(step, ran)
         behind, session.pending = session.pending, list(ran.host.updates) if session.server.held else []
         skipped = ran.host.skipped
@@ -358,6 +360,7 @@ class Trainer:
         session = self._session
         contents = session.contents(stations[0])
         relay, stash = session.make_ready(stations, contents, [], [], "forward")
+        session.store.version += 1  # the user may have written to the weights since: what slots still hold may be old
         session.device.reset_peak()
         dtype = _loss_dtype(stations[0])
         loss_row, losses, _, _ = session.scalars(len(stations), dtype)
@@ -404,6 +407,10 @@ class Trainer:
 
 def _loss_dtype(stations: Stations) -> torch.dtype:
     return torch.float32 if stations.loss is None else stations.partition.values[stations.loss].dtype
+
+
+def _size_or_none(size: int | str | None) -> int | None:
+    return None if size is None else parse_size(size)
 
 
 def _check_choice(name: str, value: Any, choices: Any) -> None:

@@ -97,7 +97,7 @@ def _use(lives: dict[Key, Life], key: Key, visit: int, value: Value, stash: str)
     life = lives.get(key)
     if life is None:
         size = value.dtype.itemsize * torch.Size(value.shape).numel()
-        resident = stash == "device" or value.producer is None or len(set(value.consumers)) >= RESIDENT_FROM
+        resident = stash == "device" or len(set(value.consumers)) >= RESIDENT_FROM
         life = lives[key] = Life(visit, visit, size, not resident)
     life.last = visit
 

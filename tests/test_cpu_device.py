@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,9 +22,10 @@ from hal.host import Host
 from hal.kernel import Program, Role
 from hal.random import RandomKey
 from hal.registry import open as open_device
-from relay.capture import capture
+from relay.capture import Captured, capture
 
 NAMES = ["cpu", "cpu:discrete"]
+GUARD = 256  # bytes
 PATIENCE = 60  # seconds until a test that hangs is a failure
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16]
 DTYPES += [torch.int8, torch.uint8, torch.bool]
@@ -106,7 +108,7 @@ def some_data(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     numbers = np.random.default_rng(seed).integers(0, 256, count * dtype.itemsize, dtype=np.uint8)
     if dtype is torch.bool:
         numbers &= 1
-    return torch.from_numpy(numbers).view(dtype)
+    return torch.frombuffer(numbers.copy(), dtype=dtype) if count else torch.empty(0, dtype=dtype)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -122,7 +124,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @both
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(count=st.integers(0, 257), before=st.integers(0, 9), after=st.integers(0, 9))
 def test_what_is_written_comes_back_and_its_neighbours_stay(
     name: str, dtype: torch.dtype, count: int, before: int, after: int
@@ -161,7 +163,7 @@ steps = st.lists(
 
 
 @both
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(steps=steps)
 def test_any_sequence_of_transfers_does_to_a_buffer_what_numpy_does_to_an_array(name: str, steps: list) -> None:
     with opened(name) as device:
@@ -242,8 +244,15 @@ def test_copies_between_unlike_views_are_value_errors(device: Device) -> None:
 
 @pytest.mark.parametrize(
     ("offset", "shape", "dtype"),
-    [(1, (64,), torch.uint8), (0, (65,), torch.uint8), (-8, (1,), torch.uint8), (2, (1,), torch.float32)]
-    + [(64, (1,), torch.bool), (0, (3, 6), torch.float32), (61, (1,), torch.int32)],
+    [
+        (1, (64,), torch.uint8),
+        (0, (65,), torch.uint8),
+        (-8, (1,), torch.uint8),
+        (2, (1,), torch.float32),
+        (64, (1,), torch.bool),
+        (0, (3, 6), torch.float32),
+        (61, (1,), torch.int32),
+    ],
 )
 def test_a_view_beyond_its_buffer_or_unaligned_is_a_value_error(
     device: Device, offset: int, shape: tuple[int, ...], dtype: torch.dtype
@@ -305,7 +314,7 @@ def test_queues_run_side_by_side(device: Device, gate: Gate) -> None:
     blocked.wait()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_calls_chained_by_wait_over_many_queues_give_what_one_queue_gives(data: st.DataObject) -> None:
     with opened("cpu:discrete") as device:
@@ -362,7 +371,7 @@ class Convolution(nn.Module):
 
 
 class SeveralOutputs(nn.Module):
-    """Among them an input, a view of one, the same value twice, and a transposed one."""
+    """Among them the same value twice and a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -370,7 +379,20 @@ class SeveralOutputs(nn.Module):
 
     def forward(self, one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
         product = one @ self.weight
-        return product, product, one, other.view(-1), product.t(), (product * other).sum()
+        return product, product, torch.relu(product), (product * other).sum()
+
+
+class AliasingOutputs(nn.Module):
+    """Among them an input, a view of one, and two views of one value."""
+
+    def forward(self, one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        total = one + other
+        return total, one, other.view(-1), total.t(), total[1:]
+
+
+class Reductions(nn.Module):
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return inputs.mean(), inputs.amax(0), inputs.norm(), inputs.var(1), inputs.logsumexp(1), inputs.cumsum(0)
 
 
 class Shifting(nn.Module):
@@ -383,7 +405,7 @@ class Shifting(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor]:
         self.past.copy_(self.now)
-        self.now.add_(inputs)
+        self.now.add_(inputs.detach())
         return (inputs * self.now + self.past,)
 
 
@@ -408,8 +430,13 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], list[torch.Tensor]]] = {
     "embedding": (lambda: Tuple(nn.Embedding(11, 6)), [torch.tensor([[1, 10, 0], [3, 3, 3]])]),
     "convolution": (Convolution, [numbers(3, 2, 5, 4)]),
     "several outputs": (SeveralOutputs, [numbers(4, 4), numbers(4, 4) + 1]),
+    "aliasing outputs": (AliasingOutputs, [numbers(4, 4), numbers(4, 4) + 1]),
     "shifting": (Shifting, [numbers(2)]),
-    "loss": (lambda: Tuple(nn.CrossEntropyLoss()), [numbers(6, 4), torch.tensor([0, 1, 2, 3, 3, 3])]),
+    "cross entropy": (lambda: Tuple(nn.CrossEntropyLoss()), [numbers(6, 4), torch.tensor([0, 1, 2, 3, 3, 3])]),
+    "squared error": (lambda: Tuple(nn.MSELoss()), [numbers(6, 40), numbers(6, 40) + 1]),
+    "huber": (lambda: Tuple(nn.HuberLoss()), [numbers(6, 40), numbers(6, 40) + 1]),
+    "binary": (lambda: Tuple(nn.BCELoss()), [numbers(6, 40).sigmoid(), numbers(6, 40).sigmoid()]),
+    "reductions": (Reductions, [numbers(6, 40)]),
 }
 
 
@@ -417,6 +444,12 @@ def module_and_inputs(which: str) -> tuple[nn.Module, list[torch.Tensor]]:
     torch.manual_seed(0)
     make, inputs = MODULES[which]
     return make(), [tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
+
+
+@functools.cache
+def captured_from(which: str) -> Captured:
+    """Programs are the same for every device, so they are captured once."""
+    return capture(*module_and_inputs(which), which)
 
 
 def run_program(
@@ -435,22 +468,27 @@ def run_program(
         Role.SEED: list(seeds),
     }
     views = {(port.role, port.index): place(device, given[port.role][port.index]) for port in program.inputs}
-    results = {}
+    results, guards = {}, []
     for port in program.outputs:
         if port.role is Role.BUFFER_UPDATE:  # in place, as the contract of programs allows
             results[port.role, port.index] = views[Role.BUFFER, port.index]
         else:
-            garbage = torch.full(port.shape, 77, dtype=port.dtype)
-            results[port.role, port.index] = place(device, garbage)
+            # Garbage within, and as much on both sides, which must stay.
+            room = device.alloc(port.size + 2 * GUARD)
+            device.queue("load").fill(room.view(0, (room.size,), torch.uint8), 77).wait()
+            results[port.role, port.index] = room.view(GUARD, port.shape, port.dtype)
+            guards += [room.view(0, (GUARD,), torch.uint8), room.view(GUARD + port.size, (GUARD,), torch.uint8)]
     kernel = device.compile(program)
     device.queue("compute").run(kernel, list(views.values()), list(results.values()), key=key).wait()
+    for guard in guards:
+        assert (fetch(device, guard) == 77).all(), f"{program.name} writes beside its outputs"
     return {at: fetch(device, view) for at, view in results.items()}
 
 
 @pytest.mark.parametrize("which", MODULES)
 def test_a_captured_forward_gives_the_bits_of_eager_torch(device: Device, which: str) -> None:
     module, inputs = module_and_inputs(which)
-    found = run_program(device, capture(module, inputs, which).forward, module, inputs)
+    found = run_program(device, captured_from(which).forward, module, inputs)
     expected = module(*inputs)
     for index, value in enumerate(expected):
         assert same_bits(found[Role.VALUE, index], value.detach()), f"output {index}"
@@ -459,16 +497,13 @@ def test_a_captured_forward_gives_the_bits_of_eager_torch(device: Device, which:
             assert same_bits(found[Role.BUFFER_UPDATE, index], buffer), name
 
 
-@pytest.mark.parametrize("which", MODULES)
+@pytest.mark.parametrize("which", [which for which in MODULES if which != "aliasing outputs"])
 def test_a_captured_backward_gives_the_bits_of_eager_autograd(device: Device, which: str) -> None:
     module, inputs = module_and_inputs(which)
-    program = capture(module, inputs, which).backward
+    program = captured_from(which).backward
     assert program is not None
-    outputs = module_and_inputs(which)[0](*inputs)
-    seeds = [numbers(*value.shape).to(value.dtype) for value in outputs]
+    seeds = [numbers(*value.shape).to(value.dtype) for value in module_and_inputs(which)[0](*inputs)]
     found = run_program(device, program, module, inputs, seeds)
-    module(*inputs)
-    differentiable = [(value, seed) for value, seed in zip(module(*inputs), seeds, strict=True) if value.requires_grad]
     module, inputs = module_and_inputs(which)
     differentiable = [(value, seed) for value, seed in zip(module(*inputs), seeds, strict=True) if value.requires_grad]
     torch.autograd.backward([value for value, _ in differentiable], [seed for _, seed in differentiable])
@@ -612,7 +647,7 @@ def test_the_first_error_wins(device: Device, gate: Gate) -> None:
     first = gate.failing(KeyError("first"), [gate.event])
     second = gate.failing(KeyError("second"), [gate.event])
     view = place(device, torch.zeros(3))
-    both_failed = device.queue("load").fill(view, 1.0, [first, second])
+    both_failed = device.queue("any").fill(view, 1.0, [first, second])
     later = failing_lookup(device, [both_failed])  # would fail by itself, but never runs
     gate.open()
     error = error_of(later)
@@ -681,8 +716,7 @@ def test_the_capacity_holds_for_allocations_and_the_refusal_says_of_what(name: s
 
 @both
 def test_the_capacity_holds_for_the_workspace_of_kernels(name: str) -> None:
-    module, inputs = module_and_inputs("attention")
-    captured = capture(module, inputs, "block")
+    captured = captured_from("attention")
     assert captured.backward is not None
     small, large = sorted([captured.forward, captured.backward], key=lambda program: program.workspace)
     assert 0 < small.workspace < large.workspace
@@ -816,8 +850,7 @@ def test_parameters_with_gradients_are_written_and_read_without_autograd(device:
 
 def test_closing_finishes_queued_work_and_frees_everything(device: Device, gate: Gate) -> None:
     view, back = place(device, torch.zeros(3)), torch.empty(3)
-    module, inputs = module_and_inputs("attention")
-    device.compile(capture(module, inputs, "block").forward)
+    device.compile(captured_from("attention").forward)
     kept = device.alloc(100)
     written = device.queue("load").write(view, torch.ones(3), [gate.event])
     device.queue("drain").read(back, view, [written])
@@ -924,8 +957,7 @@ def test_several_threads_may_submit_to_one_device(device: Device) -> None:
 
 
 def test_threads_that_ask_at_once_get_one_queue_and_one_kernel() -> None:
-    module, inputs = module_and_inputs("attention")
-    program = capture(module, inputs, "block").forward
+    program = captured_from("attention").forward
     for _ in range(20):
         with opened("cpu") as device:
             queues: list[Queue] = []

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import reference
 import torch
 from torch import Tensor, nn
 
-import reference
 import relay
 from relay.models import GPT, cross_entropy
 

@@ -153,7 +153,7 @@ def test_an_unknown_backend_is_an_error_that_says_what_there_is(name: str) -> No
 
 
 def test_an_unknown_cpu_is_an_error_that_says_which_there_are() -> None:
-    with pytest.raises(Unavailable, match="'cpu:7'.*'cpu' or 'cpu:discrete'"):
+    with pytest.raises(Unavailable, match=r"'cpu:7'.*'cpu' or 'cpu:discrete'"):
         registry.open("cpu:7")
 
 

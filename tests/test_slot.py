@@ -214,6 +214,7 @@ def test_a_kernel_computes_with_what_was_loaded(bench: Bench) -> None:
 def test_the_same_content_and_version_is_not_sent_again(discrete: Bench) -> None:
     content = content_of("layer", 1.0)
     first = discrete.load(content, 3)
+    first[-1].wait()
     content.tensors[0].fill_(9.0)
     assert discrete.load(content, 3) == first
     discrete.run_forward().wait()

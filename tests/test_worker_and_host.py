@@ -84,7 +84,8 @@ def test_submission_does_not_wait_for_the_call(worker: Worker) -> None:
 def test_a_call_waits_for_the_events_of_another_worker(worker: Worker, other: Worker) -> None:
     gate = threading.Event()
     order: list[str] = []
-    first = other.submit(lambda: (gate.wait(PATIENCE), order.append("first")) and None, (), "first")
+    other.submit(lambda: gate.wait(PATIENCE) and None, (), "gate")
+    first = other.submit(lambda: order.append("first"), (), "first")
     second = worker.submit(lambda: order.append("second"), [first], "second")
     assert not second.done()
     gate.set()
@@ -374,7 +375,7 @@ def test_the_errors_of_tasks_travel_to_the_tasks_that_wait_and_to_no_other(host:
     waits = other.run(lambda: ran.append("waits"), [first])
     later = host.run(lambda: ran.append("later"))
     later.wait()
-    with pytest.raises(HalError, match="saving failed.*disk full") as caught:
+    with pytest.raises(HalError, match=r"saving failed.*disk full") as caught:
         waits.wait()
     assert isinstance(caught.value.__cause__, Native)
     assert ran == ["later"]

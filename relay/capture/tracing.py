@@ -17,8 +17,10 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 
 from relay.capture.explain import explain
+from relay.errors import RelayError
 from relay.trees import TensorTree, tensor_leaves
 
 _library = torch.library.Library("relay", "DEF")
@@ -45,7 +47,10 @@ def _block_on_fakes(call: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]
     """What the op does in a trace: the block's own forward, on fake tensors, for the shapes of its outputs."""
     opaque = _running[-1][call]
     args, kwargs = opaque.input_tree.fill(inputs)
-    outputs, opaque.output_tree = tensor_leaves(opaque.forward(*args, **kwargs))
+    try:
+        outputs, opaque.output_tree = tensor_leaves(opaque.forward(*args, **kwargs))
+    except Exception as failure:
+        raise explain(failure, opaque.name) from failure
     # An op may not return its inputs or views of them; a block may.
     return [torch.empty_like(output) for output in outputs]
 
@@ -90,7 +95,12 @@ def trace(function: Callable[..., Any], arguments: Sequence[Any], name: str) -> 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return make_fx(function, tracing_mode="fake", pre_dispatch=True)(*arguments)
+            # Fake tensors of our own: a mode without symbols, in which an op that depends on data says so at once.
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, tuple(arguments))
+            return make_fx(function, tracing_mode="fake", pre_dispatch=True)(*fakes)
+    except RelayError:
+        raise
     except Exception as failure:
         raise explain(failure, name) from failure
 
@@ -112,5 +122,7 @@ def run_fake(module: nn.Module, fakes: Sequence[torch.Tensor], name: str) -> Any
                 for key, tensor in [*module.named_parameters(), *module.named_buffers()]
             }
             return torch.func.functional_call(module, state, tuple(fakes))
+    except RelayError:
+        raise
     except Exception as failure:
         raise explain(failure, name) from failure

@@ -58,11 +58,13 @@ def bind(optimizer: Any, host: Host, store: LayerStore, state_dtype: str) -> Bou
     if isinstance(optimizer, TorchOptimizer):
         if state_dtype != "fp32":
             raise ValueError(
-                f"state_dtype={state_dtype!r} goes with relay's own optimizers; torch.optim classes keep their own state"
+                f"state_dtype={state_dtype!r} goes with relay's own optimizers; torch.optim's keep their own state"
             )
         return optimizer.bind(host, store)
     if state_dtype != "fp32" and not fused.available():
-        raise ValueError(f"state_dtype={state_dtype!r} needs the fused optimizers, which are not here: {fused.reason()}")
+        raise ValueError(
+            f"state_dtype={state_dtype!r} needs the fused optimizers, which are not here: {fused.reason()}"
+        )
     return _Bound(optimizer, host, store, state_dtype)
 
 
@@ -137,7 +139,9 @@ class _Bound:
         amount = 1.0 if factor is None else float(factor)
         for name, master, gradient, state, rounded in zip(names, masters, gradients, states, copies, strict=True):
             out = rounded[0].view(-1) if rounded else None
-            flat_state = {key: value.view(-1) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+            flat_state = {
+                key: value.view(-1) if isinstance(value, torch.Tensor) else value for key, value in state.items()
+            }
             self._optimizer.update(
                 master.view(-1),
                 gradient.view(-1),

@@ -136,7 +136,7 @@ class ParameterServer:
         if staged and (not self._staging or self._staging[0].numel() < largest):
             for old in self._staging:
                 self._host.free(old, STAGING)
-            self._staging = [self._host.alloc(largest, torch.uint8, STAGING) for _ in range(2)]
+            self._staging = [self._host.alloc(largest, torch.uint8, STAGING, crosses=True) for _ in range(2)]
 
     def collect(
         self,
@@ -177,6 +177,10 @@ class ParameterServer:
             self._staging_free[turn] = [done]
         if not self.held:
             self._note(plan, done, record)
+
+    def settle(self) -> None:
+        """Everything submitted has ended."""
+        self._staging_free = [[], []]
 
     def conclude(
         self,

@@ -57,6 +57,7 @@ class LayerStore:
         self._contents: dict[tuple[object, ...], SlotContent] = {}
         self._names_of: dict[SlotContent, tuple[str, ...]] = {}
         self._homes: dict[str, torch.Tensor] = {}
+        self._seen: dict[str, tuple[torch.Tensor, int]] = {}
         self.updated: dict[str, Event] = {}
         self.version = 0
 
@@ -81,7 +82,9 @@ class LayerStore:
                         names = [name for name, kind in of_state if kind == dtype]
                         fields, size = lay_out([(tuple(tensors[name].shape), dtype) for name in names])
                         plans.append((names, fields, size, dtype, state))
-        flats = [self._host.alloc(size // dtype.itemsize, dtype, state) for _, _, size, dtype, state in plans]
+        flats = [
+            self._host.alloc(size // dtype.itemsize, dtype, state, crosses=True) for _, _, size, dtype, state in plans
+        ]
         for (names, fields, _, dtype, state), flat in zip(plans, flats, strict=True):
             raw = flat.view(torch.uint8)
             for name, place in zip(names, fields, strict=True):
@@ -92,6 +95,7 @@ class LayerStore:
                     if state != ROUNDED:
                         self._master[name] = dtype
                         tensor.data = home  # the original memory goes as soon as its module lets go of it
+                        self._seen[name] = (tensor, tensor._version)
                 self._stored[(name, dtype)] = _Stored(home, raw, place.offset)
 
     @staticmethod
@@ -116,13 +120,15 @@ class LayerStore:
             if other == name and dtype != self._master[name]
         ]
 
-    def round_all(self) -> None:
-        """Write all rounded copies anew, after the master weights were changed from outside."""
-        with torch.no_grad():
-            for (name, dtype), stored in self._stored.items():
-                if dtype != self._master[name]:
+    def take_edits(self) -> None:
+        """Round anew the weights that somebody has written to through the model since the last call."""
+        for (name, dtype), stored in self._stored.items():
+            tensor, version = self._seen[name]
+            if dtype != self._master[name] and tensor._version != version:
+                with torch.no_grad():
                     stored.tensor.copy_(self[name])
-        self.version += 1
+        for name, (tensor, _) in self._seen.items():
+            self._seen[name] = (tensor, tensor._version)
 
     def content(
         self, name: str, tensors: Sequence[Wanted], gradients: Sequence[GradientField], keeps_gradients: bool
@@ -165,7 +171,7 @@ class LayerStore:
         home: torch.Tensor | None = None
         if keeps_gradients and gradients:
             if name not in self._homes:
-                self._homes[name] = self._host.alloc(gradient_size, torch.uint8, GRADIENTS)
+                self._homes[name] = self._host.alloc(gradient_size, torch.uint8, GRADIENTS, crosses=True)
             home = self._homes[name][:gradient_size]
         return SlotContent(
             name,
