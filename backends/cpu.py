@@ -199,6 +199,7 @@ class CpuDevice(Device):
             return kernel
 
     def host(self, capacity: int | None = None, pinned: int | None = None) -> Host:
+        self._check_open()
         if self.info.unified:
             return Host(capacity, worker=self.queue(COMPUTE).worker)
         return Host(capacity, locked=LockedMemory(Mlock(), pinned))

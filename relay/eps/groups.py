@@ -16,13 +16,14 @@ from torch import nn
 def split_into_groups(
     model: nn.Module, groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Groups for `torch.optim.Optimizer`, the default one first, and each trainable parameter's group by name.
+    """Groups for `torch.optim.Optimizer`, the default one first, and each parameter's group by name.
 
     The first group that names a parameter has it. Raises ValueError for a group that names none, a pattern that
-    fits nothing, or a hyperparameter that the optimizer does not have.
+    fits nothing, or a hyperparameter that the optimizer does not have. Frozen parameters have a group too, for the
+    day they are thawed.
     """
-    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    names = {id(parameter): name for name, parameter in trainable.items()}
+    parameters = dict(model.named_parameters())
+    names = {id(parameter): name for name, parameter in parameters.items()}
     group_of: dict[str, int] = {}
     result: list[dict[str, Any]] = [{"params": []}]
     for number, group in enumerate(groups, start=1):
@@ -36,18 +37,20 @@ def split_into_groups(
         members: list[str] = []
         for item in [wanted] if isinstance(wanted, (str, nn.Parameter)) else wanted:
             found = (
-                [name for name in trainable if fnmatchcase(name, item)]
+                [name for name in parameters if fnmatchcase(name, item)]
                 if isinstance(item, str)
                 else [names[id(item)]]
                 if id(item) in names
                 else []
             )
             if not found:
-                raise ValueError(f"parameter group {number}: {item!r} fits no trainable parameter of the model.")
+                raise ValueError(f"parameter group {number}: {item!r} fits no parameter of the model.")
             members += found
         for name in members:
             group_of.setdefault(name, number)
         result.append({**{key: value for key, value in group.items() if key != "params"}, "params": []})
-    for name, parameter in trainable.items():
-        result[group_of.setdefault(name, 0)]["params"].append(parameter)
+    for name, parameter in parameters.items():
+        group = group_of.setdefault(name, 0)
+        if parameter.requires_grad:
+            result[group]["params"].append(parameter)
     return result, group_of
