@@ -28,6 +28,7 @@ from hal.event import Event
 from hal.host import Host
 from hal.kernel import Kernel, Program
 from hal.memory import MemoryAccount, MemoryUse
+from hal.pages import LockedMemory, Mlock
 from hal.random import RandomKey
 from hal.worker import Worker
 
@@ -160,7 +161,7 @@ class CpuDevice(Device):
     """The opened CPU."""
 
     def __init__(self, name: str, unified: bool, capacity: int | None) -> None:
-        tags = {NATIVE, HOST_CORES} | ({UNIFIED} if unified else set())
+        tags = {NATIVE, HOST_CORES, UNIFIED} if unified else {NATIVE}
         self.info = DeviceInfo(name, _describe(), frozenset(tags), _DTYPES, _DTYPES, _memory_size())
         self._account = MemoryAccount(f"device {name!r}", capacity)
         self._queues: dict[str, CpuQueue] = {}
@@ -197,8 +198,11 @@ class CpuDevice(Device):
                 kernel = self._kernels[program.fingerprint] = CpuKernel(program)
             return kernel
 
-    def host(self, capacity: int | None = None) -> Host:
-        return Host(capacity, worker=self.queue(COMPUTE).worker)
+    def host(self, capacity: int | None = None, pinned: int | None = None) -> Host:
+        self._check_open()
+        if self.info.unified:
+            return Host(capacity, worker=self.queue(COMPUTE).worker)
+        return Host(capacity, locked=LockedMemory(Mlock(), pinned))
 
     def memory(self) -> MemoryUse:
         return self._account.use()

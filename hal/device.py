@@ -154,8 +154,11 @@ class Device(abc.ABC):
         """
 
     @abc.abstractmethod
-    def host(self, capacity: int | None = None) -> Host:
-        """A host beside this device: where the EPS keeps and updates what the device only borrows."""
+    def host(self, capacity: int | None = None, pinned: int | None = None) -> Host:
+        """A host beside this device: where the EPS keeps and updates what the device only borrows.
+
+        `capacity` limits its memory and `pinned` the page-locked part of it, in bytes; None is no limit of ours.
+        """
 
     @abc.abstractmethod
     def memory(self) -> MemoryUse:

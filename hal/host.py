@@ -16,6 +16,7 @@ import torch
 
 from hal.event import Event
 from hal.memory import MemoryAccount, MemoryUse, format_size
+from hal.pages import LockedMemory
 from hal.worker import Worker
 
 
@@ -61,22 +62,34 @@ class Ledger:
 class Host:
     """Host memory with a ledger, and a queue of tasks.
 
-    With `worker` given, tasks run there, in order with whatever else it runs: a device that computes on the host's
-    own cores lends its compute queue, for two threads that each want all cores only slow each other down.
+    With `locked` given, memory that crosses the link is page-locked as far as its budget goes; without it the device
+    gains nothing from that. With `worker` given, tasks run there, in order with whatever else it runs: a device that
+    computes on the host's own cores lends its compute queue, for two threads that each want all cores only slow each
+    other down.
     """
 
-    def __init__(self, capacity: int | None = None, worker: Worker | None = None) -> None:
+    def __init__(
+        self, capacity: int | None = None, worker: Worker | None = None, locked: LockedMemory | None = None
+    ) -> None:
         self.ledger = Ledger()
+        self._locked = locked
         self._account = MemoryAccount("the host", capacity)
         self._own_worker = worker is None
         self._worker = worker if worker is not None else Worker("host")
 
-    def alloc(self, count: int, dtype: torch.dtype, state: str) -> torch.Tensor:
-        """A flat tensor of `count` elements for that state, 64-byte aligned, uninitialised, in the ledger."""
+    def alloc(self, count: int, dtype: torch.dtype, state: str, crosses: bool = False) -> torch.Tensor:
+        """A flat tensor of `count` elements for that state, 64-byte aligned, uninitialised, in the ledger.
+
+        `crosses` says that it will be sent over the link, so that it is worth page-locking.
+        """
         size = count * dtype.itemsize
         what = f"{state} ({str(dtype).removeprefix('torch.')})"
         self._account.charge(size, what)
         self.ledger.add(state, dtype, size)
+        if crosses and self._locked is not None:
+            piece = self._locked.alloc(size, what)
+            if piece is not None:
+                return piece.view(dtype)
         try:
             return torch.empty(count, dtype=dtype)
         except RuntimeError as failure:
@@ -86,6 +99,8 @@ class Host:
     def free(self, tensor: torch.Tensor, state: str) -> None:
         """Take a tensor of `alloc` out of the ledger. Its memory goes with its last reference."""
         size = tensor.numel() * tensor.dtype.itemsize
+        if self._locked is not None:
+            self._locked.free(tensor)
         self._account.release(size)
         self.ledger.add(state, tensor.dtype, -size)
 
@@ -96,6 +111,11 @@ class Host:
     def memory(self) -> MemoryUse:
         """Bytes in use, peak and capacity."""
         return self._account.use()
+
+    @property
+    def page_locked(self) -> int:
+        """Bytes of page-locked memory in use."""
+        return self._locked.in_use if self._locked is not None else 0
 
     def close(self) -> None:
         """Finish the queued tasks. Closing twice is harmless."""

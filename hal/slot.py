@@ -18,6 +18,7 @@ the same, since they are what a device of its own would need.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,11 @@ class Field:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
 
 def lay_out(tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> tuple[tuple[Field, ...], int]:
     """Place tensors one after another, each aligned to ALIGNMENT. Returns the fields and the region's bytes."""
@@ -69,7 +75,9 @@ class SlotContent:
     """What a slot can hold: one segment, as it lies on the host.
 
     `pieces` are contiguous host tensors with the byte offset each goes to (one piece, one transfer); `tensors` are
-    the same memory as typed tensors, in the order of `fields`. `gradient_fields` is the layout of its gradients.
+    the same memory as typed tensors, in the order of `fields`. `gradient_fields` is the layout of its gradients, and
+    `gradient_home`, where there is one, the host memory (bytes) in which they are kept; without one they only pass
+    through.
     """
 
     name: str
@@ -79,6 +87,14 @@ class SlotContent:
     tensors: tuple[torch.Tensor, ...]
     gradient_fields: tuple[Field, ...]
     gradient_size: int
+    gradient_home: torch.Tensor | None = None
+
+    def gradients_in(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The gradients as typed tensors over `flat`, host memory of at least `gradient_size` bytes."""
+        return [
+            flat[place.offset : place.offset + place.size].view(place.dtype).view(place.shape)
+            for place in self.gradient_fields
+        ]
 
 
 class DeviceSlot:
@@ -171,6 +187,11 @@ class DeviceSlot:
         self._drained = list(events)
 
     @property
+    def loaded(self) -> list[Event]:
+        """The transfers of the last load."""
+        return self._loaded
+
+    @property
     def computed(self) -> list[Event]:
         """The kernels run since the last load."""
         return self._readers
@@ -198,8 +219,11 @@ class DeviceSlot:
                 parameters = [self._device.adopt(tensor) for tensor in content.tensors]
             else:
                 parameters = [self._parameters.view(field.offset, field.shape, field.dtype) for field in content.fields]
-            gradients = [
-                self._gradients.view(field.offset, field.shape, field.dtype) for field in content.gradient_fields
-            ]
+            if self._device.info.unified and content.gradient_home is not None:
+                gradients = [self._device.adopt(tensor) for tensor in content.gradients_in(content.gradient_home)]
+            else:
+                gradients = [
+                    self._gradients.view(place.offset, place.shape, place.dtype) for place in content.gradient_fields
+                ]
             views = self._views[content] = (parameters, gradients)
         return views

@@ -12,13 +12,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hal.device import Device, Probe
     from hal.registry import devices, open
-    from relay.eps.optimizers import AdamW
-    from relay.errors import BatchError, CaptureError, InconsistentState, NonFiniteLoss, PartitionError, RelayError
+    from relay.eps.optimizers import LAMB, SGD, Adam, AdamW, Lion
+    from relay.errors import (
+        BatchError,
+        CaptureError,
+        InconsistentState,
+        LossScaleExhausted,
+        NonFiniteLoss,
+        PartitionError,
+        RelayError,
+    )
     from relay.metrics import Metrics
+    from relay.trace import Trace
     from relay.trainer import Trainer
 
 _HOMES = {
+    "Adam": "relay.eps.optimizers",
     "AdamW": "relay.eps.optimizers",
+    "LAMB": "relay.eps.optimizers",
+    "Lion": "relay.eps.optimizers",
+    "SGD": "relay.eps.optimizers",
+    "Trace": "relay.trace",
+    "LossScaleExhausted": "relay.errors",
     "BatchError": "relay.errors",
     "CaptureError": "relay.errors",
     "Device": "hal.device",
@@ -34,16 +49,22 @@ _HOMES = {
 }
 
 __all__ = [
+    "LAMB",
+    "SGD",
+    "Adam",
     "AdamW",
     "BatchError",
     "CaptureError",
     "Device",
     "InconsistentState",
+    "Lion",
+    "LossScaleExhausted",
     "Metrics",
     "NonFiniteLoss",
     "PartitionError",
     "Probe",
     "RelayError",
+    "Trace",
     "Trainer",
     "devices",
     "open",

@@ -57,3 +57,17 @@ class InconsistentState(RelayError):
 
     What to do: load a checkpoint, or build a new trainer. This one refuses to go on.
     """
+
+
+class LossScaleExhausted(RelayError):
+    """fp16 gradients overflow at every loss scale: the run cannot recover by itself. Nothing was applied.
+
+    What to do: train in bf16 or fp32, lower the learning rate, or look for a layer whose values grow without bound.
+    """
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(
+            f"Gradients still overflow in fp16 at a loss scale of {scale:g}, so no scale helps: the model itself makes "
+            "infinities or NaN. Use precision='bf16' or 'fp32', lower the learning rate, or load a checkpoint."
+        )
+        self.scale = scale

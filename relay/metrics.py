@@ -15,7 +15,9 @@ class Metrics:
     `loss` is the mean over the whole batch. `grad_norm` is the global 2-norm of the gradients (0 for an
     evaluation). `device_peak_bytes` is the peak of the device's account, `host_bytes` all that the host's ledger
     holds. `compute_seconds`, `transfer_seconds` and `optimizer_seconds` are sums over the calls of each kind; they
-    overlap, so they may add up to more than `seconds`. `weight_bytes` is what was sent down as weights.
+    overlap, so they may add up to more than `seconds`. `weight_bytes` is what was sent down as weights. With held
+    updates (clipping, fp16) `optimizer_seconds` are those of the step before. `skipped` says that fp16 gradients
+    overflowed and nothing of the step was applied.
     """
 
     loss: float
@@ -28,6 +30,7 @@ class Metrics:
     transfer_seconds: float
     optimizer_seconds: float
     weight_bytes: int
+    skipped: bool = False
 
     @property
     def tokens_per_second(self) -> float:

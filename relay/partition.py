@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from relay.blocks import find_blocks
-from relay.capture import as_fake, opaque_blocks, run_fake, trace
+from relay.capture import as_fake, autocast, opaque_blocks, run_fake, trace
 from relay.cutting import cut_graph
 from relay.errors import PartitionError
 from relay.segments import Partition, Segment, Value
@@ -27,8 +27,13 @@ from relay.trees import TensorTree, tensor_leaves
 from relay.weighing import LossWeight, find_loss_weight
 
 
-def partition_model(model: nn.Module, batch: Sequence[torch.Tensor], tree: TensorTree) -> Partition:
-    """Cut a whole model, called as `model(**tree.fill(batch))`. Raises PartitionError or CaptureError."""
+def partition_model(
+    model: nn.Module, batch: Sequence[torch.Tensor], tree: TensorTree, compute: torch.dtype = torch.float32
+) -> Partition:
+    """Cut a whole model, called as `model(**tree.fill(batch))` and computed in `compute`.
+
+    Raises PartitionError or CaptureError.
+    """
     blocks = find_blocks(model)
     if not blocks:
         raise PartitionError(
@@ -53,7 +58,7 @@ def partition_model(model: nn.Module, batch: Sequence[torch.Tensor], tree: Tenso
         has_loss.append(loss is not None)
         return ([loss] if loss is not None else []) + results
 
-    with opaque_blocks(blocks) as calls:
+    with opaque_blocks(blocks) as calls, autocast(compute):
         traced = trace(run, (states, list(batch)), type(model).__name__)
     if not calls:
         raise PartitionError(
@@ -70,6 +75,7 @@ def partition_list(
     input_tree: TensorTree,
     targets: Sequence[torch.Tensor],
     target_tree: TensorTree | None,
+    compute: torch.dtype = torch.float32,
 ) -> Partition:
     """Cut a list of modules, each called with the output of the one before; `loss(output, targets)` ends it.
 
@@ -96,7 +102,8 @@ def partition_list(
     for index, module in enumerate(modules):
         call = ModuleCall(module, tree)
         last = index == len(modules) - 1
-        fakes = call.outputs_of(fakes, f"{index} ({type(module).__name__})")
+        with autocast(compute):
+            fakes = call.outputs_of(fakes, f"{index} ({type(module).__name__})")
         sources, alike = current, (module, tree.spec, tree.constants)
         if last and target_tree is not None:
             assert loss is not None

@@ -11,7 +11,7 @@ this file only decides the order of visits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from relay.eps.server import GradientPlan, ParameterServer, StepRecord
 from relay.eps.store import LayerStore
 from relay.stash import Key, Stash
 from relay.stations import Pass, Station, Stations
+from relay.trace import Trace
 
 
 @dataclass
@@ -38,11 +39,49 @@ class Ran:
     host: StepRecord = field(default_factory=StepRecord)
     weight_bytes: int = 0
     verdict: Event | None = None
+    trace: Trace | None = None
 
-    def all_events(self) -> list[Event]:
-        """Everything submitted, verdict first."""
-        first = [self.verdict] if self.verdict is not None else []
-        return [*first, *self.loads, *self.compute, *self.reads, *self.host.drains, *self.host.updates]
+    def mark(self, track: str, label: str, event: Event) -> None:
+        """Note a call in the trace, if one is kept."""
+        if self.trace is not None:
+            self.trace.mark(track, label, event)
+
+    def needed(self) -> list[Event]:
+        """What must have ended before the step is known to be good, the verdict first; held updates may still run."""
+        host = self.host
+        first = [event for event in (self.verdict, host.decision) if event is not None]
+        return [*first, *self.loads, *self.compute, *self.reads, *host.drains, *host.arrivals]
+
+
+@dataclass(eq=False)
+class ForwardPass:
+    """What a pass over the model works on. `pieces[j]` are the stations for the shape of micro-batch j.
+
+    `seed` and `number` (of the step) go into every random key; `losses[j]` is where micro-batch j's loss goes.
+    """
+
+    pieces: Sequence[Stations]
+    contents: Sequence[SlotContent]
+    stash: Stash
+    seed: int
+    number: int
+    losses: Sequence[View]
+
+
+@dataclass(eq=False)
+class TrainingStep(ForwardPass):
+    """And what training needs besides: the gradients' seeds, and what is to happen with the gradients.
+
+    `verdict` submits the judgement on the losses; `groups` are the optimizer's parameter groups as they stand, and
+    `unscale` takes the loss scale out of a gradient.
+    """
+
+    plans: Sequence[GradientPlan]
+    seeds: Sequence[View]
+    seeds_ready: Event
+    verdict: Callable[[Ran], Event]
+    groups: Sequence[Mapping[str, Any]]
+    unscale: float
 
 
 class SlotRing:
@@ -109,68 +148,54 @@ class Relay:
         self.load_queue: Queue = device.queue("load")
         self.drain_queue: Queue = device.queue("drain")
 
-    def train(
-        self,
-        ran: Ran,
-        pieces: Sequence[Stations],
-        contents: Sequence[SlotContent],
-        plans: Sequence[GradientPlan],
-        stash: Stash,
-        seed: int,
-        step: int,
-        seeds: Sequence[View],
-        losses: Sequence[View],
-        verdict: Callable[[Ran], Event],
-        group: dict[str, Any],
-        seeds_ready: Event,
-    ) -> None:
-        """Submit one training step, and note in `ran` what was. `pieces[j]` are the stations for micro-batch j."""
-        stations = pieces[0].stations
+    def train(self, step: TrainingStep, ran: Ran) -> None:
+        """Submit one training step, and note in `ran` what was."""
+        stations = step.pieces[0].stations
         last = len(stations) - 1
         # Below the first segment with anything to differentiate there is nothing to go back for.
-        visits = [_Visit(index, "forward", contents[index]) for index in range(last)]
-        visits.append(_Visit(last, "backward", contents[last]))
+        visits = [_Visit(index, "forward", step.contents[index]) for index in range(last)]
+        visits.append(_Visit(last, "backward", step.contents[last]))
         visits += [
-            _Visit(index, "backward", contents[index])
+            _Visit(index, "backward", step.contents[index])
             for index in reversed(range(last))
             if stations[index].backward is not None
         ]
 
-        def special(station: Station, microbatch: int) -> tuple[list[View], list[View], list[Event]]:
-            return [seeds[microbatch]], [losses[microbatch]], [seeds_ready]
+        def at_the_turn(microbatch: int) -> tuple[list[View], list[View], list[Event]]:
+            return [step.seeds[microbatch]], [step.losses[microbatch]], [step.seeds_ready]
 
         for visit in self._relay(visits, ran):
             assert visit.slot is not None
-            backward = visit.one_pass == "backward"
             turning = visit.number == last
-            self._visit(visit, pieces, stash, seed, step, ran, special if turning else None)
+            self._visit(visit, step, ran, at_the_turn if turning else None)
             if turning:
-                ran.verdict = verdict(ran)
-            if backward and plans[visit.number].names:
+                ran.verdict = step.verdict(ran)
+            plan = step.plans[visit.number]
+            if visit.one_pass == "backward" and plan.names:
                 assert ran.verdict is not None
                 self._server.collect(
-                    plans[visit.number], visit.slot, self.drain_queue, ran.verdict, group, ran.host
+                    plan, visit.slot, self.drain_queue, ran.verdict, step.groups, step.unscale, ran.host
                 )
+        gradients = [
+            content.gradients_in(content.gradient_home) if content.gradient_home is not None else []
+            for content in step.contents
+        ]
+        self._server.conclude(step.plans, gradients, step.groups, step.unscale, ran.host)
+        for event in ran.host.drains:
+            ran.mark("drain", "gradients", event)
+        for plan, event in zip(ran.host.updated, ran.host.updates, strict=True):
+            ran.mark("update", plan, event)
 
-    def forward(
-        self,
-        ran: Ran,
-        pieces: Sequence[Stations],
-        contents: Sequence[SlotContent],
-        stash: Stash,
-        seed: int,
-        step: int,
-        losses: Sequence[View] | None,
-    ) -> None:
+    def forward(self, step: ForwardPass, ran: Ran) -> None:
         """Submit a forward pass alone, and note in `ran` what was."""
-        last = len(contents) - 1
+        last = len(step.contents) - 1
 
-        def special(station: Station, microbatch: int) -> tuple[list[View], list[View], list[Event]]:
-            return [], [losses[microbatch]] if losses is not None else [], []
+        def at_the_end(microbatch: int) -> tuple[list[View], list[View], list[Event]]:
+            return [], [step.losses[microbatch]] if step.losses else [], []
 
-        visits = [_Visit(index, "forward", content) for index, content in enumerate(contents)]
+        visits = [_Visit(index, "forward", content) for index, content in enumerate(step.contents)]
         for visit in self._relay(visits, ran):
-            self._visit(visit, pieces, stash, seed, step, ran, special if visit.number == last else None)
+            self._visit(visit, step, ran, at_the_end if visit.number == last else None)
 
     def _relay(self, visits: list[_Visit], ran: Ran) -> Any:
         """Yield the visits in order, each with its slot loading, and the loads of the next ones submitted."""
@@ -192,23 +217,23 @@ class Relay:
     def _submit_load(self, slot: DeviceSlot, content: SlotContent, ran: Ran) -> None:
         if slot.content is content and slot.version == self._store.version:
             return
-        ran.loads += slot.load(content, self._store.version, self.load_queue, self._store.ready_content(content))
+        ran.loads += slot.load(content, self._store.version, self.load_queue, self._store.ready(content))
         ran.weight_bytes += content.size
+        for event in slot.loaded:
+            ran.mark("load", content.name, event)
 
     def _visit(
         self,
         visit: _Visit,
-        pieces: Sequence[Stations],
-        stash: Stash,
-        seed: int,
-        step: int,
+        step: ForwardPass,
         ran: Ran,
-        special: Callable[[Station, int], tuple[list[View], list[View], list[Event]]] | None,
+        special: Callable[[int], tuple[list[View], list[View], list[Event]]] | None,
     ) -> None:
         """Run every micro-batch through one segment."""
         slot = visit.slot
         assert slot is not None
-        for microbatch, stations in enumerate(pieces):
+        stash = step.stash
+        for microbatch, stations in enumerate(step.pieces):
             station = stations.stations[visit.number]
             one: Pass | None = station.backward if visit.one_pass == "backward" else station.forward
             assert one is not None
@@ -218,7 +243,7 @@ class Relay:
             waits: list[Event] = []
             outputs: list[View] = []
             if special is not None:
-                more_inputs, more_outputs, waits = special(station, microbatch)
+                more_inputs, more_outputs, waits = special(microbatch)
                 inputs += more_inputs
                 outputs += more_outputs
                 waits = list(waits)
@@ -246,14 +271,15 @@ class Relay:
                 inputs,
                 outputs,
                 one.first if microbatch == 0 else one.later,
-                RandomKey(seed, step, visit.number, microbatch) if one.program.draws else None,
+                RandomKey(step.seed, step.number, visit.number, microbatch) if one.program.draws else None,
                 waits,
                 bool(one.parameter_gradients),
             )
             for access in accesses:
                 access.finish(event)
             ran.compute.append(event)
-        self._send_buffers(visit, pieces[0].stations[visit.number], ran)
+            ran.mark("compute", f"{one.program.name} {microbatch}", event)
+        self._send_buffers(visit, step.pieces[0].stations[visit.number], ran)
 
     def _send_buffers(self, visit: _Visit, station: Station, ran: Ran) -> None:
         """Buffers that a forward changed go home; on a unified device they never left."""

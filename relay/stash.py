@@ -174,7 +174,7 @@ class Stash:
 
     def _make_place(self, size: int, streams: bool) -> _Place:
         if streams:
-            return _Place(None, self._host.alloc(size, torch.uint8, STASH_STATE))
+            return _Place(None, self._host.alloc(size, torch.uint8, STASH_STATE, crosses=True))
         return _Place(self._device.alloc(size, "stash of activations"), None)
 
     def access(self, key: Key, microbatch: int, writes: bool, keeps: bool = False) -> Access:

@@ -50,12 +50,16 @@ class Pass:
 
 @dataclass(eq=False)
 class Station:
-    """A segment ready to run. Names are the model's; `parameters` each once, in the kernels' order."""
+    """A segment ready to run. Names are the model's; `parameters` each once, in the kernels' order.
+
+    `dtypes` are what the kernels take the parameters and then the buffers in.
+    """
 
     segment: Segment
     captured: Captured
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
     forward: Pass | None
     backward: Pass | None
 
@@ -95,7 +99,9 @@ class Stations:
         ]
 
 
-def build_stations(partition: Partition, training: bool, results: bool) -> Stations:
+def build_stations(
+    partition: Partition, training: bool, results: bool, compute: torch.dtype = torch.float32
+) -> Stations:
     """Capture; nothing is compiled yet. For `training` the last segment gets one joint pass, else forward passes only;
     `results` asks for the model's outputs besides the loss."""
     requires_grad: dict[int, bool] = {}
@@ -112,10 +118,13 @@ def build_stations(partition: Partition, training: bool, results: bool) -> Stati
         signature = [(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in inputs]
         captured = _twin(segment, signature, captures)
         if captured is None:
-            captured = capture(segment.module, inputs, segment.name, last and partition.has_loss)
+            captured = capture(segment.module, inputs, segment.name, last and partition.has_loss, compute)
             captures.append((segment, signature, captured))
-        for value, flag in zip(segment.outputs, captured.output_requires_grad, strict=True):
+        for value, flag, port in zip(
+            segment.outputs, captured.output_requires_grad, captured.forward.outputs, strict=False
+        ):
             requires_grad[value] = flag
+            partition.values[value].dtype = port.dtype  # as computed, which may be other than as traced
         built.append((segment, captured))
 
     stations = [_station(segment, captured, partition, training, results) for segment, captured in built]
@@ -179,4 +188,5 @@ def _station(
             backward = make(captured.backward)
     parameters = tuple(segment.parameters[names[0]] for names in captured.parameter_names)
     buffers = tuple(segment.buffers[name] for name in captured.buffer_names)
-    return Station(segment, captured, parameters, buffers, forward, backward)
+    ports = captured.forward.inputs[: len(parameters) + len(buffers)]
+    return Station(segment, captured, parameters, buffers, tuple(port.dtype for port in ports), forward, backward)

@@ -35,6 +35,13 @@ from relay.errors import CaptureError
 aten = torch.ops.aten
 
 
+def autocast(compute: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+    """PyTorch's autocast to that dtype; nothing for float32."""
+    if compute is torch.float32:
+        return contextlib.nullcontext()
+    return torch.autocast("cpu", dtype=compute)
+
+
 @dataclass(frozen=True, eq=False)
 class Captured:
     """The programs of a segment.
@@ -58,42 +65,61 @@ class Captured:
     saved: int
 
 
-def capture(module: nn.Module, inputs: Sequence[torch.Tensor], name: str, ends_in_loss: bool = False) -> Captured:
+def capture(
+    module: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    name: str,
+    ends_in_loss: bool = False,
+    compute: torch.dtype = torch.float32,
+) -> Captured:
     """Capture `module(*inputs)`, which returns a tuple of tensors, the loss first where it `ends_in_loss`.
 
     `requires_grad` of the inputs is respected. `inputs` are examples: shapes, dtypes and `requires_grad` count,
-    values do not. Raises CaptureError.
+    values do not. With `compute` bfloat16 or float16 the module runs as under PyTorch's autocast; a parameter that is
+    only ever used rounded to that dtype then comes in rounded. Raises CaptureError.
     """
     wants_gradients = any(tensor.requires_grad for tensor in [*module.parameters(), *inputs])
+    traced = _Traced(module, compute, not wants_gradients)
+    # The joint export wants something to differentiate; a zero-sized input is as good as any.
+    spare = [] if wants_gradients else [torch.zeros(0, requires_grad=True)]
     try:
         with warnings.catch_warnings(), contextlib.ExitStack() as stack:
             warnings.simplefilter("ignore")
-            if wants_gradients:
-                joint = aot_export_joint_with_descriptors(stack, module, tuple(inputs), {})
-            else:
-                # The joint export wants something to differentiate; a zero-sized input is as good as any.
-                spare = torch.zeros(0, requires_grad=True)
-                joint = aot_export_joint_with_descriptors(stack, _WithSpare(module), (*inputs, spare), {})
+            joint = aot_export_joint_with_descriptors(stack, traced, (*inputs, *spare), {})
     except Exception as failure:
         raise explain(failure, name) from failure
-    return _Extraction(module, joint.graph_module, name, wants_gradients).captured(ends_in_loss)
+    return _Extraction(module, joint.graph_module, name, wants_gradients, compute).captured(ends_in_loss)
 
 
-class _WithSpare(nn.Module):
-    """A module without gradients, given one output that has some."""
+class _Traced(nn.Module):
+    """The module as it is traced: under autocast if asked, with a spare output to differentiate if it has none."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, compute: torch.dtype, has_spare: bool) -> None:
         super().__init__()
         self.module = module
+        self.compute = compute
+        self.has_spare = has_spare
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (*self.module(*inputs[:-1]), inputs[-1] * 2)
+        # The backward is traced outside of autocast, as eager backward runs outside of it.
+        with autocast(self.compute):
+            outputs: tuple[torch.Tensor, ...] = self.module(*(inputs[:-1] if self.has_spare else inputs))
+        # Tracing gives an output that shares memory with an input or another output no gradient of its own.
+        taken = {id(tensor) for tensor in inputs}
+        separate = []
+        for output in outputs:
+            shares = id(output) in taken or output._is_view()
+            separate.append(output.clone() if shares else output)
+            taken.add(id(output))
+        return (*separate, inputs[-1] * 2) if self.has_spare else tuple(separate)
 
 
 class _Extraction:
     """Reads a joint graph by its descriptors and cuts the programs out of it."""
 
-    def __init__(self, module: nn.Module, traced: fx.GraphModule, name: str, wants_gradients: bool) -> None:
+    def __init__(
+        self, module: nn.Module, traced: fx.GraphModule, name: str, wants_gradients: bool, compute: torch.dtype
+    ) -> None:
         self.traced = traced
         self.name = name
         self.wants_gradients = wants_gradients
@@ -101,7 +127,8 @@ class _Extraction:
         self.buffers: list[tuple[str, fx.Node]] = []
         self.values: list[fx.Node] = []
         self.seeds: dict[int, fx.Node] = {}
-        prefix = "" if wants_gradients else "module."
+        self.rounded: dict[fx.Node, list[fx.Node]] = {}
+        prefix = "module."
         kinds: dict[str, list[fx.Node]] = {}
         for node in traced.graph.nodes:
             if node.op == "placeholder":
@@ -120,15 +147,33 @@ class _Extraction:
         plain = sorted(kinds.pop("PlainAOTInput", []), key=lambda node: node.meta["desc"].idx)
         self.values = plain if wants_gradients else plain[:-1]
         for node in kinds.pop("TangentAOTInput", []):
-            self.seeds[node.meta["desc"].output.idx] = node
+            source = node.meta["desc"].output
+            if type(source).__name__ != "PlainAOTOutput":
+                raise CaptureError(
+                    f"layer {name!r} updates a buffer with something that requires a gradient. Detach it first: a "
+                    "buffer is state, and no gradient flows through it.",
+                    layer=name,
+                )
+            self.seeds[source.idx] = node
         if kinds:
             raise CaptureError(
                 f"layer {name!r} has inputs of a kind that is not known here: {sorted(kinds)}", layer=name
             )
+        if compute is not torch.float32:
+            for names in self.parameters:
+                self._find_rounding([node for _, node in names], compute)
         self.outputs: dict[int, Any] = {}
         self.updates: dict[fx.Node, Any] = {}
         self.gradients: dict[fx.Node, Any] = {}
         self._read_outputs()
+
+    def _find_rounding(self, nodes: Sequence[fx.Node], compute: torch.dtype) -> None:
+        """Note the casts of a parameter that is used in no other way than rounded to the compute dtype."""
+        users = [user for node in nodes for user in node.users]
+        if users and all(
+            user.target is aten._to_copy.default and user.kwargs.get("dtype") is compute for user in users
+        ):
+            self.rounded[nodes[0]] = users
 
     def _read_outputs(self) -> None:
         output = next(iter(reversed(self.traced.graph.nodes)))
@@ -208,10 +253,12 @@ class _Extraction:
 
         def add_input(role: Role, index: int, nodes: Sequence[fx.Node]) -> None:
             placeholder = graph.placeholder(f"{role.name.lower()}_{index}")
-            placeholder.meta = {"val": nodes[0].meta["val"]}
-            for node in nodes:
+            casts = self.rounded.get(nodes[0], [])
+            like = casts[0] if casts else nodes[0]
+            placeholder.meta = {"val": like.meta["val"]}
+            for node in [*nodes, *casts]:
                 environment[node] = placeholder
-            ports.append(self._port(role, index, nodes[0]))
+            ports.append(self._port(role, index, like))
 
         for index, names in enumerate(self.parameters):
             add_input(Role.PARAMETER, index, [node for _, node in names])
@@ -286,7 +333,7 @@ def _copy_nodes(
             continue
         draws = _draws_by_itself(node)
         number += draws
-        if node not in needed:
+        if node not in needed or node in environment:
             continue
         if target is operator.getitem and isinstance(environment[node.args[0]], tuple):
             environment[node] = environment[node.args[0]][node.args[1]]

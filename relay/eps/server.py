@@ -1,16 +1,21 @@
-"""The eager param-server at work: gradients come in layer by layer, and each layer is updated as soon as it is whole.
+"""The eager param-server at work: gradients come in layer by layer, and each layer is updated as soon as it may be.
 
 A parameter is updated once a step, when its last gradient has arrived: all micro-batches, and all segments that
 use it. Where several segments use one parameter their gradients are summed first, in the order of arrival
-(backward order, as autograd sums them). Every update waits for the verdict on the step's loss, so a step whose
-loss is not finite changes nothing.
+(backward order, as autograd sums them).
 
-It decides no order of layers and touches no device but through the slot it is handed.
+There are two ways. *Eager*, without global clipping or a loss scale: a layer is updated during backward, as soon as
+it is whole. *Held*: gradients stay on the host until the last has arrived; then the global norm is known, one
+decision is made for all layers (clip factor, or skip), and they are updated in forward order, while the next
+step's forward is already under way: its loads wait each for its own layer.
+
+In both every update waits for the verdict on the loss, so a step whose loss is not finite changes nothing. It
+decides no order of layers and touches no device but through the slot it is handed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +25,7 @@ from hal.device import Device, Queue
 from hal.event import Event
 from hal.host import Host
 from hal.slot import DeviceSlot
-from relay.eps.optimizers import BoundOptimizer
+from relay.eps.bound import BoundOptimizer
 from relay.eps.store import LayerStore
 
 STAGING = "gradients in transit"
@@ -31,7 +36,8 @@ TIED_SUMS = "gradient sums of tied parameters"
 class GradientPlan:
     """What to do with one segment's gradients: `updates` complete here, `partial` wait for other segments' uses.
 
-    Numbers are places in the segment's list of gradients. `joined` are those of `updates` that have a sum waiting.
+    Numbers are places in the segment's list of gradients. `joined` are those of `updates` that have a sum waiting,
+    `first_arrivals` those that are the first of a step for their parameter.
     """
 
     name: str
@@ -39,16 +45,30 @@ class GradientPlan:
     updates: tuple[int, ...]
     partial: tuple[int, ...]
     joined: tuple[int, ...]
-    first_arrivals: tuple[int, ...] = ()
+    first_arrivals: tuple[int, ...]
 
 
 @dataclass
 class StepRecord:
-    """The events of a step's host work, and the squared gradient norms by parameter."""
+    """A step's host work: its events, the gradient norms by parameter, and what was decided."""
 
+    arrivals: list[Event] = field(default_factory=list)
     updates: list[Event] = field(default_factory=list)
+    updated: list[str] = field(default_factory=list)
     drains: list[Event] = field(default_factory=list)
     norms: dict[str, torch.Tensor] = field(default_factory=dict)
+    decision: Event | None = None
+    total_norm: float = 0.0
+    skipped: bool = False
+    factor: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """How gradients are clipped: by the global 2-norm, or each element, as torch.nn.utils does; None is not at all."""
+
+    norm: float | None = None
+    value: float | None = None
 
 
 def plan_gradients(segments: Sequence[tuple[str, Sequence[str]]]) -> dict[str, GradientPlan]:
@@ -62,35 +82,46 @@ def plan_gradients(segments: Sequence[tuple[str, Sequence[str]]]) -> dict[str, G
     plans = {}
     for index, (segment, names) in enumerate(segments):
         places = range(len(names))
+        updates = tuple(place for place in places if last_arrival[names[place]] == index)
         plans[segment] = GradientPlan(
             name=segment,
             names=tuple(names),
-            updates=tuple(place for place in places if last_arrival[names[place]] == index),
-            partial=tuple(place for place in places if last_arrival[names[place]] != index),
-            joined=tuple(
-                place
-                for place in places
-                if last_arrival[names[place]] == index and first_arrival[names[place]] != index
-            ),
+            updates=updates,
+            partial=tuple(place for place in places if place not in updates),
+            joined=tuple(place for place in updates if first_arrival[names[place]] != index),
             first_arrivals=tuple(place for place in places if first_arrival[names[place]] == index),
         )
     return plans
 
 
 class ParameterServer:
-    """Takes gradients from slots and updates the store. `group` gives the hyperparameters of a parameter."""
+    """Takes gradients from slots and updates the store. `group_of` gives each parameter's group by name."""
 
-    def __init__(self, device: Device, host: Host, store: LayerStore, optimizer: BoundOptimizer) -> None:
+    def __init__(
+        self,
+        device: Device,
+        host: Host,
+        store: LayerStore,
+        optimizer: BoundOptimizer,
+        group_of: Mapping[str, int],
+        order: Sequence[str],
+        clipping: Clipping,
+        scaled: bool,
+    ) -> None:
         self._device = device
         self._host = host
         self._store = store
         self._optimizer = optimizer
+        self._group_of = group_of
+        self._order = order
+        self._clipping = clipping
+        self.held = clipping.norm is not None or scaled
         self._sums: dict[str, torch.Tensor] = {}
         self._staging: list[torch.Tensor] = []
-        self._staging_free: list[list[Event]] = []
+        self._staging_free: list[list[Event]] = [[], []]
         self._turn = 0
 
-    def allocate(self, plans: Sequence[GradientPlan], largest: int) -> None:
+    def allocate(self, plans: Sequence[GradientPlan], groups: Sequence[Mapping[str, Any]], largest: int) -> None:
         """Make what a step needs: optimizer state, sums of tied gradients, and staging for `largest` bytes twice."""
         for plan in plans:
             for place in plan.partial:
@@ -99,12 +130,13 @@ class ParameterServer:
                     parameter = self._store[name]
                     flat = self._host.alloc(parameter.numel(), parameter.dtype, TIED_SUMS)
                     self._sums[name] = flat.view(parameter.shape)
-            self._optimizer.allocate([plan.names[place] for place in plan.updates])
-        if not self._device.info.unified and (not self._staging or self._staging[0].numel() < largest):
+            for number, places in self._by_group(plan).items():
+                self._optimizer.allocate([plan.names[place] for place in places], groups[number])
+        staged = not self.held and not self._device.info.unified
+        if staged and (not self._staging or self._staging[0].numel() < largest):
             for old in self._staging:
                 self._host.free(old, STAGING)
-            self._staging = [self._host.alloc(largest, torch.uint8, STAGING) for _ in range(2)]
-            self._staging_free = [[], []]
+            self._staging = [self._host.alloc(largest, torch.uint8, STAGING, crosses=True) for _ in range(2)]
 
     def collect(
         self,
@@ -112,50 +144,100 @@ class ParameterServer:
         slot: DeviceSlot,
         queue: Queue,
         verdict: Event,
-        group: dict[str, Any],
+        groups: Sequence[Mapping[str, Any]],
+        unscale: float,
         record: StepRecord,
     ) -> None:
-        """Submit the drain of a slot's gradients and the update that follows it."""
-        assert slot.content is not None
+        """Submit the drain of a slot's gradients and what follows it: the update, or keeping them."""
+        content = slot.content
+        assert content is not None
+        turn = self._turn = 1 - self._turn
         if self._device.info.unified:
             gradients = [self._device.host_tensor(view) for view in slot.gradients]
             arrived = list(slot.computed)
         else:
-            turn = self._turn = (self._turn + 1) % len(self._staging)
-            flat = self._staging[turn][: slot.content.gradient_size]
-            arrived = slot.drain(queue, [(flat, slot.flat_gradients(slot.content))], self._staging_free[turn])
+            home = content.gradient_home
+            flat = home if home is not None else self._staging[turn][: content.gradient_size]
+            wait = [] if home is not None else self._staging_free[turn]
+            arrived = slot.drain(queue, [(flat, slot.flat_gradients(content))], wait)
             record.drains += arrived
-            gradients = []
-            for place in slot.content.gradient_fields:
-                count = place.dtype.itemsize
-                for extent in place.shape:
-                    count *= extent
-                gradients.append(flat[place.offset : place.offset + count].view(place.dtype).view(place.shape))
+            gradients = content.gradients_in(flat)
 
-        def task() -> None:
-            self._apply(plan, gradients, group, record.norms)
+        def arrive() -> None:
+            self._arrive(plan, gradients, unscale, record)
+            if not self.held:
+                self._update(plan, gradients, groups, None)
 
         # Host tasks run in order, so sums that other segments started are there.
-        done = self._host.run(task, [*arrived, verdict], f"update of {plan.name}")
-        record.updates.append(done)
+        done = self._host.run(arrive, [*arrived, verdict], f"{'arrival' if self.held else 'update'} of {plan.name}")
+        record.arrivals.append(done)
         if self._device.info.unified:
             slot.hold_gradients([done])
-        else:
-            self._staging_free[self._turn] = [done]
-        for place in plan.updates:
-            self._store.updated[plan.names[place]] = done
+        elif not self.held:
+            self._staging_free[turn] = [done]
+        if not self.held:
+            self._note(plan, done, record)
 
     def settle(self) -> None:
         """Everything submitted has ended."""
-        self._staging_free = [[] for _ in self._staging]
+        self._staging_free = [[], []]
 
-    def _apply(
+    def conclude(
+        self,
+        plans: Sequence[GradientPlan],
+        gradients: Sequence[Sequence[torch.Tensor]],
+        groups: Sequence[Mapping[str, Any]],
+        unscale: float,
+        record: StepRecord,
+    ) -> None:
+        """After the last `collect`: the norm, and for held gradients the decision and the updates in forward order."""
+
+        def decide() -> None:
+            norms = [record.norms[name] for name in self._order if name in record.norms]
+            total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+            record.total_norm = float(total)
+            if not self.held:
+                return
+            record.skipped = not bool(torch.isfinite(total))
+            factor = torch.tensor(unscale)
+            if self._clipping.norm is not None:
+                # As torch.nn.utils.clip_grad_norm_ computes it, to the bit.
+                factor = factor * torch.clamp(self._clipping.norm / (total + 1e-6), max=1.0)
+            record.factor = factor
+
+        record.decision = self._host.run(decide, list(record.arrivals), "decision on the step")
+        if not self.held:
+            return
+        for plan, tensors in zip(plans, gradients, strict=True):
+            if plan.updates:
+                done = self._host.run(
+                    self._held_update(plan, tensors, groups, record), [record.decision], f"update of {plan.name}"
+                )
+                self._note(plan, done, record)
+
+    def _held_update(
         self,
         plan: GradientPlan,
-        gradients: list[torch.Tensor],
-        group: dict[str, Any],
-        norms: dict[str, torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        groups: Sequence[Mapping[str, Any]],
+        record: StepRecord,
+    ) -> Any:
+        def update() -> None:
+            if not record.skipped:
+                self._update(plan, gradients, groups, record.factor)
+
+        return update
+
+    def _note(self, plan: GradientPlan, done: Event, record: StepRecord) -> None:
+        record.updates.append(done)
+        record.updated.append(plan.name)
+        for place in plan.updates:
+            self._store.updated[plan.names[place]] = done
+
+    def _arrive(
+        self, plan: GradientPlan, gradients: Sequence[torch.Tensor], unscale: float, record: StepRecord
     ) -> None:
+        """Sum the uses of tied parameters, and take the norms of what is complete."""
         with torch.no_grad():
             for place in plan.partial:
                 total = self._sums[plan.names[place]]
@@ -165,9 +247,27 @@ class ParameterServer:
                     total.add_(gradients[place])
             for place in plan.joined:
                 gradients[place].add_(self._sums[plan.names[place]])
-            names = [plan.names[place] for place in plan.updates]
-            complete = [gradients[place] for place in plan.updates]
-            for name, gradient in zip(names, complete, strict=True):
-                norms[name] = torch.linalg.vector_norm(gradient)
-            if names:
-                self._optimizer.update(names, complete, group)
+            for place in plan.updates:
+                if self._clipping.value is not None:
+                    gradients[place].clamp_(-self._clipping.value / unscale, self._clipping.value / unscale)
+                norm = torch.linalg.vector_norm(gradients[place])
+                record.norms[plan.names[place]] = norm if unscale == 1.0 else norm * unscale
+
+    def _update(
+        self,
+        plan: GradientPlan,
+        gradients: Sequence[torch.Tensor],
+        groups: Sequence[Mapping[str, Any]],
+        factor: torch.Tensor | None,
+    ) -> None:
+        with torch.no_grad():
+            for number, places in self._by_group(plan).items():
+                names = [plan.names[place] for place in places]
+                self._optimizer.update(names, [gradients[place] for place in places], groups[number], factor)
+
+    def _by_group(self, plan: GradientPlan) -> dict[int, list[int]]:
+        """The places of a plan's updates by parameter group."""
+        by_group: dict[int, list[int]] = {}
+        for place in plan.updates:
+            by_group.setdefault(self._group_of[plan.names[place]], []).append(place)
+        return by_group

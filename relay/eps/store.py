@@ -1,10 +1,12 @@
 """The layer store: every parameter and buffer of the model, in host memory, laid out for the relay.
 
 Each segment's parameters lie in one contiguous region (one for each dtype), so that a layer is one transfer. A
-parameter that several segments use lies with the first of them. The store takes the model's tensors over: the
-module's parameters become views of the store, so a model is never held twice and always shows the current weights.
+parameter that several segments use lies with the first of them. Where the device computes in a lower precision the
+master weights stay here in their own dtype, and a rounded copy of those that the device takes rounded lies beside
+them: that is what crosses the link.
 
-Invariant: a name has one place for as long as the store lives.
+The store takes the model's tensors over: the module's parameters become views of the store, so a model is never
+held twice and always shows the current weights. Invariant: a name has one place for as long as the store lives.
 """
 
 from __future__ import annotations
@@ -20,7 +22,20 @@ from hal.host import Host
 from hal.slot import ALIGNMENT, Field, SlotContent, lay_out
 
 WEIGHTS = "weights"
+ROUNDED = "rounded weights"
 BUFFERS = "buffers"
+GRADIENTS = "gradients"
+
+Wanted = tuple[str, torch.dtype]
+"""A parameter or buffer and the dtype it is taken in."""
+
+
+@dataclass(frozen=True)
+class GradientField:
+    """A gradient that a segment makes: of which parameter, in which dtype."""
+
+    name: str
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,88 +52,134 @@ class LayerStore:
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._stored: dict[str, _Stored] = {}
-        self._contents: dict[tuple[str, ...], SlotContent] = {}
+        self._stored: dict[Wanted, _Stored] = {}
+        self._master: dict[str, torch.dtype] = {}
+        self._contents: dict[tuple[object, ...], SlotContent] = {}
         self._names_of: dict[SlotContent, tuple[str, ...]] = {}
+        self._homes: dict[str, torch.Tensor] = {}
+        self._seen: dict[str, tuple[torch.Tensor, int]] = {}
         self.updated: dict[str, Event] = {}
         self.version = 0
 
-    def take_over(self, model: nn.Module, groups: Iterable[Sequence[str]]) -> None:
-        """Move a model's tensors in, one group of names (a segment's) after another; names already here are passed.
+    def take_over(self, model: nn.Module, groups: Iterable[Sequence[Wanted]]) -> None:
+        """Move a model's tensors in, one group (a segment's) after another; what is here already is passed.
 
         Tensors that no group names come last, each for itself. Raises OutOfMemory before anything has moved.
         """
         tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        remaining = set(tensors) - set(self._stored)
+        groups = [list(group) for group in groups]
+        rest = [[(name, tensor.dtype)] for name, tensor in tensors.items()]
         plans: list[tuple[list[str], tuple[Field, ...], int, torch.dtype, str]] = []
-        rest = [[name] for name in tensors]
+        planned = set(self._stored)
         for group in [*groups, *rest]:
-            names = [name for name in group if name in remaining]
-            remaining.difference_update(names)
-            for state in (WEIGHTS, BUFFERS):
-                of_state = [name for name in names if isinstance(tensors[name], nn.Parameter) == (state == WEIGHTS)]
-                for dtype in dict.fromkeys(tensors[name].dtype for name in of_state):
-                    members = [name for name in of_state if tensors[name].dtype == dtype]
-                    fields, size = lay_out([(tuple(tensors[name].shape), dtype) for name in members])
-                    plans.append((members, fields, size, dtype, state))
-        flats = [self._host.alloc(size // dtype.itemsize, dtype, state) for _, _, size, dtype, state in plans]
-        for (members, fields, _, dtype, _), flat in zip(plans, flats, strict=True):
+            own = [(name, tensors[name].dtype) for name, _ in group]
+            for wanted in (own, group):
+                fresh = [item for item in dict.fromkeys(wanted) if item not in planned]
+                planned.update(fresh)
+                for state in (WEIGHTS, ROUNDED, BUFFERS):
+                    of_state = [item for item in fresh if self._state_of(item, tensors[item[0]]) == state]
+                    for dtype in dict.fromkeys(dtype for _, dtype in of_state):
+                        names = [name for name, kind in of_state if kind == dtype]
+                        fields, size = lay_out([(tuple(tensors[name].shape), dtype) for name in names])
+                        plans.append((names, fields, size, dtype, state))
+        flats = [
+            self._host.alloc(size // dtype.itemsize, dtype, state, crosses=True) for _, _, size, dtype, state in plans
+        ]
+        for (names, fields, _, dtype, state), flat in zip(plans, flats, strict=True):
             raw = flat.view(torch.uint8)
-            for name, place in zip(members, fields, strict=True):
+            for name, place in zip(names, fields, strict=True):
                 tensor = tensors[name]
-                count = tensor.numel() * dtype.itemsize
-                home = raw[place.offset : place.offset + count].view(dtype).view(place.shape)
+                home = raw[place.offset : place.offset + tensor.numel() * dtype.itemsize].view(dtype).view(place.shape)
                 with torch.no_grad():
                     home.copy_(tensor)
-                    tensor.data = home  # the original memory goes as soon as its own module lets go of it
-                self._stored[name] = _Stored(home, raw, place.offset)
+                    if state != ROUNDED:
+                        self._master[name] = dtype
+                        tensor.data = home  # the original memory goes as soon as its module lets go of it
+                        self._seen[name] = (tensor, tensor._version)
+                self._stored[(name, dtype)] = _Stored(home, raw, place.offset)
+
+    @staticmethod
+    def _state_of(wanted: Wanted, tensor: torch.Tensor) -> str:
+        if not isinstance(tensor, nn.Parameter):
+            return BUFFERS
+        return WEIGHTS if wanted[1] == tensor.dtype else ROUNDED
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._stored[name].tensor
+        """The master weight (or buffer) of that name."""
+        return self._stored[(name, self._master[name])].tensor
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._stored
+    def holds(self, wanted: Wanted) -> bool:
+        """Whether a name is here in that dtype."""
+        return wanted in self._stored
 
-    def content(self, name: str, tensors: Sequence[str], gradients: Sequence[str]) -> SlotContent:
-        """What a slot needs to hold these tensors and the gradients of some: as few contiguous pieces as they have."""
-        key = (name, *tensors, "", *gradients)
+    def rounded(self, name: str) -> list[torch.Tensor]:
+        """The copies of a master weight in other dtypes, to be written whenever it changes."""
+        return [
+            stored.tensor
+            for (other, dtype), stored in self._stored.items()
+            if other == name and dtype != self._master[name]
+        ]
+
+    def take_edits(self) -> None:
+        """Round anew the weights that somebody has written to through the model since the last call."""
+        for (name, dtype), stored in self._stored.items():
+            tensor, version = self._seen[name]
+            if dtype != self._master[name] and tensor._version != version:
+                with torch.no_grad():
+                    stored.tensor.copy_(self[name])
+        for name, (tensor, _) in self._seen.items():
+            self._seen[name] = (tensor, tensor._version)
+
+    def content(
+        self, name: str, tensors: Sequence[Wanted], gradients: Sequence[GradientField], keeps_gradients: bool
+    ) -> SlotContent:
+        """What a slot needs to hold these tensors and the gradients of some: as few pieces as they lie in.
+
+        With `keeps_gradients` the gradients have a place of their own on the host, for all layers at once.
+        """
+        key = (name, *tensors, *gradients, keeps_gradients)
         content = self._contents.get(key)
         if content is None:
-            content = self._contents[key] = self._lay_out_content(name, tensors, gradients)
-            self._names_of[content] = tuple(tensors)
+            content = self._contents[key] = self._lay_out_content(name, tensors, gradients, keeps_gradients)
+            self._names_of[content] = tuple(tensor for tensor, _ in tensors)
         return content
 
-    def ready_content(self, content: SlotContent) -> list[Event]:
+    def ready(self, content: SlotContent) -> list[Event]:
         """The updates that must have ended before a content is sent."""
         events = [self.updated[name] for name in self._names_of[content] if name in self.updated]
         return list(dict.fromkeys(events))
 
-    def _lay_out_content(self, name: str, tensors: Sequence[str], gradients: Sequence[str]) -> SlotContent:
+    def _lay_out_content(
+        self, name: str, tensors: Sequence[Wanted], gradients: Sequence[GradientField], keeps_gradients: bool
+    ) -> SlotContent:
         pieces: list[tuple[int, torch.Tensor]] = []
         fields: list[Field] = []
         size = 0
         run_flat: torch.Tensor | None = None
         run_start = run_end = run_base = 0
-        for tensor_name in tensors:
-            stored = self._stored[tensor_name]
+        for wanted in tensors:
+            stored = self._stored[wanted]
             extent = -(-stored.tensor.numel() * stored.tensor.dtype.itemsize // ALIGNMENT) * ALIGNMENT
             if stored.flat is not run_flat or stored.offset != run_end:
                 run_flat, run_start, run_base = stored.flat, stored.offset, size
                 pieces.append((run_base, stored.flat[run_start:run_start]))
             run_end = stored.offset + extent
             pieces[-1] = (run_base, stored.flat[run_start:run_end])
-            fields.append(
-                Field(run_base + stored.offset - run_start, tuple(stored.tensor.shape), stored.tensor.dtype)
-            )
+            fields.append(Field(run_base + stored.offset - run_start, tuple(stored.tensor.shape), stored.tensor.dtype))
             size = run_base + run_end - run_start
-        shapes = [(tuple(self[gradient].shape), self[gradient].dtype) for gradient in gradients]
-        gradient_fields, gradient_size = lay_out(shapes)
+        gradient_fields, gradient_size = lay_out([(tuple(self[one.name].shape), one.dtype) for one in gradients])
+        home: torch.Tensor | None = None
+        if keeps_gradients and gradients:
+            if name not in self._homes:
+                self._homes[name] = self._host.alloc(gradient_size, torch.uint8, GRADIENTS, crosses=True)
+            home = self._homes[name][:gradient_size]
         return SlotContent(
             name,
             tuple(fields),
             size,
             tuple(pieces),
-            tuple(self[tensor_name] for tensor_name in tensors),
+            tuple(self._stored[wanted].tensor for wanted in tensors),
             gradient_fields,
             gradient_size,
+            home,
         )

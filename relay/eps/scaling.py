@@ -1,0 +1,37 @@
+"""The loss scale of fp16 training: gradients are computed times a power of two, and the step is skipped if any
+overflows.
+
+The rule is that of `torch.amp.GradScaler` (Micikevicius et al. 2018, dynamic loss scaling): halve after an
+overflow, double after a run of steps without one. It touches no gradient itself. Invariant: the scale is a power of
+two, so scaling and unscaling are exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from relay.errors import LossScaleExhausted
+
+
+@dataclass
+class LossScale:
+    """A dynamic loss scale. `good_steps` counts the steps since the last change."""
+
+    value: float = 65536.0
+    growth_interval: int = 2000
+    good_steps: int = 0
+    smallest: float = 2.0**-14
+
+    def succeeded(self) -> None:
+        """A step was applied."""
+        self.good_steps += 1
+        if self.good_steps >= self.growth_interval:
+            self.value *= 2.0
+            self.good_steps = 0
+
+    def overflowed(self) -> None:
+        """A step was skipped. Raises LossScaleExhausted where halving cannot help any more."""
+        self.good_steps = 0
+        self.value /= 2.0
+        if self.value < self.smallest:
+            raise LossScaleExhausted(self.value * 2.0)

@@ -1,0 +1,96 @@
+"""Any class of `torch.optim`, layer by layer: one torch optimizer for each set of parameters updated together.
+
+Given as `functools.partial(torch.optim.X, ...)`, since the relay makes the optimizers itself. They share one state
+by parameter, so a parameter that is later updated among others keeps what was learned of it. It works for
+optimizers that treat each parameter by itself; one that looks across all parameters would see a layer at a time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hal.host import Host
+from relay.eps.store import LayerStore
+
+WHOLE_MODEL = ("LBFGS", "Muon")
+"""torch.optim classes that do not treat each parameter by itself, or not every shape."""
+
+
+class TorchOptimizer:
+    """A torch.optim class with its options."""
+
+    def __init__(self, factory: Callable[..., torch.optim.Optimizer]) -> None:
+        self._factory = factory
+        name = getattr(getattr(factory, "func", factory), "__name__", "")
+        if name in WHOLE_MODEL:
+            raise TypeError(f"torch.optim.{name} cannot be run layer by layer; the relay needs one that can.")
+
+    def defaults(self) -> dict[str, Any]:
+        """The hyperparameters of a parameter group, as the class fills them in."""
+        probe = self._factory([nn.Parameter(torch.zeros(1))])
+        return {key: value for key, value in probe.param_groups[0].items() if key != "params"}
+
+    def bind(self, host: Host, store: LayerStore) -> BoundTorchOptimizer:
+        """For one trainer."""
+        return BoundTorchOptimizer(self._factory, host, store)
+
+
+class BoundTorchOptimizer:
+    """See `relay.eps.bound.BoundOptimizer`."""
+
+    def __init__(self, factory: Callable[..., torch.optim.Optimizer], host: Host, store: LayerStore) -> None:
+        self._factory = factory
+        self._host = host
+        self._store = store
+        self._leaves: dict[str, nn.Parameter] = {}
+        self._optimizers: dict[tuple[str, ...], torch.optim.Optimizer] = {}
+        self._states: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        self._counted: set[str] = set()
+
+    def allocate(self, names: Sequence[str], group: Mapping[str, Any]) -> None:
+        key = tuple(names)
+        if not key or key in self._optimizers:
+            return
+        for name in key:
+            if name not in self._leaves:
+                self._leaves[name] = nn.Parameter(self._store[name], requires_grad=True)
+        made = self._factory([self._leaves[name] for name in key])
+        for leaf, state in made.state.items():
+            self._states.setdefault(leaf, state)
+        made.state = self._states
+        self._optimizers[key] = made
+
+    def update(
+        self,
+        names: Sequence[str],
+        gradients: Sequence[torch.Tensor],
+        group: Mapping[str, Any],
+        factor: torch.Tensor | None,
+    ) -> None:
+        optimizer = self._optimizers[tuple(names)]
+        if factor is not None:
+            torch._foreach_mul_(list(gradients), factor)
+        for own in optimizer.param_groups:
+            own.update(group)
+        for name, gradient in zip(names, gradients, strict=True):
+            self._leaves[name].grad = gradient
+        with torch.enable_grad():
+            optimizer.step()
+        for name in names:
+            self._leaves[name].grad = None
+            for copy in self._store.rounded(name):
+                copy.copy_(self._store[name])
+        # torch makes its state at the first step; the ledger learns of it then.
+        for name in set(names) - self._counted:
+            self._counted.add(name)
+            for label, tensor in self._states[self._leaves[name]].items():
+                if isinstance(tensor, torch.Tensor):
+                    self._host.ledger.add(label, tensor.dtype, tensor.numel() * tensor.dtype.itemsize)
+
+    def state(self, name: str) -> dict[str, Any]:
+        return dict(self._states.get(self._leaves[name], {})) if name in self._leaves else {}

@@ -1,0 +1,272 @@
+"""A session: one model's stay on one device. What is allocated, prepared and waited for, in one place.
+
+It turns stations into slots, stash and kernels, checks beforehand that they fit, and settles what became of what
+was submitted. It knows no batches and no hyperparameters (the trainer's), and no order of visits (the schedule's).
+Invariant: memory is taken only after the whole requirement is known to fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hal.device import Buffer, Device, View
+from hal.event import Event
+from hal.host import Host
+from hal.kernel import Role
+from hal.slot import SlotContent
+from relay.eps.server import GradientPlan, ParameterServer, plan_gradients
+from relay.eps.store import GradientField, LayerStore
+from relay.errors import RelayError
+from relay.schedule import Ran, Relay, SlotRing
+from relay.stash import Key, Stash
+from relay.stations import Station, Stations
+from relay.trace import Trace
+from relay.workspace import Requirement, kernel_workspace, plan_for, slot_sizes
+
+
+class Session:
+    """The device side of a trainer. Sizes in bytes."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: Device,
+        host: Host,
+        store: LayerStore,
+        server: ParameterServer,
+        slot_count: int,
+        stash_place: str,
+        capacity: int | None,
+    ) -> None:
+        self.device = device
+        self.host = host
+        self.store = store
+        self.server = server
+        self.relay: Relay | None = None
+        self.trace: Trace | None = None
+        self.broken: BaseException | None = None
+        self.pending: list[Event] = []
+        self.transfers: list[Event] = []
+        self._kept_buffers: dict[str, torch.Tensor] = {}
+        self._interrupt: BaseException | None = None
+        self._model = model
+        self._slot_count = slot_count
+        self._stash_place = stash_place
+        self._capacity = capacity
+        self._stash: Stash | None = None
+        self._stash_key: object = None
+        self._scalars: Buffer | None = None
+
+    # -- making ready -----------------------------------------------------------------------------------------
+
+    def contents(self, stations: Stations) -> list[SlotContent]:
+        """What the slots will hold, segment by segment; on first use the model moves into the store."""
+        wanted = [
+            list(zip([*station.parameters, *station.buffers], station.dtypes, strict=True))
+            for station in stations.stations
+        ]
+        if not all(self.store.holds(item) for group in wanted for item in group):
+            self.store.take_over(self._model, wanted)
+        self.store.take_edits()
+        return [
+            self.store.content(station.segment.name, group, _gradients(station), self.server.held)
+            for station, group in zip(stations.stations, wanted, strict=True)
+        ]
+
+    def gradient_plans(self, stations: Stations) -> list[GradientPlan]:
+        """What happens to each segment's gradients."""
+        segments = [(station.segment.name, station.gradients) for station in stations.stations]
+        plans = plan_gradients(segments)
+        return [plans[name] for name, _ in segments]
+
+    def make_ready(
+        self,
+        pieces: Sequence[Stations],
+        contents: Sequence[SlotContent],
+        plans: Sequence[GradientPlan],
+        groups: Sequence[Mapping[str, Any]],
+        purpose: str,
+    ) -> tuple[Relay, Stash]:
+        """Compile and allocate for these shapes. Raises OutOfMemory, with what would help, before taking anything."""
+        distinct = list(dict.fromkeys(pieces))
+        parameter_size, gradient_size = slot_sizes(contents)
+        ring = self.relay.slots if self.relay is not None else None
+        if ring is not None:
+            parameter_size = max(parameter_size, ring.parameter_size)
+            gradient_size = max(gradient_size, ring.gradient_size)
+        grows = ring is None or (parameter_size, gradient_size) != (ring.parameter_size, ring.gradient_size)
+        plan = plan_for(pieces[0], self._stash_place, purpose == "train")
+        largest = max(contents, key=lambda content: content.size)
+        Requirement(
+            slots=self._slot_count * (parameter_size + gradient_size),
+            slot_count=self._slot_count,
+            stash=plan.device_bytes(len(pieces)),
+            workspace=max(kernel_workspace(one) for one in distinct),
+            scalars=_scalar_bytes(len(pieces)),
+        ).check(self.device.info.name, self._capacity, self._stash_place, len(pieces), largest.name)
+        for one in distinct:
+            one.compile(self.device)
+        self.server.allocate(plans, groups, gradient_size)
+        if grows:
+            self._free_stash()
+            if ring is not None:
+                ring.free()
+            self.relay = None
+            slots = SlotRing(self.device, self._slot_count, parameter_size, gradient_size)
+            self.relay = Relay(self.device, self.host, self.store, self.server, slots)
+        assert self.relay is not None
+        return self.relay, self._stash_for(pieces, purpose)
+
+    def scalars(self, count: int, dtype: torch.dtype) -> tuple[View, list[View], View, list[View]]:
+        """Places for the losses and for the gradient seeds: each as one row, and one by one."""
+        assert self._scalars is not None
+        memory, size = self._scalars, dtype.itemsize
+
+        def row(start: int) -> tuple[View, list[View]]:
+            singles = [memory.view(start + number * size, (), dtype) for number in range(count)]
+            return memory.view(start, (count,), dtype), singles
+
+        losses, seeds = row(0), row(memory.size // 2)
+        return losses[0], losses[1], seeds[0], seeds[1]
+
+    # -- running ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def running(self, stash: Stash, first: Sequence[Event], buffers: Sequence[str] = ()) -> Iterator[Ran]:
+        """Around the submission of a pass: waits for all that it needs, whatever happens, and raises the first error.
+
+        If the step failed or was skipped, `buffers` are put back as `keep_buffers` found them; if updates of a failed
+        step were applied, `broken` says so from then on. An interrupt while it waits is left for `take_interrupt`.
+        """
+        ran = Ran(trace=self.trace)
+        error: BaseException | None = None
+        try:
+            yield ran
+        except BaseException as failure:
+            error = failure
+        interrupt, failed = _wait_all([*first, *ran.needed(), *stash.transfers])
+        error = error or failed
+        assert self.relay is not None
+        self.relay.slots.settle()
+        self.server.settle()
+        self.transfers = list(stash.transfers)
+        stash.settle()
+        if error is not None or ran.host.skipped:
+            for name in buffers:
+                self.store[name].copy_(self._kept_buffers[name])
+        if error is not None:
+            self.relay.slots.forget()
+            _wait_all(ran.host.updates)
+            if any(_succeeded(event) for event in ran.host.updates):
+                self.broken = error
+        if error is not None or not self.server.held:
+            # All updates have ended; one that failed must not fail the next step too.
+            self.store.updated.clear()
+        if error is not None:
+            # A task's error comes wrapped by its queue; ours says by itself what to do.
+            raise error.__cause__ if isinstance(error.__cause__, RelayError) else error
+        self._interrupt = interrupt
+
+    def keep_buffers(self, stations: Stations) -> list[str]:
+        """Keep a copy of the buffers that a step's forward changes, should the step not be applied. Their names."""
+        passes = [(one, each) for one in stations.stations for each in (one.forward, one.backward) if each is not None]
+        names = [one.buffers[index] for one, each in passes for index in each.updates]
+        for name in names:
+            buffer = self.store[name]
+            if name not in self._kept_buffers:
+                flat = self.host.alloc(buffer.numel(), buffer.dtype, "buffers before the step")
+                self._kept_buffers[name] = flat.view(buffer.shape)
+            self._kept_buffers[name].copy_(buffer)
+        return names
+
+    def take_interrupt(self) -> None:
+        """Raise the interrupt that came during the last pass, once what belongs to that pass is settled."""
+        interrupt, self._interrupt = self._interrupt, None
+        if interrupt is not None:
+            raise interrupt
+
+    def synchronize(self) -> None:
+        """Wait for the updates that still run behind. Raises their first error."""
+        pending, self.pending = self.pending, []
+        interrupt, error = _wait_all(pending)
+        if error is not None:
+            self.broken = error
+            raise error
+        if interrupt is not None:
+            raise interrupt
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._free_stash()
+        if self.relay is not None:
+            self.relay.slots.free()
+            self.relay = None
+        self.host.close()
+        self.device.close()
+
+    def _stash_for(self, pieces: Sequence[Stations], purpose: str) -> Stash:
+        """The stash for these shapes; one lives at a time."""
+        key = (purpose, tuple(id(one) for one in pieces))
+        if self._stash is None or self._stash_key != key:
+            self._free_stash()
+            plan = plan_for(pieces[0], self._stash_place, purpose == "train")
+            shapes = [[(value.shape, value.dtype) for value in one.partition.values] for one in pieces]
+            self._scalars = self.device.alloc(_scalar_bytes(len(pieces)), "losses and seeds")
+            queues = self.device.queue("stash in"), self.device.queue("stash out")
+            self._stash = Stash(plan, self.device, self.host, *queues, shapes)
+            self._stash_key = key
+            for value in pieces[0].unfed if purpose == "train" else ():
+                for microbatch in range(len(pieces)):
+                    view = self._stash.access(Key(value, True), microbatch, True).view
+                    queues[0].fill(view, 0.0).wait()
+        return self._stash
+
+    def _free_stash(self) -> None:
+        if self._stash is not None:
+            self._stash.free()
+            self._stash = None
+        if self._scalars is not None:
+            self._scalars.free()
+            self._scalars = None
+
+
+def _gradients(station: Station) -> list[GradientField]:
+    if station.backward is None:
+        return []
+    dtypes = [port.dtype for port in station.backward.program.outputs if port.role is Role.PARAMETER_GRADIENT]
+    return [GradientField(name, dtype) for name, dtype in zip(station.gradients, dtypes, strict=True)]
+
+
+def _scalar_bytes(microbatches: int) -> int:
+    """Two rows of one number of up to 8 bytes a micro-batch."""
+    return 2 * max(64, 8 * microbatches)
+
+
+def _wait_all(events: Sequence[Event]) -> tuple[BaseException | None, BaseException | None]:
+    """Wait for all; an interrupt that came meanwhile, and the first error."""
+    interrupt: BaseException | None = None
+    error: BaseException | None = None
+    for event in events:
+        while True:
+            try:
+                event.wait()
+            except KeyboardInterrupt as failure:  # what is submitted runs on: wait for it, then stop
+                interrupt = failure
+                continue
+            except Exception as failure:
+                error = error or failure
+            break
+    return interrupt, error
+
+
+def _succeeded(event: Event) -> bool:
+    try:
+        event.wait()
+    except Exception:
+        return False
+    return True
