@@ -65,6 +65,18 @@ SAMPLE_BYTES = 300
     help="Numbers on the device and on the way to it.",
 )
 @click.option(
+    "--state-dtype",
+    default="fp32",
+    show_default=True,
+    type=click.Choice(["fp32", "bf16", "int8"]),
+    help="What the optimizer's moments are kept in on the host.",
+)
+@click.option(
+    "--clip",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Clip gradients to this global norm.  [default: no clipping]",
+)
+@click.option(
     "--stash",
     default="device",
     show_default=True,
@@ -91,6 +103,11 @@ SAMPLE_BYTES = 300
 )
 @click.option(
     "--out", default=DEFAULT_FOLDER, show_default=True, type=click.Path(), help="Folder for the result."
+)
+@click.option(
+    "--trace",
+    type=click.Path(dir_okay=False),
+    help="Write what ran when, for a few steps, to this file (open it at ui.perfetto.dev).",
 )
 @click.option(
     "--sample/--no-sample", default=True, show_default=True, help="Let the model write some text at the end."
