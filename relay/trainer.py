@@ -189,7 +189,8 @@ class Trainer:
     def predict(self, batch: Any) -> Any:
         """The model's output for a batch (for a list of modules: for its inputs), forward only, in eval mode.
 
-        Tensors with the batch's length along dimension 0 are put together again; of others the first piece's.
+        Tensors with the batch's length along dimension 0 are put together again, and scalars (a loss) averaged over
+        the batch; of others the first piece's are given.
         """
         with self._eval_mode():
             size = take_apart(batch, self._whole, 1, needs_targets=False).sizes[0]
@@ -207,11 +208,10 @@ class Trainer:
                         ran.reads.append(relay.drain_queue.read(target, access.view, access.waits))
 
             self._forward(pieces, stations, read_back)
-            together = [
-                torch.cat(rows) if rows[0].dim() and [len(row) for row in rows] == pieces.sizes else rows[0]
-                for rows in zip(*outputs, strict=True)
-            ]
-            return stations[0].partition.result_tree.fill(together)
+            partition = stations[0].partition
+            weights = weigh(pieces, partition.loss_weight if partition.has_loss else None)
+            together = [_join(rows, pieces.sizes, weights) for rows in zip(*outputs, strict=True)]
+            return partition.result_tree.fill(together)
 
     def prepare(self, batch: Any) -> None:
         """Partition, capture, compile and allocate for batches like this one, and change nothing else.
@@ -403,6 +403,15 @@ class Trainer:
         finally:
             for module, mode in modes.items():
                 module.training = mode
+
+
+def _join(rows: Sequence[torch.Tensor], sizes: Sequence[int], weights: Sequence[float]) -> torch.Tensor:
+    """One output of the model, from those of the pieces."""
+    if rows[0].dim() and [len(row) for row in rows] == list(sizes):
+        return torch.cat(list(rows))
+    if rows[0].dim() == 0 and rows[0].dtype.is_floating_point:
+        return torch.stack([row * weight for row, weight in zip(rows, weights, strict=True)]).sum()
+    return rows[0]
 
 
 def _loss_dtype(stations: Stations) -> torch.dtype:
