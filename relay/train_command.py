@@ -5,6 +5,7 @@ and what that does with a `relay.Trainer`, any script can do. Invariant: an opti
 in a run file as on the command line.
 """
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,8 @@ SAMPLE_BYTES = 300
     "--slots",
     default=2,
     show_default=True,
-    type=click.IntRange(min=2),
-    help="Layers on the device at a time.",
+    type=AT_LEAST_ONE,
+    help="Layers on the device at a time; with 1 nothing loads while one computes.",
 )
 @click.option(
     "--capacity", type=Size(), help="Device memory to keep within, such as 256MB.  [default: all of it]"
@@ -181,6 +182,11 @@ def _is_of_kind(value: Any, kind: click.ParamType) -> bool:
 
 
 def _check_together(options: dict[str, Any]) -> None:
+    for name in ("lr", "dropout", "clip"):
+        if options[name] is not None and not math.isfinite(options[name]):
+            raise click.UsageError(f"--{name} must be a finite number; received {options[name]}.")
+    if options["data"] is not None and not str(options["data"]).strip():
+        raise click.UsageError("--data is empty. Name a file or a folder, or leave it out for Python's own library.")
     if options["hidden"] % options["heads"]:
         raise click.UsageError(
             f"--hidden must be a multiple of --heads; received {options['hidden']} and {options['heads']}."

@@ -204,7 +204,7 @@ def test_a_run_file_that_is_not_there_is_exit_code_1(tmp_path: Path) -> None:
         (["--batch", "3", "--microbatches", "4"], "--microbatches 4"),
         (["--hidden", "30", "--heads", "4"], "multiple of --heads"),
         (["--capacity", "lots"], "lots"),
-        (["--slots", "1"], "--slots"),
+        (["--slots", "0"], "--slots"),
         (["--lr", "0"], "--lr"),
     ],
 )
