@@ -22,6 +22,7 @@ from relay.blocks import find_blocks
 from relay.capture import as_fake, autocast, opaque_blocks, run_fake, trace
 from relay.cutting import cut_graph
 from relay.errors import PartitionError
+from relay.huggingface import without_cache
 from relay.segments import Partition, Segment, Value
 from relay.trees import TensorTree, tensor_leaves
 from relay.weighing import LossWeight, find_loss_weight
@@ -58,7 +59,7 @@ def partition_model(
         has_loss.append(loss is not None)
         return ([loss] if loss is not None else []) + results
 
-    with opaque_blocks(blocks) as calls, autocast(compute):
+    with opaque_blocks(blocks) as calls, without_cache(model), autocast(compute):
         traced = trace(run, (states, list(batch)), type(model).__name__)
     if not calls:
         raise PartitionError(

@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from relay.capture.explain import explain
-from relay.errors import RelayError
+from relay.errors import PartitionError, RelayError
 from relay.trees import TensorTree, tensor_leaves
 
 _library = torch.library.Library("relay", "DEF")
@@ -51,8 +51,27 @@ def _block_on_fakes(call: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]
         outputs, opaque.output_tree = tensor_leaves(opaque.forward(*args, **kwargs))
     except Exception as failure:
         raise explain(failure, opaque.name) from failure
+    for constant in opaque.input_tree.constants:
+        if _holds_tensors(constant):
+            raise PartitionError(
+                f"layer {opaque.name!r} is given an object of class {type(constant).__name__} that holds tensors, so "
+                "what it reads and changes cannot be seen. Give tensors, in tuples, lists or dicts; or register the "
+                "class with torch.utils._pytree.register_pytree_node."
+            )
     # An op may not return its inputs or views of them; a block may.
     return [torch.empty_like(output) for output in outputs]
+
+
+def _holds_tensors(value: Any, depth: int = 0) -> bool:
+    """Whether tensors can be reached through an object's attributes, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return True
+    if depth > 4 or isinstance(value, (type, nn.Module)):
+        return False
+    if isinstance(value, (list, tuple)):
+        return any(_holds_tensors(one, depth + 1) for one in value)
+    inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+    return any(_holds_tensors(one, depth + 1) for one in inside.values())
 
 
 torch.library.register_fake("relay::block", _block_on_fakes, lib=_library)
