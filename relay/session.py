@@ -82,6 +82,10 @@ class Session:
         """What happens to each segment's gradients."""
         segments = [(station.segment.name, station.gradients) for station in stations.stations]
         plans = plan_gradients(segments)
+        for station in stations.stations:
+            if station.captured.eager is not None:
+                plan = plans[station.segment.name]
+                plan.presence = station.captured.eager.presence
         return [plans[name] for name, _ in segments]
 
     def make_ready(

@@ -15,7 +15,7 @@ import torch
 from hal.device import Device
 from hal.kernel import Kernel, Program, Role
 from relay.blocks import same_structure, tie_pattern
-from relay.capture import Captured, capture
+from relay.capture import Captured, Presence, capture
 from relay.segments import Partition, Segment
 
 
@@ -100,10 +100,15 @@ class Stations:
 
 
 def build_stations(
-    partition: Partition, training: bool, results: bool, compute: torch.dtype = torch.float32
+    partition: Partition,
+    training: bool,
+    results: bool,
+    compute: torch.dtype = torch.float32,
+    presences: dict[str, Presence] | None = None,
 ) -> Stations:
     """Capture; nothing is compiled yet. For `training` the last segment gets one joint pass, else forward passes only;
-    `results` asks for the model's outputs besides the loss."""
+    `results` asks for the model's outputs besides the loss. `presences` are those of the segments that run eagerly, by
+    name: one for all shapes of micro-batch, since a step may have several."""
     requires_grad: dict[int, bool] = {}
     captures: list[tuple[Segment, Any, Captured]] = []
     built: list[tuple[Segment, Captured]] = []
@@ -119,7 +124,10 @@ def build_stations(
         captured = _twin(segment, signature, captures)
         if captured is None:
             captured = capture(segment.module, inputs, segment.name, last and partition.has_loss, compute)
-            captures.append((segment, signature, captured))
+            if captured.eager is None:
+                captures.append((segment, signature, captured))
+            elif presences is not None:
+                captured.eager.presence = presences.setdefault(segment.name, captured.eager.presence)
         for value, flag, port in zip(
             segment.outputs, captured.output_requires_grad, captured.forward.outputs, strict=False
         ):

@@ -20,6 +20,7 @@ from hal.event import Event
 from hal.host import Ledger
 from hal.memory import parse_size
 from relay.batches import Batch, count_tokens, take_apart, weigh, without_empty
+from relay.capture import Presence
 from relay.eps.bound import STATE_DTYPES, as_spec, bind
 from relay.eps.groups import split_into_groups
 from relay.eps.optimizers import AdamW, RelayOptimizer
@@ -106,6 +107,7 @@ class Trainer:
         self._step = 0
         self._scale = LossScale() if precision == "fp16" else None
         self._cache: dict[Any, Stations] = {}
+        self._presences: dict[str, Presence] = {}
         self.plain_bytes = 0
 
         spec = as_spec(AdamW() if optimizer is None else optimizer)
@@ -330,7 +332,9 @@ class Trainer:
                 partition = partition_list(
                     self._modules, self._loss, inputs, batch.tree, targets, batch.target_tree, self._compute
                 )
-            stations = self._cache[key] = build_stations(partition, training, results, self._compute)
+            stations = self._cache[key] = build_stations(
+                partition, training, results, self._compute, self._presences
+            )
         return stations
 
     def _plain_bytes(self, stations: Stations) -> int:

@@ -263,9 +263,17 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(_decoder("LlamaForCausalLM", "LlamaConfig"), masked_text, shifted=True),
     "mistral": Family(_decoder("MistralForCausalLM", "MistralConfig", sliding_window=3), text, shifted=True),
     "qwen3": Family(
-        _decoder("Qwen3ForCausalLM", "Qwen3Config", head_dim=8, tie_word_embeddings=True), masked_text, tied=True, shifted=True
+        _decoder("Qwen3ForCausalLM", "Qwen3Config", head_dim=8, tie_word_embeddings=True),
+        masked_text,
+        tied=True,
+        shifted=True,
     ),
     "gemma": Family(_decoder("GemmaForCausalLM", "GemmaConfig", head_dim=8), masked_text, tied=True, shifted=True),
+    "mixtral": Family(
+        _decoder("MixtralForCausalLM", "MixtralConfig", num_local_experts=4, output_router_logits=False),
+        masked_text,
+        shifted=True,
+    ),
     "t5": Family(_t5(tied=False), translated_text, frozen="shared"),
     "t5-tied": Family(_t5(tied=True), translated_text, tied=True, uses=3, frozen="shared"),
     "vit": Family(

@@ -20,6 +20,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 STEPS = 10
 
+pytestmark = pytest.mark.filterwarnings("ignore:layer")  # routed experts run eagerly, and say so
+
 Build = Callable[..., relay.Trainer]
 
 

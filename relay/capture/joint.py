@@ -16,6 +16,7 @@ It knows nothing of models as wholes (`partition`) nor of where tensors live.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import warnings
 from collections.abc import Sequence
@@ -28,7 +29,8 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
 from hal import random as counter_random
 from hal.kernel import Port, Program, Role
-from relay.capture.explain import explain
+from relay.capture.eager import EagerSegment, eager_programs
+from relay.capture.explain import explain, reason
 from relay.capture.measure import count_flops, count_moved, fingerprint, peak_of_temporaries, saved_bytes
 from relay.errors import CaptureError
 
@@ -53,6 +55,7 @@ class Captured:
     gradients, in one run: the last segment is not run twice).
 
     `saved` is what plain training would keep of this segment between its forward and its backward, in bytes.
+    `eager` is the segment as it is run where it could not be captured.
     """
 
     parameter_names: tuple[tuple[str, ...], ...]
@@ -63,6 +66,7 @@ class Captured:
     joint: Program | None
     output_requires_grad: tuple[bool, ...]
     saved: int
+    eager: EagerSegment | None = None
 
 
 def capture(
@@ -87,8 +91,45 @@ def capture(
             warnings.simplefilter("ignore")
             joint = aot_export_joint_with_descriptors(stack, traced, (*inputs, *spare), {})
     except Exception as failure:
-        raise explain(failure, name) from failure
+        return _run_eagerly(module, inputs, name, ends_in_loss, compute, failure)
     return _Extraction(module, joint.graph_module, name, wants_gradients, compute).captured(ends_in_loss)
+
+
+def _run_eagerly(
+    module: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    name: str,
+    ends_in_loss: bool,
+    compute: torch.dtype,
+    failure: Exception,
+) -> Captured:
+    """The fallback for a segment that cannot be captured; raises that failure if it cannot be run either."""
+    why = reason(failure, name)
+    if why is None:
+        raise failure
+    try:
+        segment, programs, wants, saved = eager_programs(
+            module, inputs, name, ends_in_loss, functools.partial(autocast, compute)
+        )
+    except Exception:
+        raise explain(failure, name) from failure
+    warnings.warn(
+        f"layer {name!r} runs eagerly, op by op, since {why}: right, but slower, and only on devices that execute "
+        "PyTorch.",
+        stacklevel=2,
+    )
+    assert programs["forward"] is not None
+    return Captured(
+        parameter_names=tuple(segment.parameters),
+        buffer_names=tuple(segment.buffers),
+        forward=programs["forward"],
+        backward=programs["backward"],
+        loss=programs["loss"],
+        joint=programs["joint"],
+        output_requires_grad=wants,
+        saved=saved,
+        eager=segment,
+    )
 
 
 class _Traced(nn.Module):

@@ -8,6 +8,7 @@ taken: tensors are fake.
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from relay.capture.eager import run_made_up
 from relay.capture.explain import explain
 from relay.errors import PartitionError, RelayError
 from relay.trees import TensorTree, tensor_leaves
+
+logger = logging.getLogger(__name__)
 
 _library = torch.library.Library("relay", "DEF")
 _library.define("block(int call, Tensor[] inputs) -> Tensor[]")
@@ -50,7 +54,9 @@ def _block_on_fakes(call: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]
     try:
         outputs, opaque.output_tree = tensor_leaves(opaque.forward(*args, **kwargs))
     except Exception as failure:
-        raise explain(failure, opaque.name) from failure
+        found = _run_made_up(opaque.block, opaque.forward, opaque.input_tree.fill, inputs, opaque.name, failure)
+        outputs, opaque.output_tree = tensor_leaves(found)
+        return [torch.empty(output.shape, dtype=output.dtype) for output in outputs]
     for constant in opaque.input_tree.constants:
         if _holds_tensors(constant):
             raise PartitionError(
@@ -144,4 +150,23 @@ def run_fake(module: nn.Module, fakes: Sequence[torch.Tensor], name: str) -> Any
     except RelayError:
         raise
     except Exception as failure:
+        outputs = _run_made_up(module, module.forward, lambda tensors: (tuple(tensors), {}), fakes, name, failure)
+    return tuple(mode.from_tensor(output) for output in outputs)
+
+
+def _run_made_up(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    fill: Callable[[Any], Any],
+    inputs: Sequence[torch.Tensor],
+    name: str,
+    failure: Exception,
+) -> Any:
+    """What a module returns that failed on fake tensors; raises that failure if it fails on real ones too."""
+    if isinstance(failure, RelayError):
+        raise failure
+    try:
+        return run_made_up(module, forward, fill, inputs)
+    except Exception as second:
+        logger.info("%s fails on real tensors as well: %s", name, second)
         raise explain(failure, name) from failure
