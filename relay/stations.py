@@ -16,7 +16,7 @@ from hal.device import Device
 from hal.kernel import Kernel, Program, Role
 from relay.blocks import same_structure, tie_pattern
 from relay.capture import Captured, Presence, capture
-from relay.segments import Partition, Segment
+from relay.segments import Partition, Segment, Value
 
 
 @dataclass(eq=False)
@@ -128,6 +128,7 @@ def build_stations(
                 captures.append((segment, signature, captured))
             elif presences is not None:
                 captured.eager.presence = presences.setdefault(segment.name, captured.eager.presence)
+        _add_kept(segment, captured, partition)
         for value, flag, port in zip(
             segment.outputs, captured.output_requires_grad, captured.forward.outputs, strict=False
         ):
@@ -153,6 +154,14 @@ def build_stations(
     return result
 
 
+def _add_kept(segment: Segment, captured: Captured, partition: Partition) -> None:
+    """Values for the copies of buffers that a segment's forward keeps for its own backward."""
+    for port in captured.kept:
+        value = Value(len(partition.values), port.shape, port.dtype, segment.index, [segment.index])
+        partition.values.append(value)
+        segment.outputs = (*segment.outputs, value.index)
+
+
 def _twin(segment: Segment, signature: Any, captures: Sequence[tuple[Segment, Any, Captured]]) -> Captured | None:
     if segment.alike is None:
         return None
@@ -173,11 +182,14 @@ def _station(
 ) -> Station:
     last = segment.index == len(partition.segments) - 1
 
+    kept = tuple(segment.outputs[port.index] for port in captured.kept)
+    known = (*segment.inputs, *kept)
+
     def make(program: Program) -> Pass:
         ports = program.outputs
         return Pass(
             program=program,
-            reads=segment.inputs,
+            reads=tuple(known[port.index] for port in program.inputs if port.role is Role.VALUE),
             seeds=tuple(segment.outputs[port.index] for port in program.inputs if port.role is Role.SEED),
             writes=tuple(segment.outputs[port.index] for port in ports if port.role is Role.VALUE),
             updates=tuple(port.index for port in ports if port.role is Role.BUFFER_UPDATE),

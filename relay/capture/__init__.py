@@ -6,6 +6,7 @@ graph costs, `explain` says why a capture failed.
 
 from relay.capture.eager import Presence
 from relay.capture.joint import Captured, autocast, capture
+from relay.capture.states import call_with
 from relay.capture.tracing import BLOCK, OpaqueCall, as_fake, opaque_blocks, run_fake, trace
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Presence",
     "as_fake",
     "autocast",
+    "call_with",
     "capture",
     "opaque_blocks",
     "run_fake",

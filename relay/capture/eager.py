@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hal.kernel import Port, Program, Role
 from hal.random import RandomKey
+from relay.capture.states import call_with
 from relay.errors import CaptureError
 
 _numbers = itertools.count()
@@ -54,23 +55,26 @@ class EagerSegment:
         self.module = module
         self.presence = Presence()
         self.compute = compute
-        self.parameters: list[tuple[str, ...]] = []
-        by_tensor: dict[int, list[str]] = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            by_tensor.setdefault(id(parameter), []).append(name)
-        self.parameters = [tuple(names) for names in by_tensor.values()]
-        self.buffers = [name for name, _ in module.named_buffers(remove_duplicate=False)]
-        self.trainable = [module.get_parameter(names[0]).requires_grad for names in self.parameters]
+        self.tensors = list(module.parameters())
+        self.buffer_tensors = list(module.buffers())
+        names: dict[int, list[str]] = {}
+        for name, tensor in [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ]:
+            names.setdefault(id(tensor), []).append(name)
+        self.parameters = [tuple(names[id(tensor)]) for tensor in self.tensors]
+        self.buffers = [names[id(tensor)][0] for tensor in self.buffer_tensors]
+        self.trainable = [tensor.requires_grad for tensor in self.tensors]
 
     def run(
         self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
     ) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
         """The module's outputs, and its buffers as they are afterwards."""
         own = [buffer.clone() for buffer in buffers]
-        state = {name: tensor for names, tensor in zip(self.parameters, parameters, strict=True) for name in names}
-        state.update(zip(self.buffers, own, strict=True))
+        originals = [*self.tensors, *self.buffer_tensors]
         with self.compute():
-            outputs = torch.func.functional_call(self.module, state, tuple(values), tie_weights=False)
+            outputs = call_with(self.module, originals, [*parameters, *own], values)
         return outputs, own
 
 
@@ -188,8 +192,8 @@ def run_made_up(module: nn.Module, forward: Callable[..., Any], fill: Callable[[
     """
     with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        names = [name for name, _ in [*module.named_parameters(), *module.named_buffers()]]
-        states = made_up([tensor for _, tensor in [*module.named_parameters(), *module.named_buffers()]])
+        originals = [*module.parameters(), *module.buffers()]
+        states = made_up(originals)
         args, kwargs = fill(made_up(inputs))
 
         class Shell(nn.Module):
@@ -200,8 +204,7 @@ def run_made_up(module: nn.Module, forward: Callable[..., Any], fill: Callable[[
             def forward(self) -> Any:
                 return forward(*args, **kwargs)
 
-        state = {f"inner.{name}": tensor for name, tensor in zip(names, states, strict=True)}
-        return torch.func.functional_call(Shell(), state, ())
+        return call_with(Shell(), originals, states, ())
 
 
 def eager_programs(
@@ -216,8 +219,7 @@ def eager_programs(
     Raises whatever the module raises when run on made-up numbers.
     """
     segment = EagerSegment(module, compute)
-    parameters = [module.get_parameter(names[0]) for names in segment.parameters]
-    buffers = [module.get_buffer(buffer) for buffer in segment.buffers]
+    parameters, buffers = segment.tensors, segment.buffer_tensors
     saved = 0
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

@@ -55,6 +55,7 @@ class Captured:
     gradients, in one run: the last segment is not run twice).
 
     `saved` is what plain training would keep of this segment between its forward and its backward, in bytes.
+    `kept` are copies of buffers as the forward found them, further outputs of it and further inputs of `backward`.
     `eager` is the segment as it is run where it could not be captured.
     """
 
@@ -66,6 +67,7 @@ class Captured:
     joint: Program | None
     output_requires_grad: tuple[bool, ...]
     saved: int
+    kept: tuple[Port, ...] = ()
     eager: EagerSegment | None = None
 
 
@@ -248,14 +250,19 @@ class _Extraction:
         updates = self._buffer_updates()
         gradients = self._gradient_results() if self.wants_gradients else []
         seeds = sorted(self.seeds.items())
+        kept = [] if ends_in_loss else self._buffers_to_keep([value for value, _ in gradients])
+        copies = [
+            (node, self._port(Role.VALUE, len(outputs) + number, node)) for number, node in enumerate(kept)
+        ]
         return Captured(
             parameter_names=tuple(tuple(name for name, _ in names) for names in self.parameters),
             buffer_names=tuple(name for name, _ in self.buffers),
-            forward=self._program("forward", [], outputs + updates),
-            backward=self._program("backward", seeds, gradients) if gradients and not ends_in_loss else None,
+            forward=self._program("forward", [], outputs + copies + updates),
+            backward=self._program("backward", seeds, gradients, kept) if gradients and not ends_in_loss else None,
             loss=self._program("loss", [], outputs[:1] + updates) if ends_in_loss else None,
             joint=self._program("joint", seeds, outputs[:1] + updates + gradients) if ends_in_loss else None,
             output_requires_grad=tuple(index in self.seeds for index in sorted(self.outputs)),
+            kept=tuple(port for _, port in copies),
             saved=saved_bytes(
                 self.traced.graph,
                 _ancestors([[value for value, _ in outputs + updates]]),
@@ -263,6 +270,15 @@ class _Extraction:
                 {node for names in self.parameters for _, node in names} | {node for _, node in self.buffers},
             ),
         )
+
+    def _buffers_to_keep(self, gradients: Sequence[tuple[Any, ...]]) -> list[fx.Node]:
+        """Buffers that the forward changes and the recompute reads: it must find what the forward found."""
+        needed = _ancestors(gradients)
+        return [
+            node
+            for _, node in self.buffers
+            if node in self.updates and any(user in needed and not _ignores_statistics(user) for user in node.users)
+        ]
 
     def _port(self, role: Role, index: int, node: fx.Node, accumulates: bool = False) -> Port:
         value = node.meta["val"]
@@ -287,7 +303,13 @@ class _Extraction:
                 results.append(((gradient,), self._port(Role.VALUE_GRADIENT, index, node, True)))
         return results
 
-    def _program(self, kind: str, seeds: Sequence[tuple[int, fx.Node]], results: Sequence[tuple[Any, Port]]) -> Program:
+    def _program(
+        self,
+        kind: str,
+        seeds: Sequence[tuple[int, fx.Node]],
+        results: Sequence[tuple[Any, Port]],
+        kept: Sequence[fx.Node] = (),
+    ) -> Program:
         graph = fx.Graph()
         environment: dict[fx.Node, Any] = {}
         ports: list[Port] = []
@@ -305,7 +327,7 @@ class _Extraction:
             add_input(Role.PARAMETER, index, [node for _, node in names])
         for index, (_, node) in enumerate(self.buffers):
             add_input(Role.BUFFER, index, [node])
-        for index, node in enumerate(self.values):
+        for index, node in enumerate([*self.values, *kept]):
             add_input(Role.VALUE, index, [node])
         for index, node in seeds:
             add_input(Role.SEED, index, [node])
@@ -349,6 +371,15 @@ _RANDOM = {
     aten.randn.default: counter_random.normal,
     aten.randn_like.default: counter_random.normal,
 }
+
+
+_TRAINING_FLAG = {aten._native_batch_norm_legit_functional.default: 5, aten.native_batch_norm_backward.default: 7}
+
+
+def _ignores_statistics(node: fx.Node) -> bool:
+    """Whether an op takes running statistics and does not look at them: BatchNorm in training."""
+    flag = _TRAINING_FLAG.get(node.target)  # type: ignore[call-overload]
+    return flag is not None and node.args[flag] is True
 
 
 def _ancestors(wanted: Sequence[Sequence[fx.Node]]) -> set[fx.Node]:

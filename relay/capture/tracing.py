@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from relay.capture.eager import run_made_up
 from relay.capture.explain import explain
+from relay.capture.states import call_with
 from relay.errors import PartitionError, RelayError
 from relay.trees import TensorTree, tensor_leaves
 
@@ -142,11 +143,8 @@ def run_fake(module: nn.Module, fakes: Sequence[torch.Tensor], name: str) -> Any
     try:
         with mode, torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            state = {
-                key: mode.from_tensor(tensor)
-                for key, tensor in [*module.named_parameters(), *module.named_buffers()]
-            }
-            return torch.func.functional_call(module, state, tuple(fakes))
+            originals = [*module.parameters(), *module.buffers()]
+            return call_with(module, originals, [mode.from_tensor(tensor) for tensor in originals], tuple(fakes))
     except RelayError:
         raise
     except Exception as failure:

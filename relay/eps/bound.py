@@ -95,16 +95,29 @@ class _Bound:
         names = [name for name in names if name not in self._state]
         if not names:
             return
+        for dtype in dict.fromkeys(self._store[name].dtype for name in names):
+            self._allocate_alike([name for name in names if self._store[name].dtype is dtype], dtype, group)
+
+    def _allocate_alike(self, names: Sequence[str], dtype: torch.dtype, group: Mapping[str, Any]) -> None:
+        """The states of parameters of one dtype; those of other dtypes than float32 are in the parameter's own."""
+        wide = torch.float32 if dtype is torch.float32 else dtype
+        if dtype is not torch.float32 and not self._optimizer.takes_any_dtype:
+            raise ValueError(
+                f"{names[0]} is {dtype}, and {type(self._optimizer).__name__} updates float32 parameters. Convert it, "
+                "or use AdamW, Adam or SGD, which take every dtype."
+            )
         steps = self._host.alloc(len(names), torch.float32, "step counts").zero_()
         made: dict[str, State] = {name: {"step": steps[number]} for number, name in enumerate(names)}
         sizes = [self._store[name].numel() for name in names]
         for label, signed in self._optimizer.states(group).items():
-            if self._state_dtype == "int8":
+            if dtype is not torch.float32:
+                self._allocate_flat(made, sizes, label, dtype)
+            elif self._state_dtype == "int8":
                 self._allocate_int8(made, sizes, label, signed)
             else:
                 self._allocate_flat(made, sizes, label, STATE_DTYPES[self._state_dtype])
         for label in self._optimizer.wide_states(group):
-            self._allocate_flat(made, sizes, label, torch.float32)
+            self._allocate_flat(made, sizes, label, wide)
         self._state.update(made)
 
     def _allocate_flat(self, made: dict[str, State], sizes: Sequence[int], label: str, dtype: torch.dtype) -> None:
@@ -121,6 +134,40 @@ class _Bound:
             state[label] = Int8State(own_codes, own_scales, signed)
 
     def update(
+        self,
+        names: Sequence[str],
+        gradients: Sequence[torch.Tensor],
+        group: Mapping[str, Any],
+        factor: torch.Tensor | None,
+    ) -> None:
+        for dtype in dict.fromkeys(self._store[name].dtype for name in names):
+            places = [place for place, name in enumerate(names) if self._store[name].dtype is dtype]
+            of_dtype = [names[place] for place in places], [gradients[place] for place in places]
+            if dtype is torch.float32:
+                self._update_float32(*of_dtype, group, factor)
+            else:
+                self._update_other(*of_dtype, group, factor)
+
+    def _update_other(
+        self,
+        names: Sequence[str],
+        gradients: Sequence[torch.Tensor],
+        group: Mapping[str, Any],
+        factor: torch.Tensor | None,
+    ) -> None:
+        """Parameters of another dtype than float32, by torch's own kernel, one by one in their own dtype."""
+        for name, gradient in zip(names, gradients, strict=True):
+            state, master = self._state[name], self._store[name]
+            state["step"].add_(1)
+            own = gradient.to(master.dtype)
+            if factor is not None:
+                own.mul_(factor)
+            done = self._optimizer.update_by_torch([master], [own], [state], group)
+            assert done, "an optimizer that takes any dtype has torch's kernel for a single tensor"
+            for copy in self._store.rounded(name):
+                copy.copy_(master)
+
+    def _update_float32(
         self,
         names: Sequence[str],
         gradients: Sequence[torch.Tensor],

@@ -71,6 +71,11 @@ class _Optimizer:
         """Update tensors by torch's own kernel; False where torch has none."""
         return False
 
+    @property
+    def takes_any_dtype(self) -> bool:
+        """Whether torch has a kernel, so that parameters need not be float32."""
+        return type(self).update_by_torch is not _Optimizer.update_by_torch
+
 
 @dataclass(frozen=True)
 class AdamW(_Optimizer):
