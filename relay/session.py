@@ -215,7 +215,7 @@ class Session:
 
     def _stash_for(self, pieces: Sequence[Stations], purpose: str) -> Stash:
         """The stash for these shapes; one lives at a time."""
-        key = (purpose, tuple(id(one) for one in pieces))
+        key = (purpose, tuple(pieces))
         if self._stash is None or self._stash_key != key:
             self._free_stash()
             plan = plan_for(pieces[0], self._stash_place, purpose == "train")

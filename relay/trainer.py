@@ -7,8 +7,10 @@ the trainer says that it can no longer be trusted (`InconsistentState`).
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -20,6 +22,7 @@ from hal.event import Event
 from hal.host import Ledger
 from hal.memory import parse_size
 from relay.batches import Batch, count_tokens, take_apart, weigh, without_empty
+from relay.buckets import Buckets
 from relay.capture import Presence
 from relay.eps.bound import STATE_DTYPES, as_spec, bind
 from relay.eps.groups import split_into_groups
@@ -28,6 +31,7 @@ from relay.eps.scaling import LossScale
 from relay.eps.server import Clipping, ParameterServer
 from relay.eps.store import LayerStore
 from relay.errors import InconsistentState, NonFiniteLoss, PartitionError
+from relay.huggingface import save_pretrained
 from relay.metrics import Metrics, total_elapsed
 from relay.partition import partition_list, partition_model
 from relay.schedule import ForwardPass, Ran, Relay, TrainingStep
@@ -57,6 +61,9 @@ class Trainer:
     `"fp32"`, `"bf16"` or `"int8"`. `clip_grad_norm` and `clip_grad_value` are exact, as torch.nn.utils' are.
     `parameter_groups` are mappings with `params` (name patterns such as `"*.bias"`, or the parameters themselves)
     and hyperparameters that differ from the optimizer's own.
+
+    Each shape of batch is captured once; `programs` is for how many shapes (and modes) that is kept, the least recently
+    used going first. `buckets` pads sequences to a few lengths (`relay.Buckets`), for steps and evaluation.
     """
 
     def __init__(
@@ -77,6 +84,8 @@ class Trainer:
         parameter_groups: Sequence[Mapping[str, Any]] = (),
         host_memory: int | str | None = None,
         pinned_memory: int | str | None = None,
+        programs: int = 32,
+        buckets: Buckets | None = None,
     ) -> None:
         self._whole = isinstance(model, nn.Module)
         self._modules: list[nn.Module] = [] if isinstance(model, nn.Module) else list(model)
@@ -91,7 +100,7 @@ class Trainer:
         _check_choice("stash", stash, ("device", "host"))
         _check_positive("clip_grad_norm", clip_grad_norm)
         _check_positive("clip_grad_value", clip_grad_value)
-        for name, value in (("microbatches", microbatches), ("slots", slots)):
+        for name, value in (("microbatches", microbatches), ("slots", slots), ("programs", programs)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
         if not isinstance(seed, int) or not 0 <= seed < 2**64:
@@ -106,7 +115,9 @@ class Trainer:
         self._seed = seed
         self._step = 0
         self._scale = LossScale() if precision == "fp16" else None
-        self._cache: dict[Any, Stations] = {}
+        self._cache: OrderedDict[Any, Stations] = OrderedDict()
+        self._programs = programs
+        self._buckets = buckets
         self._presences: dict[str, Presence] = {}
         self.plain_bytes = 0
 
@@ -240,6 +251,10 @@ class Trainer:
         """Copy the weights into another model with the same names."""
         model.load_state_dict(self.state_dict())
 
+    def save_pretrained(self, folder: str | Path, shard_size: str = "5GB") -> None:
+        """Save a Hugging Face model as a folder that `from_pretrained` loads, weights as safetensors in shards."""
+        save_pretrained(self._model, self.state_dict(), folder, shard_size)
+
     def synchronize(self) -> None:
         """Wait for updates that still run behind (with clipping or fp16, the last step's). Raises their error."""
         self._session.synchronize()
@@ -299,6 +314,8 @@ class Trainer:
 
     def _ready(self, batch: Any, training: bool = True) -> tuple[Batch, list[float], list[Stations]]:
         """The batch in pieces with their weights, and the stations for each piece."""
+        if self._buckets is not None and isinstance(batch, Mapping):
+            batch = self._buckets.pad(batch)
         pieces = take_apart(batch, self._whole, self._microbatches, needs_targets=True)
         first = self._stations(pieces, 0, training, False)
         if not first.partition.has_loss:
@@ -335,6 +352,9 @@ class Trainer:
             stations = self._cache[key] = build_stations(
                 partition, training, results, self._compute, self._presences
             )
+        self._cache.move_to_end(key)
+        while len(self._cache) > self._programs:
+            self._cache.popitem(last=False)
         return stations
 
     def _plain_bytes(self, stations: Stations) -> int:

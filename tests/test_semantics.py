@@ -390,3 +390,45 @@ def test_switching_between_train_and_eval_uses_the_right_program(build: Build) -
     assert trainer.step(batch).loss == pytest.approx(plain, rel=1e-6)
     model.train()
     assert trainer.step(batch).loss != pytest.approx(plain, rel=3e-6)
+
+
+# **** lengths that vary ****
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+def test_lengths_may_vary_with_a_bounded_number_of_programs(build: Build, programs: int) -> None:
+    lengths = [5, 3, 5, 7, 3, 2, 5]
+    given = [batches(1, rows=8, length=length)[0] for length in lengths]
+    trainer = check(build, Stack, given, programs=programs)
+    assert len(trainer._cache) == programs
+
+
+def test_programs_that_are_no_longer_kept_are_gone_from_the_device(build: Build) -> None:
+    torch.manual_seed(0)
+    trainer = build(Stack(), programs=1)
+    counts = []
+    for length in (5, 3, 5, 7, 3, 2, 5):
+        trainer.step(batches(1, rows=8, length=length)[0])
+        counts.append(len(trainer._session.device._kernels))
+    assert counts[-1] == counts[0]
+
+
+def text_of(length: int, seed: int) -> dict[str, Tensor]:
+    batch = reference.text_batches(1, 6, length, VOCABULARY, seed)[0]
+    return {**batch, "labels": batch["labels"]}
+
+
+def test_batches_padded_to_buckets_train_the_same_and_need_one_program_for_each_bucket(build: Build) -> None:
+    def make() -> GPT:
+        torch.manual_seed(0)
+        return GPT(vocabulary=VOCABULARY, layers=2, hidden=16, heads=2, sequence=12, tied=False)
+
+    given = [text_of(length, seed) for seed, length in enumerate([5, 3, 9, 7, 12, 10])]
+    plain = make()
+    losses = reference.train(plain, given, 2)
+    ours = make()
+    trainer = build(ours, microbatches=2, buckets=relay.Buckets((6, 12)))
+    assert [trainer.step(batch).loss for batch in given] == pytest.approx(losses, rel=1e-5)
+    assert len(trainer._cache) == 2
+    with pytest.raises(relay.BatchError, match="longest bucket is 12"):
+        trainer.step(text_of(13, 0))
