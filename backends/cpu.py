@@ -168,7 +168,8 @@ class CpuDevice(Device):
         self.info = DeviceInfo(name, _describe(), frozenset(tags), _DTYPES, _DTYPES, _memory_size())
         self._account = MemoryAccount(f"device {name!r}", capacity)
         self._queues: dict[str, CpuQueue] = {}
-        self._kernels: dict[str, CpuKernel] = {}
+        # Whoever asked for a kernel keeps it; one that nobody keeps any more is compiled anew if it is asked for.
+        self._kernels: weakref.WeakValueDictionary[str, CpuKernel] = weakref.WeakValueDictionary()
         self._buffers: weakref.WeakSet[CpuBuffer] = weakref.WeakSet()
         self._workspace = 0
         self._lock = threading.RLock()  # queues and kernels are made once, whoever asks first

@@ -45,7 +45,9 @@ def lower(program: Program, accumulate: tuple[bool, ...]) -> Callable[..., Any]:
         with graph.inserting_after(last_placeholder):
             target = last_placeholder = graph.placeholder(f"output_{position}")
         late = port.role is Role.BUFFER_UPDATE or value.op == "placeholder"
-        if accumulate and accumulate[position]:
+        if accumulate and accumulate[position] and port.role is Role.VALUE_GRADIENT and value.op != "placeholder":
+            _add_use_by_use(graph, value, target)
+        elif accumulate and accumulate[position]:
             with graph.inserting_before(output) if late else graph.inserting_after(value):
                 graph.call_function(aten.add_.Tensor, (target, value))
         elif late or not _write_through(graph, value, target, written):
@@ -57,6 +59,25 @@ def lower(program: Program, accumulate: tuple[bool, ...]) -> Callable[..., Any]:
     for name, constant in program.constants.items():
         root.register_buffer(name, constant)
     return fx.GraphModule(root, graph).forward
+
+
+def _add_use_by_use(graph: fx.Graph, value: fx.Node, target: fx.Node) -> None:
+    """Add a value's gradient to what other segments made of it, one use after the other, as autograd does.
+
+    Where the segment uses the value several times its gradient is a sum already; (there + a) + b rounds otherwise
+    than there + (a + b), and autograd knows no segments.
+    """
+    uses = [value]
+    while uses[0].target is aten.add.Tensor and uses[0].meta.get("is_gradient_acc") and len(uses[0].users) == 1:
+        uses[:1] = uses[0].args  # type: ignore[assignment]
+    position = {node: number for number, node in enumerate(graph.nodes)}
+    latest = target  # the last of the placeholders
+    for use in uses:
+        latest = use if position[use] > position[latest] else latest
+        with graph.inserting_after(latest):
+            added = graph.call_function(aten.add_.Tensor, (target, use))
+        position[added] = position[latest]  # it stands right behind
+        latest = added
 
 
 def _drop_copies(graph: fx.Graph) -> None:

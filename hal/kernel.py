@@ -10,7 +10,8 @@ Contract of a program
   * Inputs and outputs are contiguous tensors of the given shapes and dtypes.
   * `Port.accumulates` marks outputs that may be added to what the destination holds instead of replacing it
     (gradients over micro-batches, gradients of a value with several uses). Whether they are is decided at each
-    run. The sum is destination + value, rounded once, in that order.
+    run. The sum is destination + value, rounded once, in that order; a value's gradient that is itself a sum over
+    uses (its adds are marked `is_gradient_acc`) may be added use by use instead, which is what autograd does.
   * An output with role BUFFER_UPDATE may be given the same memory as the input it replaces: a kernel writes it only
     after every read of that input.
   * Random ops are calls of `hal.random` with the key and an op number; nothing in a graph draws by itself.

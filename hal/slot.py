@@ -137,7 +137,10 @@ class DeviceSlot:
         self._loaded = [
             queue.write(target, piece, before) for target, (_, piece) in zip(targets, content.pieces, strict=True)
         ]
-        self._readers = []
+        if self._loaded:
+            self._readers = []
+        else:
+            self._readers = before  # nothing was overwritten, so the next load still waits for whoever reads
         self.content = content
         self.version = version
         self.state = SlotState.READY

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hal.device import Device, Probe
     from hal.registry import devices, open
+    from relay.buckets import Buckets
     from relay.eps.optimizers import LAMB, SGD, Adam, AdamW, Lion
     from relay.errors import (
         BatchError,
@@ -37,6 +38,7 @@ _HOMES = {
     "LossScaleExhausted": "relay.errors",
     "ModelChanged": "relay.errors",
     "BatchError": "relay.errors",
+    "Buckets": "relay.buckets",
     "CaptureError": "relay.errors",
     "Device": "hal.device",
     "InconsistentState": "relay.errors",
@@ -56,6 +58,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "BatchError",
+    "Buckets",
     "CaptureError",
     "Device",
     "InconsistentState",

@@ -23,7 +23,8 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """
     found: dict[str, nn.Module] = {}
     _search(model, "", found)
-    return found
+    first = {id(block): name for name, block in reversed(found.items())}
+    return {name: block for name, block in found.items() if first[id(block)] == name}  # one layer in several places
 
 
 def _search(module: nn.Module, prefix: str, found: dict[str, nn.Module]) -> None:

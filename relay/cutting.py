@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from relay.capture import BLOCK, OpaqueCall
 from relay.errors import PartitionError
+from relay.in_place import bind_writes
 from relay.segments import Partition, Segment, Value
 from relay.trees import TensorTree, tensor_leaves
 from relay.weighing import loss_weight_of
@@ -93,17 +94,18 @@ class _Cut:
         has_loss: bool,
     ) -> None:
         self.traced = traced
-        self.calls = calls
         self.names = names
         self.has_loss = has_loss
         self.states = states
         placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
         self.state_nodes = dict(zip(placeholders, states.items(), strict=False))
         self.batch_nodes = placeholders[len(states) :]
+        self.bonds = bind_writes(traced.graph, set(self.state_nodes))
         self.output_node = next(iter(reversed(traced.graph.nodes)))
         self.results: list[fx.Node] = list(self.output_node.args[0])
         self.block_nodes = [node for node in traced.graph.nodes if node.target is BLOCK]
         self.last_stage = len(self.block_nodes)
+        self.calls = [calls[node.args[0]] for node in self.block_nodes]
         self.stage: dict[fx.Node, int] = {}
         self.item: dict[fx.Node, tuple[fx.Node, int]] = {}
         self.gradients_on: dict[fx.Node, bool] = {}
@@ -128,9 +130,42 @@ class _Cut:
                 self.item[node] = (source, node.args[1])
                 continue
             self.stage[node] = max((self._stage_of_input(other) for other in node.all_input_nodes), default=0)
+        self._keep_bonds()
+        bound = {node: bond for bond in self.bonds for node in bond}
         for node in reversed(self.traced.graph.nodes):
-            if self.stage.get(node) == 0 and all(self._stage_of_user(user) == self.last_stage for user in node.users):
-                self.stage[node] = self.last_stage
+            together = bound.get(node, [node])
+            users = {user for member in together for user in member.users if user not in together}
+            if (
+                self.stage.get(node) == 0
+                and users
+                and all(self._stage_of_user(user) == self.last_stage for user in users)
+                and all(self.stage.get(member) == 0 for member in together)
+            ):
+                self.stage.update(dict.fromkeys(together, self.last_stage))
+
+    def _keep_bonds(self) -> None:
+        """Raise the stages of what shares memory that is written to, to the latest of them."""
+        changed = True
+        while changed:
+            changed = False
+            for bond in self.bonds:
+                members = [node for node in bond if node in self.stage]
+                latest = max((self.stage[node] for node in members), default=0)
+                for node in members:
+                    changed |= self.stage[node] != latest
+                    self.stage[node] = latest
+            for node in self.stage:
+                least = max((self._stage_of_input(other) for other in node.all_input_nodes), default=0)
+                if self.stage[node] < least:
+                    self.stage[node], changed = least, True
+        for number, block in enumerate(self.block_nodes):
+            late = [node for node in block.all_input_nodes if self._stage_of_input(node) > number]
+            if late:
+                raise PartitionError(
+                    f"{self.calls[number].name} is given a tensor ({late[0].target}) that is written to in place "
+                    "after it has run, so what it reads cannot be kept for the recompute. Clone the tensor before "
+                    "changing it."
+                )
 
     def _stage_of_input(self, node: fx.Node) -> int:
         if node in self.item:

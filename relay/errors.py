@@ -28,13 +28,15 @@ class PartitionError(RelayError):
 class CaptureError(RelayError):
     """A layer that cannot be captured as a graph. `layer` and `op` name it (`op` may be empty).
 
-    What to do: rewrite the layer without the op, or keep it out of the relayed model.
+    `by_data` says that the data decide what it does. Inside one layer that is no error (the layer runs eagerly);
+    between layers it is. What to do: rewrite the layer without the op, or keep it out of the relayed model.
     """
 
-    def __init__(self, message: str, *, layer: str, op: str = "") -> None:
+    def __init__(self, message: str, *, layer: str, op: str = "", by_data: bool = False) -> None:
         super().__init__(message)
         self.layer = layer
         self.op = op
+        self.by_data = by_data
 
 
 class NonFiniteLoss(RelayError):

@@ -20,9 +20,10 @@ import torch
 from torch import nn
 
 from relay.blocks import find_blocks
-from relay.capture import as_fake, autocast, opaque_blocks, run_fake, trace
+from relay.capture import as_fake, autocast, call_with, opaque_blocks, run_fake, trace
 from relay.cutting import cut_graph
 from relay.errors import PartitionError
+from relay.huggingface import without_cache
 from relay.segments import Partition, Segment, Value
 from relay.trees import TensorTree, tensor_leaves
 from relay.weighing import LossWeight, find_loss_weight
@@ -50,16 +51,14 @@ def partition_model(
     has_loss: list[bool] = []
 
     def run(state: list[torch.Tensor], leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-        output = torch.func.functional_call(
-            model, dict(zip(state_names, state, strict=True)), (), tree.fill(leaves), tie_weights=True
-        )
+        output = call_with(model, states, state, (), tree.fill(leaves))
         loss = loss_of(output)
         results, output_tree = tensor_leaves(output)
         structure.append(output_tree)
         has_loss.append(loss is not None)
         return ([loss] if loss is not None else []) + results
 
-    with opaque_blocks(blocks) as calls, autocast(compute):
+    with opaque_blocks(blocks) as calls, without_cache(model), autocast(compute):
         traced = trace(run, (states, list(batch)), type(model).__name__)
     if not calls:
         raise PartitionError(

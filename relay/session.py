@@ -118,6 +118,10 @@ class Session:
         """What happens to each segment's gradients."""
         segments = [(station.segment.name, station.gradients) for station in stations.stations]
         plans = plan_gradients(segments)
+        for station in stations.stations:
+            if station.captured.eager is not None:
+                plan = plans[station.segment.name]
+                plan.presence = station.captured.eager.presence
         return [plans[name] for name, _ in segments]
 
     def make_ready(
@@ -249,7 +253,7 @@ class Session:
 
     def _stash_for(self, pieces: Sequence[Stations], purpose: str) -> Stash:
         """The stash for these shapes; one lives at a time."""
-        key = (purpose, tuple(id(one) for one in pieces))
+        key = (purpose, tuple(pieces))
         if self._stash is None or self._stash_key != key:
             self._free_stash()
             plan = plan_for(pieces[0], self._stash_place, purpose == "train")

@@ -15,7 +15,7 @@ import torch
 from hal.device import Device
 from hal.kernel import Kernel, Program, Role
 from relay.blocks import same_structure, tie_pattern
-from relay.capture import Captured, capture
+from relay.capture import Captured, Presence, capture
 from relay.segments import Partition, Segment, Value
 
 
@@ -100,10 +100,15 @@ class Stations:
 
 
 def build_stations(
-    partition: Partition, training: bool, results: bool, compute: torch.dtype = torch.float32
+    partition: Partition,
+    training: bool,
+    results: bool,
+    compute: torch.dtype = torch.float32,
+    presences: dict[str, Presence] | None = None,
 ) -> Stations:
     """Capture; nothing is compiled yet. For `training` the last segment gets one joint pass, else forward passes only;
-    `results` asks for the model's outputs besides the loss."""
+    `results` asks for the model's outputs besides the loss. `presences` are those of the segments that run eagerly, by
+    name: one for all shapes of micro-batch, since a step may have several."""
     requires_grad: dict[int, bool] = {}
     captures: list[tuple[Segment, Any, Captured]] = []
     built: list[tuple[Segment, Captured]] = []
@@ -119,18 +124,16 @@ def build_stations(
         captured = _twin(segment, signature, captures)
         if captured is None:
             captured = capture(segment.module, inputs, segment.name, last and partition.has_loss, compute)
-            captures.append((segment, signature, captured))
+            if captured.eager is None:
+                captures.append((segment, signature, captured))
+            elif presences is not None:
+                captured.eager.presence = presences.setdefault(segment.name, captured.eager.presence)
+        _add_kept(segment, captured, partition)
         for value, flag, port in zip(
             segment.outputs, captured.output_requires_grad, captured.forward.outputs, strict=False
         ):
             requires_grad[value] = flag
             partition.values[value].dtype = port.dtype  # as computed, which may be other than as traced
-        for _ in captured.kept:
-            # A buffer as it was before the forward changed it: handed on from a segment's forward to its backward.
-            port = captured.forward.outputs[len(segment.outputs) + len(segment.kept)]
-            value = Value(len(partition.values), port.shape, port.dtype, segment.index, [segment.index])
-            partition.values.append(value)
-            segment.kept = (*segment.kept, value.index)
         built.append((segment, captured))
 
     stations = [_station(segment, captured, partition, training, results) for segment, captured in built]
@@ -149,6 +152,14 @@ def build_stations(
     result = Stations(partition, stations, frozenset())
     result.unfed = frozenset(unfed - {result.loss})
     return result
+
+
+def _add_kept(segment: Segment, captured: Captured, partition: Partition) -> None:
+    """Values for the copies of buffers that a segment's forward keeps for its own backward."""
+    for port in captured.kept:
+        value = Value(len(partition.values), port.shape, port.dtype, segment.index, [segment.index])
+        partition.values.append(value)
+        segment.outputs = (*segment.outputs, value.index)
 
 
 def _twin(segment: Segment, signature: Any, captures: Sequence[tuple[Segment, Any, Captured]]) -> Captured | None:
@@ -171,17 +182,16 @@ def _station(
 ) -> Station:
     last = segment.index == len(partition.segments) - 1
 
-    made_values = (*segment.outputs, *segment.kept)
-    taken_values = (*segment.inputs, *segment.kept)
+    kept = tuple(segment.outputs[port.index] for port in captured.kept)
+    known = (*segment.inputs, *kept)
 
     def make(program: Program) -> Pass:
         ports = program.outputs
-        values_in = [port for port in program.inputs if port.role is Role.VALUE]
         return Pass(
             program=program,
-            reads=tuple(taken_values[port.index] for port in values_in),
+            reads=tuple(known[port.index] for port in program.inputs if port.role is Role.VALUE),
             seeds=tuple(segment.outputs[port.index] for port in program.inputs if port.role is Role.SEED),
-            writes=tuple(made_values[port.index] for port in ports if port.role is Role.VALUE),
+            writes=tuple(segment.outputs[port.index] for port in ports if port.role is Role.VALUE),
             updates=tuple(port.index for port in ports if port.role is Role.BUFFER_UPDATE),
             parameter_gradients=tuple(port.index for port in ports if port.role is Role.PARAMETER_GRADIENT),
             value_gradients=tuple(segment.inputs[port.index] for port in ports if port.role is Role.VALUE_GRADIENT),

@@ -8,8 +8,10 @@ the trainer says that it can no longer be trusted (`InconsistentState`).
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -22,6 +24,8 @@ from hal.host import Host, Ledger
 from hal.memory import parse_size
 from relay.batches import Batch, count_tokens, take_apart, weigh, without_empty
 from relay.blocks import plain_attributes, undisturbed
+from relay.buckets import Buckets
+from relay.capture import Presence
 from relay.eps.bound import STATE_DTYPES, as_spec, bind
 from relay.eps.groups import split_into_groups
 from relay.eps.optimizers import AdamW, RelayOptimizer
@@ -29,6 +33,7 @@ from relay.eps.scaling import LossScale
 from relay.eps.server import Clipping, ParameterServer
 from relay.eps.store import LayerStore
 from relay.errors import InconsistentState, NonFiniteLoss, PartitionError
+from relay.huggingface import save_pretrained
 from relay.metrics import Metrics, total_elapsed
 from relay.partition import list_as_model, partition_list, partition_model
 from relay.schedule import ForwardPass, Ran, Relay, TrainingStep
@@ -61,6 +66,9 @@ class Trainer:
     `parameter_groups` are mappings with `params` (name patterns such as `"*.bias"`, or the parameters themselves)
     and hyperparameters that differ from the optimizer's own. `shared_inputs` names inputs of a whole model that
     every micro-batch gets whole, should their length be the batch's by chance.
+
+    Each shape of batch is captured once; `programs` is for how many shapes (and modes) that is kept, the least recently
+    used going first. `buckets` pads sequences to a few lengths (`relay.Buckets`), for steps and evaluation.
     """
 
     def __init__(
@@ -82,6 +90,8 @@ class Trainer:
         host_memory: int | str | None = None,
         pinned_memory: int | str | None = None,
         shared_inputs: Sequence[str] = (),
+        programs: int = 32,
+        buckets: Buckets | None = None,
     ) -> None:
         self._whole = isinstance(model, nn.Module)
         if isinstance(model, (nn.Sequential, nn.ModuleList)) and loss is not None:
@@ -99,7 +109,7 @@ class Trainer:
         _check_choice("stash", stash, ("device", "host"))
         _check_positive("clip_grad_norm", clip_grad_norm)
         _check_positive("clip_grad_value", clip_grad_value)
-        for name, value in (("microbatches", microbatches), ("slots", slots)):
+        for name, value in (("microbatches", microbatches), ("slots", slots), ("programs", programs)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
         if not isinstance(seed, int) or not 0 <= seed < 2**64:
@@ -115,7 +125,10 @@ class Trainer:
         self._seed = seed
         self._step = 0
         self._scale = LossScale() if precision == "fp16" else None
-        self._cache: dict[Any, Stations] = {}
+        self._cache: OrderedDict[Any, Stations] = OrderedDict()
+        self._programs = programs
+        self._buckets = buckets
+        self._presences: dict[str, Presence] = {}
         self.plain_bytes = 0
 
         spec = as_spec(AdamW() if optimizer is None else optimizer)
@@ -254,6 +267,10 @@ class Trainer:
         """Copy the weights into another model with the same names."""
         model.load_state_dict(self.state_dict())
 
+    def save_pretrained(self, folder: str | Path, shard_size: str = "5GB") -> None:
+        """Save a Hugging Face model as a folder that `from_pretrained` loads, weights as safetensors in shards."""
+        save_pretrained(self._model, self.state_dict(), folder, shard_size)
+
     def synchronize(self) -> None:
         """Wait for updates that still run behind (with clipping or fp16, the last step's). Raises their error."""
         self._session.synchronize()
@@ -320,6 +337,8 @@ class Trainer:
 
     def _ready(self, batch: Any, training: bool = True) -> tuple[Batch, list[float], list[Stations]]:
         """The batch in pieces with their weights, and the stations for each piece."""
+        if self._buckets is not None and isinstance(batch, Mapping):
+            batch = self._buckets.pad(batch)
         pieces = self._take_apart(batch, training, needs_targets=True)
         first = self._stations(pieces, 0, training, False)
         if not first.partition.has_loss:
@@ -354,6 +373,9 @@ class Trainer:
         stations = self._cache.get(key)
         if stations is None:
             stations = self._cache[key] = self._record(batch, batch.pieces[number], training, results)
+        self._cache.move_to_end(key)
+        while len(self._cache) > self._programs:
+            self._cache.popitem(last=False)
         return stations
 
     def _record(self, batch: Batch, tensors: list[torch.Tensor], training: bool, results: bool) -> Stations:
@@ -366,7 +388,7 @@ class Trainer:
                 partition = partition_list(
                     self._modules, self._loss, inputs, batch.tree, targets, batch.target_tree, self._compute
                 )
-            return build_stations(partition, training, results, self._compute)
+            return build_stations(partition, training, results, self._compute, self._presences)
 
     def _plain_bytes(self, stations: Stations) -> int:
         """Device bytes that plain training would need: weights, gradients, two moments, and what autograd keeps."""

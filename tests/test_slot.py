@@ -344,6 +344,18 @@ def test_a_load_waits_for_the_kernels_that_read_what_it_overwrites(discrete: Ben
     assert torch.equal(discrete.fetch(discrete.output), expected_output(2.0))
 
 
+def test_a_load_waits_for_those_kernels_even_when_a_content_without_parameters_came_between(discrete: Bench) -> None:
+    discrete.load(content_of("old", 1.0))
+    discrete.run_forward([discrete.gate])
+    discrete.load(SlotContent("nothing", (), 0, (), (), (), 0))
+    loaded = discrete.load(content_of("new", 5.0))
+    discrete.device.queue("fetch").fill(discrete.output, 0.0).wait()  # other queues are free to run meanwhile
+    assert not loaded[-1].done()
+    discrete.open_gate()
+    loaded[-1].wait()
+    assert torch.equal(discrete.fetch(discrete.output), expected_output(1.0))
+
+
 def test_a_writer_of_gradients_waits_for_the_drain_of_those_before(discrete: Bench) -> None:
     other_seed = discrete._hold(torch.full((4, 2), 2.0))
     found = torch.zeros(SIZE, dtype=torch.uint8)

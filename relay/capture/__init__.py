@@ -4,7 +4,21 @@
 graph costs, `explain` says why a capture failed.
 """
 
+from relay.capture.eager import Presence
 from relay.capture.joint import Captured, autocast, capture
+from relay.capture.states import call_with
 from relay.capture.tracing import BLOCK, OpaqueCall, as_fake, opaque_blocks, run_fake, trace
 
-__all__ = ["BLOCK", "Captured", "OpaqueCall", "as_fake", "autocast", "capture", "opaque_blocks", "run_fake", "trace"]
+__all__ = [
+    "BLOCK",
+    "Captured",
+    "OpaqueCall",
+    "Presence",
+    "as_fake",
+    "autocast",
+    "call_with",
+    "capture",
+    "opaque_blocks",
+    "run_fake",
+    "trace",
+]

@@ -29,12 +29,24 @@ def explain(failure: Exception, layer: str) -> RelayError:
     if by_data:
         return CaptureError(
             f"layer {layer!r} cannot be captured: {op or 'an op'} makes shapes or control flow depend on the data "
-            f"({kind}). Use a form with fixed shapes (masking instead of selecting), or keep this layer out of the "
-            "relayed model.",
+            f"({kind}). Use a form with fixed shapes (masking instead of selecting), or put it inside one of the "
+            "repeated layers, which then runs eagerly.",
             layer=layer,
             op=op,
+            by_data=True,
         )
     text = str(failure).strip().splitlines()
     return CaptureError(
         f"layer {layer!r} cannot be captured: {kind}: {text[0] if text else ''}", layer=layer, op=op
     )
+
+
+def reason(failure: Exception, layer: str) -> str | None:
+    """In a few words why a layer could not be captured; None where it is an error of ours, which stands."""
+    if isinstance(failure, RelayError):
+        return None
+    explained = explain(failure, layer)
+    if isinstance(explained, CaptureError) and explained.by_data:
+        return f"{explained.op or 'an op'} makes its shapes or its control flow depend on the data"
+    text = str(failure).strip().splitlines()
+    return f"it cannot be captured ({type(failure).__name__}: {text[0] if text else ''})"

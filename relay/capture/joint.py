@@ -16,6 +16,7 @@ It knows nothing of models as wholes (`partition`) nor of where tensors live.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import warnings
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,8 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
 from hal import random as counter_random
 from hal.kernel import Port, Program, Role
-from relay.capture.explain import explain
+from relay.capture.eager import EagerSegment, eager_programs
+from relay.capture.explain import explain, reason
 from relay.capture.measure import count_flops, count_moved, fingerprint, peak_of_temporaries, saved_bytes
 from relay.errors import CaptureError
 
@@ -52,10 +54,9 @@ class Captured:
     A segment that ends in the loss also has `loss` (the loss and buffer updates alone) and `joint` (those and the
     gradients, in one run: the last segment is not run twice).
 
-    `kept` are buffers that the forward changes and the backward needs as they were before: the forward gives them out
-    as further values, after its outputs, and the backward takes them in as further values, after its inputs.
-
     `saved` is what plain training would keep of this segment between its forward and its backward, in bytes.
+    `kept` are copies of buffers as the forward found them, further outputs of it and further inputs of `backward`.
+    `eager` is the segment as it is run where it could not be captured.
     """
 
     parameter_names: tuple[tuple[str, ...], ...]
@@ -65,8 +66,9 @@ class Captured:
     loss: Program | None
     joint: Program | None
     output_requires_grad: tuple[bool, ...]
-    kept: tuple[int, ...]
     saved: int
+    kept: tuple[Port, ...] = ()
+    eager: EagerSegment | None = None
 
 
 def capture(
@@ -91,8 +93,45 @@ def capture(
             warnings.simplefilter("ignore")
             joint = aot_export_joint_with_descriptors(stack, traced, (*inputs, *spare), {})
     except Exception as failure:
-        raise explain(failure, name) from failure
+        return _run_eagerly(module, inputs, name, ends_in_loss, compute, failure)
     return _Extraction(module, joint.graph_module, name, wants_gradients, compute).captured(ends_in_loss)
+
+
+def _run_eagerly(
+    module: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    name: str,
+    ends_in_loss: bool,
+    compute: torch.dtype,
+    failure: Exception,
+) -> Captured:
+    """The fallback for a segment that cannot be captured; raises that failure if it cannot be run either."""
+    why = reason(failure, name)
+    if why is None:
+        raise failure
+    try:
+        segment, programs, wants, saved = eager_programs(
+            module, inputs, name, ends_in_loss, functools.partial(autocast, compute)
+        )
+    except Exception:
+        raise explain(failure, name) from failure
+    warnings.warn(
+        f"layer {name!r} runs eagerly, op by op, since {why}: right, but slower, and only on devices that execute "
+        "PyTorch.",
+        stacklevel=2,
+    )
+    assert programs["forward"] is not None
+    return Captured(
+        parameter_names=tuple(segment.parameters),
+        buffer_names=tuple(segment.buffers),
+        forward=programs["forward"],
+        backward=programs["backward"],
+        loss=programs["loss"],
+        joint=programs["joint"],
+        output_requires_grad=wants,
+        saved=saved,
+        eager=segment,
+    )
 
 
 class _Traced(nn.Module):
@@ -223,23 +262,20 @@ class _Extraction:
         outputs = [(value, self._port(Role.VALUE, index, value)) for index, value in sorted(self.outputs.items())]
         updates = self._buffer_updates()
         gradients = self._gradient_results() if self.wants_gradients else []
-        needed = _ancestors([value for value, _ in gradients])
-        changed = [index for index, (_, node) in enumerate(self.buffers) if node in self.updates and node in needed]
-        kept = [] if ends_in_loss else changed
-        outputs_and_kept = outputs + [
-            (self.buffers[index][1], self._port(Role.VALUE, len(self.outputs) + place, self.buffers[index][1]))
-            for place, index in enumerate(kept)
-        ]
         seeds = sorted(self.seeds.items())
+        kept = [] if ends_in_loss else self._buffers_to_keep([value for value, _ in gradients])
+        copies = [
+            (node, self._port(Role.VALUE, len(outputs) + number, node)) for number, node in enumerate(kept)
+        ]
         return Captured(
             parameter_names=tuple(tuple(name for name, _ in names) for names in self.parameters),
             buffer_names=tuple(name for name, _ in self.buffers),
-            forward=self._program("forward", [], outputs_and_kept + updates),
+            forward=self._program("forward", [], outputs + copies + updates),
             backward=self._program("backward", seeds, gradients, kept) if gradients and not ends_in_loss else None,
             loss=self._program("loss", [], outputs[:1] + updates) if ends_in_loss else None,
             joint=self._program("joint", seeds, outputs[:1] + updates + gradients) if ends_in_loss else None,
             output_requires_grad=tuple(index in self.seeds for index in sorted(self.outputs)),
-            kept=tuple(kept),
+            kept=tuple(port for _, port in copies),
             saved=saved_bytes(
                 self.traced.graph,
                 _ancestors([[value for value, _ in outputs + updates]]),
@@ -247,6 +283,15 @@ class _Extraction:
                 {node for names in self.parameters for _, node in names} | {node for _, node in self.buffers},
             ),
         )
+
+    def _buffers_to_keep(self, gradients: Sequence[tuple[Any, ...]]) -> list[fx.Node]:
+        """Buffers that the forward changes and the recompute reads: it must find what the forward found."""
+        needed = _ancestors(gradients)
+        return [
+            node
+            for _, node in self.buffers
+            if node in self.updates and any(user in needed and not _ignores_statistics(user) for user in node.users)
+        ]
 
     def _port(self, role: Role, index: int, node: fx.Node, accumulates: bool = False) -> Port:
         value = node.meta["val"]
@@ -276,7 +321,7 @@ class _Extraction:
         kind: str,
         seeds: Sequence[tuple[int, fx.Node]],
         results: Sequence[tuple[Any, Port]],
-        kept: Sequence[int] = (),
+        kept: Sequence[fx.Node] = (),
     ) -> Program:
         graph = fx.Graph()
         environment: dict[fx.Node, Any] = {}
@@ -295,10 +340,8 @@ class _Extraction:
             add_input(Role.PARAMETER, index, [node for _, node in names])
         for index, (_, node) in enumerate(self.buffers):
             add_input(Role.BUFFER, index, [node])
-        for index, node in enumerate(self.values):
+        for index, node in enumerate([*self.values, *kept]):
             add_input(Role.VALUE, index, [node])
-        for place, index in enumerate(kept):
-            add_input(Role.VALUE, len(self.values) + place, [self.buffers[index][1]])
         for index, node in seeds:
             add_input(Role.SEED, index, [node])
         key = graph.placeholder("key")
@@ -341,6 +384,15 @@ _RANDOM = {
     aten.randn.default: counter_random.normal,
     aten.randn_like.default: counter_random.normal,
 }
+
+
+_TRAINING_FLAG = {aten._native_batch_norm_legit_functional.default: 5, aten.native_batch_norm_backward.default: 7}
+
+
+def _ignores_statistics(node: fx.Node) -> bool:
+    """Whether an op takes running statistics and does not look at them: BatchNorm in training."""
+    flag = _TRAINING_FLAG.get(node.target)  # type: ignore[call-overload]
+    return flag is not None and node.args[flag] is True
 
 
 def _ancestors(wanted: Sequence[Sequence[fx.Node]]) -> set[fx.Node]:

@@ -8,6 +8,7 @@ taken: tensors are fake.
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +20,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from relay.capture.eager import run_made_up
 from relay.capture.explain import explain
-from relay.errors import RelayError
+from relay.capture.states import call_with
+from relay.errors import PartitionError, RelayError
 from relay.trees import TensorTree, tensor_leaves
+
+logger = logging.getLogger(__name__)
 
 _library = torch.library.Library("relay", "DEF")
 _library.define("block(int call, Tensor[] inputs) -> Tensor[]")
@@ -50,9 +55,30 @@ def _block_on_fakes(call: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]
     try:
         outputs, opaque.output_tree = tensor_leaves(opaque.forward(*args, **kwargs))
     except Exception as failure:
-        raise explain(failure, opaque.name) from failure
+        found = _run_made_up(opaque.block, opaque.forward, opaque.input_tree.fill, inputs, opaque.name, failure)
+        outputs, opaque.output_tree = tensor_leaves(found)
+        return [torch.empty(output.shape, dtype=output.dtype) for output in outputs]
+    for constant in opaque.input_tree.constants:
+        if _holds_tensors(constant):
+            raise PartitionError(
+                f"layer {opaque.name!r} is given an object of class {type(constant).__name__} that holds tensors, so "
+                "what it reads and changes cannot be seen. Give tensors, in tuples, lists or dicts; or register the "
+                "class with torch.utils._pytree.register_pytree_node."
+            )
     # An op may not return its inputs or views of them; a block may.
     return [torch.empty_like(output) for output in outputs]
+
+
+def _holds_tensors(value: Any, depth: int = 0) -> bool:
+    """Whether tensors can be reached through an object's attributes, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return True
+    if depth > 4 or isinstance(value, (type, nn.Module)):
+        return False
+    if isinstance(value, (list, tuple)):
+        return any(_holds_tensors(one, depth + 1) for one in value)
+    inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+    return any(_holds_tensors(one, depth + 1) for one in inside.values())
 
 
 torch.library.register_fake("relay::block", _block_on_fakes, lib=_library)
@@ -117,12 +143,28 @@ def run_fake(module: nn.Module, fakes: Sequence[torch.Tensor], name: str) -> Any
     try:
         with mode, torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            state = {
-                key: mode.from_tensor(tensor)
-                for key, tensor in [*module.named_parameters(), *module.named_buffers()]
-            }
-            return torch.func.functional_call(module, state, tuple(fakes))
+            originals = [*module.parameters(), *module.buffers()]
+            return call_with(module, originals, [mode.from_tensor(tensor) for tensor in originals], tuple(fakes))
     except RelayError:
         raise
     except Exception as failure:
+        outputs = _run_made_up(module, module.forward, lambda tensors: (tuple(tensors), {}), fakes, name, failure)
+    return tuple(mode.from_tensor(output) for output in outputs)
+
+
+def _run_made_up(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    fill: Callable[[Any], Any],
+    inputs: Sequence[torch.Tensor],
+    name: str,
+    failure: Exception,
+) -> Any:
+    """What a module returns that failed on fake tensors; raises that failure if it fails on real ones too."""
+    if isinstance(failure, RelayError):
+        raise failure
+    try:
+        return run_made_up(module, forward, fill, inputs)
+    except Exception as second:
+        logger.info("%s fails on real tensors as well: %s", name, second)
         raise explain(failure, name) from failure

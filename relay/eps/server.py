@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -46,6 +46,14 @@ class GradientPlan:
     partial: tuple[int, ...]
     joined: tuple[int, ...]
     first_arrivals: tuple[int, ...]
+    presence: Presence | None = None
+
+
+class Presence(Protocol):
+    """Of a segment in which data decide which parameters are reached: those that a step did reach."""
+
+    def reached(self) -> frozenset[int]:
+        """Places among the segment's gradients."""
 
 
 @dataclass
@@ -57,6 +65,7 @@ class StepRecord:
     updated: list[str] = field(default_factory=list)
     drains: list[Event] = field(default_factory=list)
     norms: dict[str, torch.Tensor] = field(default_factory=dict)
+    unreached: set[str] = field(default_factory=set)
     decision: Event | None = None
     total_norm: float = 0.0
     overflowed: bool = False
@@ -168,7 +177,7 @@ class ParameterServer:
         def arrive() -> None:
             self._arrive(plan, gradients, unscale, record)
             if not self.held:
-                self._update(plan, gradients, groups, None)
+                self._update(plan, gradients, groups, None, record.unreached)
 
         # Host tasks run in order, so sums that other segments started are there.
         done = self._host.run(arrive, [*arrived, verdict], f"{'arrival' if self.held else 'update'} of {plan.name}")
@@ -226,7 +235,7 @@ class ParameterServer:
     ) -> Any:
         def update() -> None:
             if not record.skipped:
-                self._update(plan, gradients, groups, record.factor)
+                self._update(plan, gradients, groups, record.factor, record.unreached)
 
         return update
 
@@ -249,6 +258,11 @@ class ParameterServer:
                     total.add_(gradients[place])
             for place in plan.joined:
                 gradients[place].add_(self._sums[plan.names[place]])
+            if plan.presence is not None:
+                # PyTorch leaves a parameter without a gradient alone; one of zeros would be decayed. A tied one has
+                # its gradient from elsewhere.
+                missing = set(plan.updates) - set(plan.joined) - plan.presence.reached()
+                record.unreached.update(plan.names[place] for place in missing)
             for place in plan.updates:
                 if self._clipping.value is not None:
                     # Clipping makes infinities finite: an overflow has to be noticed before it.
@@ -264,9 +278,15 @@ class ParameterServer:
         gradients: Sequence[torch.Tensor],
         groups: Sequence[Mapping[str, Any]],
         factor: torch.Tensor | None,
+        unreached: set[str],
     ) -> None:
         with torch.no_grad():
             for number, places in self._by_group(plan).items():
+                if plan.presence is not None:
+                    places = [place for place in places if plan.names[place] not in unreached]
+                    self._optimizer.allocate([plan.names[place] for place in places], groups[number])
+                    if not places:
+                        continue
                 names = [plan.names[place] for place in places]
                 self._optimizer.update(names, [gradients[place] for place in places], groups[number], factor)
 

