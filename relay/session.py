@@ -162,8 +162,11 @@ class Session:
         if error is not None:
             self.relay.slots.forget()
             _wait_all(ran.host.updates)
-            if any(_succeeded(event) for event in ran.host.updates):
-                self.broken = error
+            # Updates of the step before may still have been behind, and may be what failed.
+            pending, self.pending = self.pending, []
+            behind = _wait_all(pending)[1]
+            if behind is not None or ran.host.touched:
+                self.broken = behind or error
         if error is not None or not self.server.held:
             # All updates have ended; one that failed must not fail the next step too.
             self.store.updated.clear()
@@ -199,6 +202,16 @@ class Session:
             raise error
         if interrupt is not None:
             raise interrupt
+
+    def recover(self) -> None:
+        """Before a checkpoint is loaded: nothing runs, nothing that slots hold is trusted, and what broke is past."""
+        pending, self.pending = self.pending, []
+        _wait_all(pending)
+        self.store.updated.clear()
+        self.store.version += 1
+        if self.relay is not None:
+            self.relay.slots.forget()
+        self.broken = None
 
     def close(self) -> None:
         """Give everything back."""
@@ -263,10 +276,3 @@ def _wait_all(events: Sequence[Event]) -> tuple[BaseException | None, BaseExcept
             break
     return interrupt, error
 
-
-def _succeeded(event: Event) -> bool:
-    try:
-        event.wait()
-    except Exception:
-        return False
-    return True

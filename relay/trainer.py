@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -20,6 +21,7 @@ from hal.event import Event
 from hal.host import Ledger
 from hal.memory import parse_size
 from relay.batches import Batch, count_tokens, take_apart, weigh, without_empty
+from relay.eps.checkpoint import SHARD_BYTES, Checkpoint, Progress
 from relay.eps.bound import STATE_DTYPES, as_spec, bind
 from relay.eps.groups import split_into_groups
 from relay.eps.optimizers import AdamW, RelayOptimizer
@@ -30,6 +32,16 @@ from relay.errors import InconsistentState, NonFiniteLoss, PartitionError
 from relay.metrics import Metrics, total_elapsed
 from relay.partition import partition_list, partition_model
 from relay.schedule import ForwardPass, Ran, Relay, TrainingStep
+from relay.saving import (
+    Saving,
+    check_fits,
+    group_names,
+    restore_optimizer,
+    restore_user,
+    restore_weights,
+    start,
+    states_of,
+)
 from relay.session import Session
 from relay.stash import Key, Stash
 from relay.stations import Stations, build_stations
@@ -106,6 +118,12 @@ class Trainer:
         self._step = 0
         self._scale = LossScale() if precision == "fp16" else None
         self._cache: dict[Any, Stations] = {}
+        self._saving: Saving | None = None
+        self._last_saved = ""
+        self._options = {
+            "device": device, "microbatches": microbatches, "precision": precision, "stash": stash, "slots": slots,
+            "state_dtype": state_dtype, "clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value,
+        }  # fmt: skip
         self.plain_bytes = 0
 
         spec = as_spec(AdamW() if optimizer is None else optimizer)
@@ -242,6 +260,94 @@ class Trainer:
         """Wait for updates that still run behind (with clipping or fp16, the last step's). Raises their error."""
         self._session.synchronize()
 
+    # -- checkpoints ------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        path: str | Path,
+        *,
+        background: bool = False,
+        memory: int | str = "1GB",
+        shard_bytes: int | str = SHARD_BYTES,
+        **user: Any,
+    ) -> Saving:
+        """Write a checkpoint: a folder at `path`, in place of a checkpoint that is there.
+
+        Further keywords are what else belongs to the run, such as `scheduler=` and `data=`: objects with
+        `state_dict()`, or plain values. With `background` training may go on while it is written, and takes at most
+        `memory` bytes of copies for it; errors then come with the next `save`, or `wait` of what is returned.
+
+        Raises CheckpointError, with what was there before untouched, and InconsistentState.
+        """
+        self._check_usable()
+        self.wait_saved()
+        session = self._session
+        progress = Progress(
+            step=self._step,
+            seed=self._seed,
+            loss_scale=self._scale.state() if self._scale is not None else None,
+            optimizer=session.server.optimizer.kind,
+            groups=group_names(self._model, self.param_groups),
+            options=dict(self._options),
+            user=states_of(user),
+        )
+        # Before the first step states may still have to find their place.
+        behind = background and session.relay is not None
+        self._saving = start(
+            Path(path), self._model, session.server, session.host, session.pending, progress, parse_size(memory),
+            parse_size(shard_bytes), behind,
+        )  # fmt: skip
+        self._last_saved = str(path)
+        return self._saving
+
+    def load(self, path: str | Path, *, weights_only: bool = False, verify: bool = True, **user: Any) -> int:
+        """Take over the state that a checkpoint holds; the number of steps it had made.
+
+        Further keywords are what was given to `save` and has a `load_state_dict`. `weights_only` takes parameters
+        and buffers alone, into a run that begins. `verify` reads everything once, against its checksums.
+
+        Raises CheckpointError where the checkpoint is damaged or does not belong here; nothing has changed then.
+        """
+        self.wait_saved(quietly=True)
+        session = self._session
+        checkpoint = Checkpoint(Path(path))
+        optimizer = session.server.optimizer
+        check_fits(checkpoint, self._model, optimizer, self.param_groups, weights_only, user)
+        if verify:
+            checkpoint.verify()
+        else:
+            checkpoint.check_layout()
+        session.recover()
+        try:
+            restore_weights(checkpoint, self._model)
+            manifest = checkpoint.manifest
+            if not weights_only:
+                restore_optimizer(checkpoint, self._model, optimizer, self.param_groups)
+                self._step, self._seed = manifest.step, manifest.seed
+                if self._scale is not None and manifest.loss_scale is not None:
+                    self._scale.restore(manifest.loss_scale)
+        except BaseException as failure:
+            session.broken = failure
+            raise
+        restore_user(checkpoint, user)
+        self._last_saved = str(path)
+        return self._step
+
+    def wait_saved(self, quietly: bool = False) -> None:
+        """Wait for a checkpoint that is being written. Raises its error, once, unless `quietly`."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            try:
+                saving.wait()
+            except Exception:
+                if not quietly:
+                    raise
+
+    @property
+    def steps(self) -> int:
+        """How many steps have been made, skipped ones included: the number of the next one."""
+        return self._step
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's parameter groups."""
@@ -275,6 +381,7 @@ class Trainer:
     def close(self) -> None:
         """Finish what runs, stop the device's queues and give its memory back. The weights stay."""
         try:
+            self.wait_saved()
             self.synchronize()
         finally:
             self._session.close()
@@ -292,8 +399,13 @@ class Trainer:
         if broken is not None:
             raise InconsistentState(
                 f"An earlier step failed while layers were being updated ({broken}), so some layers have taken that "
-                "step and others have not. Load a checkpoint, or build a new trainer."
+                f"step and others have not. {self._what_to_load()}"
             ) from broken
+
+    def _what_to_load(self) -> str:
+        if self._last_saved:
+            return f"Go on with trainer.load({self._last_saved!r}), the last checkpoint that this trainer knows."
+        return "Load a checkpoint, or build a new trainer; this one has saved none."
 
     def _ready(self, batch: Any, training: bool = True) -> tuple[Batch, list[float], list[Stations]]:
         """The batch in pieces with their weights, and the stations for each piece."""
