@@ -12,16 +12,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hal.device import Device, Probe
     from hal.registry import devices, open
+    from relay.checkpoints import Checkpoints, Terminated
     from relay.eps.optimizers import LAMB, SGD, Adam, AdamW, Lion
     from relay.errors import (
         BatchError,
         CaptureError,
+        CheckpointError,
         InconsistentState,
         LossScaleExhausted,
         NonFiniteLoss,
         PartitionError,
         RelayError,
     )
+    from relay.loading import Batches, Shuffle
     from relay.metrics import Metrics
     from relay.trace import Trace
     from relay.trainer import Trainer
@@ -35,6 +38,11 @@ _HOMES = {
     "Trace": "relay.trace",
     "LossScaleExhausted": "relay.errors",
     "BatchError": "relay.errors",
+    "Batches": "relay.loading",
+    "CheckpointError": "relay.errors",
+    "Checkpoints": "relay.checkpoints",
+    "Shuffle": "relay.loading",
+    "Terminated": "relay.checkpoints",
     "CaptureError": "relay.errors",
     "Device": "hal.device",
     "InconsistentState": "relay.errors",
@@ -54,7 +62,10 @@ __all__ = [
     "Adam",
     "AdamW",
     "BatchError",
+    "Batches",
     "CaptureError",
+    "CheckpointError",
+    "Checkpoints",
     "Device",
     "InconsistentState",
     "Lion",
@@ -64,6 +75,8 @@ __all__ = [
     "PartitionError",
     "Probe",
     "RelayError",
+    "Shuffle",
+    "Terminated",
     "Trace",
     "Trainer",
     "devices",

@@ -17,6 +17,7 @@ from torch import nn
 
 from hal.event import Event
 from hal.host import Host
+from relay.eps import plain_values
 from relay.eps.bound import BoundOptimizer
 from relay.eps.checkpoint import Checkpoint, Progress, write_checkpoint
 from relay.eps.server import ParameterServer
@@ -104,18 +105,23 @@ def group_names(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[t
     return [
         (
             [names[id(parameter)] for parameter in group["params"] if id(parameter) in names],
-            {key: value for key, value in group.items() if key not in ("params", "param_names")},
+            states_of({key: value for key, value in group.items() if key not in ("params", "param_names")}),
         )
         for group in groups
     ]
 
 
 def states_of(user: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of the objects that a user gives: their `state_dict()`, or they themselves."""
-    return {
+    """What is kept of the objects that a user gives: copies of their `state_dict()`, or of the plain values they are.
+
+    Raises ValueError, naming the place, for what is not plain.
+    """
+    states = {
         name: value.state_dict() if callable(getattr(value, "state_dict", None)) else value
         for name, value in user.items()
     }
+    # What can be written can be copied; objects go on changing theirs while a checkpoint is written.
+    return {name: plain_values.decode(plain_values.encode(state, name), name) for name, state in states.items()}
 
 
 def check_fits(

@@ -21,8 +21,8 @@ from hal.event import Event
 from hal.host import Ledger
 from hal.memory import parse_size
 from relay.batches import Batch, count_tokens, take_apart, weigh, without_empty
-from relay.eps.checkpoint import SHARD_BYTES, Checkpoint, Progress
 from relay.eps.bound import STATE_DTYPES, as_spec, bind
+from relay.eps.checkpoint import SHARD_BYTES, Checkpoint, Progress
 from relay.eps.groups import split_into_groups
 from relay.eps.optimizers import AdamW, RelayOptimizer
 from relay.eps.scaling import LossScale
@@ -31,7 +31,6 @@ from relay.eps.store import LayerStore
 from relay.errors import InconsistentState, NonFiniteLoss, PartitionError
 from relay.metrics import Metrics, total_elapsed
 from relay.partition import partition_list, partition_model
-from relay.schedule import ForwardPass, Ran, Relay, TrainingStep
 from relay.saving import (
     Saving,
     check_fits,
@@ -42,6 +41,7 @@ from relay.saving import (
     start,
     states_of,
 )
+from relay.schedule import ForwardPass, Ran, Relay, TrainingStep
 from relay.session import Session
 from relay.stash import Key, Stash
 from relay.stations import Stations, build_stations

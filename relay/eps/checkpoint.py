@@ -134,7 +134,9 @@ class Checkpoint:
                     part = self._open(shard).get_slice(plan.key)
                     found = part.get_dtype(), tuple(part.get_shape())
                 except safetensors.SafetensorError as missing:
-                    raise CheckpointError(f"the shard does not hold it: {missing}", file=file, field=plan.key) from missing
+                    raise CheckpointError(
+                        f"the shard does not hold it: {missing}", file=file, field=plan.key
+                    ) from missing
                 if found != (plan.dtype, plan.shape):
                     raise CheckpointError(
                         f"the shard has {found[0]}{list(found[1])}, the manifest {plan.dtype}{list(plan.shape)}",

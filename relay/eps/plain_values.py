@@ -30,7 +30,13 @@ _DTYPES = {
         *(torch.int8, torch.int16, torch.int32, torch.int64),
     )
 }
-_ARRAYS = {"float64", "float32", "float16", "bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))}
+_ARRAYS = {
+    "float64",
+    "float32",
+    "float16",
+    "bool",
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+}
 
 
 def encode(value: Any, what: str = "value", depth: int = 0) -> Any:

@@ -86,7 +86,9 @@ class ShardWriter:
         """Write the next tensor of the plan. It must be contiguous and on the host."""
         plan = self._plan[self._next]
         if tuple(tensor.shape) != plan.shape or tensor.dtype is not DTYPES[plan.dtype]:
-            raise ValueError(f"{plan.key} was planned as {plan.dtype}{list(plan.shape)}, got {tensor.dtype}{tensor.shape}")
+            raise ValueError(
+                f"{plan.key} was planned as {plan.dtype}{list(plan.shape)}, got {tensor.dtype}{tensor.shape}"
+            )
         self._next += 1
         if tensor.numel():
             self._write(memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy()))
