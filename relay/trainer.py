@@ -7,8 +7,10 @@ the trainer says that it can no longer be trusted (`InconsistentState`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -17,6 +19,7 @@ import torch
 from torch import nn
 
 from hal import registry
+from hal.errors import DeviceLost
 from hal.event import Event
 from hal.host import Ledger
 from hal.memory import parse_size
@@ -47,6 +50,8 @@ from relay.stash import Key, Stash
 from relay.stations import Stations, build_stations
 from relay.trace import Trace
 
+logger = logging.getLogger("relay")
+
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -68,6 +73,11 @@ class Trainer:
     `"fp32"`, `"bf16"` or `"int8"`. `clip_grad_norm` and `clip_grad_value` are exact, as torch.nn.utils' are.
     `parameter_groups` are mappings with `params` (name patterns such as `"*.bias"`, or the parameters themselves)
     and hyperparameters that differ from the optimizer's own.
+
+    `on_nonfinite` says what a NaN or infinite loss does: `"stop"` raises NonFiniteLoss with nothing applied, `"skip"`
+    applies nothing and goes on (`metrics.skipped`), `"log"` applies it as plain PyTorch would; both say so in the
+    log. `on_device_lost="repeat"` opens a lost device again and repeats the step, once. `stall_seconds` is after how
+    long a step that does not end has what it waits for written to the log.
     """
 
     def __init__(
@@ -88,6 +98,9 @@ class Trainer:
         parameter_groups: Sequence[Mapping[str, Any]] = (),
         host_memory: int | str | None = None,
         pinned_memory: int | str | None = None,
+        on_nonfinite: str = "stop",
+        on_device_lost: str = "raise",
+        stall_seconds: float | None = None,
     ) -> None:
         self._whole = isinstance(model, nn.Module)
         self._modules: list[nn.Module] = [] if isinstance(model, nn.Module) else list(model)
@@ -100,6 +113,9 @@ class Trainer:
         _check_choice("precision", precision, _COMPUTE)
         _check_choice("state_dtype", state_dtype, STATE_DTYPES)
         _check_choice("stash", stash, ("device", "host"))
+        _check_choice("on_nonfinite", on_nonfinite, ("stop", "skip", "log"))
+        _check_choice("on_device_lost", on_device_lost, ("raise", "repeat"))
+        _check_positive("stall_seconds", stall_seconds)
         _check_positive("clip_grad_norm", clip_grad_norm)
         _check_positive("clip_grad_value", clip_grad_value)
         for name, value in (("microbatches", microbatches), ("slots", slots)):
@@ -119,6 +135,8 @@ class Trainer:
         self._scale = LossScale() if precision == "fp16" else None
         self._cache: dict[Any, Stations] = {}
         self._saving: Saving | None = None
+        self._on_nonfinite = on_nonfinite
+        self._on_device_lost = on_device_lost
         self._last_saved = ""
         self._options = {
             "device": device, "microbatches": microbatches, "precision": precision, "stash": stash, "slots": slots,
@@ -139,6 +157,7 @@ class Trainer:
         clipping = Clipping(clip_grad_norm, clip_grad_value)
         server = ParameterServer(opened, host, store, bound, group_of, order, clipping, self._scale is not None)
         self._session = Session(self._model, opened, host, store, server, slots, stash, limit)
+        self._session.stall_seconds = stall_seconds
 
     # -- training ---------------------------------------------------------------------------------------------
 
@@ -146,8 +165,18 @@ class Trainer:
         """One optimizer step on a batch: `(inputs, targets)` for a list of modules, a mapping for a whole model.
 
         Raises BatchError, PartitionError, CaptureError, OutOfMemory before anything runs; NonFiniteLoss after the
-        forward, with nothing applied.
+        forward, with nothing applied. Any other error of a step leaves it all applied or not at all, or the next
+        call raises InconsistentState. Ctrl-C takes effect when the step has ended.
         """
+        try:
+            return self._one_step(batch)
+        except DeviceLost:
+            if self._on_device_lost != "repeat" or self._session.broken is not None:
+                raise
+            self.reopen()
+            return self._one_step(batch)
+
+    def _one_step(self, batch: Any) -> Metrics:
         self._check_usable()
         start = perf_counter()
         session = self._session
@@ -161,8 +190,7 @@ class Trainer:
         weights_on_host = torch.tensor(weights, dtype=dtype)
         losses_on_host = torch.zeros(len(weights), dtype=dtype)
         scale = self._scale.value if self._scale is not None else 1.0
-        seeds_ready = relay.load_queue.write(seed_row, weights_on_host * scale)
-        self._bring(stash, stations, batch_pieces)
+        seeds_on_host = weights_on_host * scale
 
         def verdict(ran: Ran) -> Event:
             read = relay.drain_queue.read(losses_on_host, loss_row, ran.compute[-len(weights) :])
@@ -171,16 +199,32 @@ class Trainer:
             def check() -> None:
                 # With a loss scale an infinite loss is an overflow like any other: the step is skipped.
                 if self._scale is None and not bool(torch.isfinite(losses_on_host).all()):
-                    raise NonFiniteLoss(float((losses_on_host * weights_on_host).sum()), self._step)
+                    problem = NonFiniteLoss(float((losses_on_host * weights_on_host).sum()), self._step)
+                    if self._on_nonfinite != "log":
+                        raise problem
+                    logger.warning("The loss of step %d is %s; it is applied all the same.", self._step, problem.loss)
 
             return session.host.run(check, [read], "verdict on the loss")
 
-        step = TrainingStep(
-            stations, contents, stash, self._seed, self._step, losses, plans, seeds, seeds_ready, verdict, groups,
-            1.0 / scale,
-        )  # fmt: skip
-        with session.running(stash, [seeds_ready], session.keep_buffers(stations[0])) as ran:
-            relay.train(step, ran)
+        first: list[Event] = []
+        buffers = session.keep_buffers(stations[0])
+        try:
+            with session.running(stash, first, buffers) as ran:
+                first.append(relay.load_queue.write(seed_row, seeds_on_host))
+                self._bring(stash, stations, batch_pieces)
+                step = TrainingStep(
+                    stations, contents, stash, self._seed, self._step, losses, plans, seeds, first[0], verdict, groups,
+                    1.0 / scale,
+                )  # fmt: skip
+                relay.train(step, ran)
+        except NonFiniteLoss as problem:
+            if self._on_nonfinite != "skip":
+                raise
+            logger.warning("%s The batch is skipped.", problem)
+            self._step += 1
+            session.store.version += 1
+            session.take_interrupt()
+            return replace(self._metrics(ran, batch_pieces, problem.loss, start, []), skipped=True)
         behind, session.pending = session.pending, list(ran.host.updates) if session.server.held else []
         skipped = ran.host.skipped
         self._step += 1
@@ -378,6 +422,18 @@ class Trainer:
         """Stop recording."""
         self._session.trace = None
 
+    def reopen(self) -> None:
+        """Open the device anew, after DeviceLost: what the host holds is whole, and is sent again as it is needed.
+
+        Raises InconsistentState where the step that was lost had been applied in part: load a checkpoint then.
+        """
+        session = self._session
+        broken = session.broken
+        device = registry.open(str(self._options["device"]), session.capacity)
+        session.reopen(device)
+        session.broken = broken
+        self._check_usable()
+
     def close(self) -> None:
         """Finish what runs, stop the device's queues and give its memory back. The weights stay."""
         try:
@@ -478,9 +534,9 @@ class Trainer:
         loss_row, losses, _, _ = session.scalars(len(stations), dtype)
         has_loss = stations[0].partition.has_loss
         losses_on_host = torch.zeros(len(stations), dtype=dtype) if has_loss else None
-        self._bring(stash, stations, pieces)
         step = ForwardPass(stations, contents, stash, self._seed, self._step, losses if has_loss else [])
         with session.running(stash, []) as ran:
+            self._bring(stash, stations, pieces)
             relay.forward(step, ran)
             if losses_on_host is not None:
                 ran.reads.append(relay.drain_queue.read(losses_on_host, loss_row, ran.compute[-len(stations) :]))

@@ -184,6 +184,11 @@ class ParameterServer:
         if not self.held:
             self._note(plan, done, record)
 
+    def follow(self, device: Device) -> None:
+        """Work beside another device from now on."""
+        self._device = device
+        self.settle()
+
     def settle(self) -> None:
         """Everything submitted has ended."""
         self._staging_free = [[], []]
