@@ -122,6 +122,15 @@ class Host:
         """Bytes of page-locked memory in use."""
         return self._locked.in_use if self._locked is not None else 0
 
+    def follow(self, other: Host) -> None:
+        """Run tasks where another host runs them from now on: that of a device which takes the place of a lost one.
+
+        Memory and ledger stay. The other host is not to be used any more.
+        """
+        if self._own_worker:
+            self._worker.close()
+        self._worker, self._own_worker = other._worker, other._own_worker
+
     def close(self) -> None:
         """Finish the queued tasks. Closing twice is harmless."""
         if self._own_worker:

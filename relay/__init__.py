@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from hal.device import Device, Probe
     from hal.registry import devices, open
     from relay.buckets import Buckets
+    from relay.checkpoints import Checkpoints, Terminated
     from relay.eps.optimizers import LAMB, SGD, Adam, AdamW, Lion
     from relay.errors import (
         BatchError,
         CaptureError,
+        CheckpointError,
         InconsistentState,
         LossScaleExhausted,
         ModelChanged,
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
         PartitionError,
         RelayError,
     )
+    from relay.loading import Batches, Shuffle
     from relay.metrics import Metrics
     from relay.trace import Trace
     from relay.trainer import Trainer
@@ -39,6 +42,11 @@ _HOMES = {
     "ModelChanged": "relay.errors",
     "BatchError": "relay.errors",
     "Buckets": "relay.buckets",
+    "Batches": "relay.loading",
+    "CheckpointError": "relay.errors",
+    "Checkpoints": "relay.checkpoints",
+    "Shuffle": "relay.loading",
+    "Terminated": "relay.checkpoints",
     "CaptureError": "relay.errors",
     "Device": "hal.device",
     "InconsistentState": "relay.errors",
@@ -58,8 +66,11 @@ __all__ = [
     "Adam",
     "AdamW",
     "BatchError",
+    "Batches",
     "Buckets",
     "CaptureError",
+    "CheckpointError",
+    "Checkpoints",
     "Device",
     "InconsistentState",
     "Lion",
@@ -70,6 +81,8 @@ __all__ = [
     "PartitionError",
     "Probe",
     "RelayError",
+    "Shuffle",
+    "Terminated",
     "Trace",
     "Trainer",
     "devices",

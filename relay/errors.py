@@ -88,3 +88,17 @@ class ModelChanged(RelayError):
             "trainer for the model as it is."
         )
         self.name = name
+
+
+class CheckpointError(RelayError):
+    """A checkpoint that cannot be written, read or used here. `file` and `field` say where (`field` may be empty).
+
+    What to do: load another checkpoint (`relay inspect FOLDER` tells whole from damaged ones), or build the trainer
+    that this one belongs to. A checkpoint that is refused has changed nothing.
+    """
+
+    def __init__(self, message: str, *, file: str = "", field: str = "") -> None:
+        where = f"{file}: " if file else ""
+        super().__init__(f"{where}{field}: {message}" if field else f"{where}{message}")
+        self.file = file
+        self.field = field

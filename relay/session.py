@@ -8,13 +8,14 @@ Invariant: memory is taken only after the whole requirement is known to fit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import nn
 
 from hal.device import Buffer, Device, View
+from hal.errors import HalError, OutOfMemory
 from hal.event import Event
 from hal.host import Host
 from hal.kernel import Role
@@ -22,14 +23,17 @@ from hal.slot import SlotContent
 from relay.eps.server import GradientPlan, ParameterServer, plan_gradients
 from relay.eps.store import GradientField, LayerStore, Wanted
 from relay.errors import RelayError
+from relay.interrupts import DeferredInterrupt
 from relay.rehearsal import Build, CountingHost, refuse_beyond, rehearse
 from relay.schedule import Ran, Relay, SlotRing
 from relay.stash import STASH_STATE, Key, Stash
 from relay.stations import Station, Stations
 from relay.trace import Trace
+from relay.watchdog import Watchdog
 from relay.workspace import Requirement, kernel_workspace, plan_for, slot_sizes
 
 KEPT_BUFFERS = "buffers before the step"
+QUEUES = ("compute", "load", "drain", "stash in", "stash out")
 
 
 class Session:
@@ -56,14 +60,16 @@ class Session:
         self.relay: Relay | None = None
         self.trace: Trace | None = None
         self.broken: BaseException | None = None
+        self.stall_seconds: float | None = None
         self.pending: list[Event] = []
         self.transfers: list[Event] = []
         self._kept_buffers: dict[str, torch.Tensor] = {}
-        self._interrupt: BaseException | None = None
+        self._interrupts: list[DeferredInterrupt] = []
+        self._advice = ""
         self._model = model
         self._slot_count = slot_count
         self._stash_place = stash_place
-        self._capacity = capacity
+        self.capacity = capacity
         self._build = build
         self._precision = precision
         self._state_dtype = state_dtype
@@ -142,25 +148,32 @@ class Session:
         grows = ring is None or (parameter_size, gradient_size) != (ring.parameter_size, ring.gradient_size)
         plan = plan_for(pieces[0], self._stash_place, purpose == "train")
         largest = max(contents, key=lambda content: content.size)
-        Requirement(
+        requirement = Requirement(
             slots=self._slot_count * (parameter_size + gradient_size),
             slot_count=self._slot_count,
             stash=plan.device_bytes(len(pieces)),
             workspace=max(kernel_workspace(one) for one in distinct),
             scalars=_scalar_bytes(len(pieces)),
-        ).check(self.device.info.name, self._capacity, self._stash_place, len(pieces), largest.name)
-        for one in distinct:
-            one.compile(self.device)
-        self.server.allocate(plans, groups, gradient_size)
-        if grows:
+        )
+        requirement.check(self.device.info.name, self.capacity, self._stash_place, len(pieces), largest.name)
+        self._advice = requirement.advice(self._stash_place, len(pieces), largest.name)
+        try:
+            for one in distinct:
+                one.compile(self.device)
+            self.server.allocate(plans, groups, gradient_size)
+            if grows:
+                self._free_stash()
+                if ring is not None:
+                    ring.free()
+                self.relay = None
+                slots = SlotRing(self.device, self._slot_count, parameter_size, gradient_size)
+                self.relay = Relay(self.device, self.host, self.store, self.server, slots)
+            assert self.relay is not None
+            return self.relay, self._stash_for(pieces, purpose)
+        except OutOfMemory as failure:
+            # Somebody else holds memory too: the capacity was enough by itself.
             self._free_stash()
-            if ring is not None:
-                ring.free()
-            self.relay = None
-            slots = SlotRing(self.device, self._slot_count, parameter_size, gradient_size)
-            self.relay = Relay(self.device, self.host, self.store, self.server, slots)
-        assert self.relay is not None
-        return self.relay, self._stash_for(pieces, purpose)
+            raise self._advised(failure) from failure
 
     def scalars(self, count: int, dtype: torch.dtype) -> tuple[View, list[View], View, list[View]]:
         """Places for the losses and for the gradient seeds: each as one row, and one by one."""
@@ -181,17 +194,26 @@ class Session:
         """Around the submission of a pass: waits for all that it needs, whatever happens, and raises the first error.
 
         If the step failed or was skipped, `buffers` are put back as `keep_buffers` found them; if updates of a failed
-        step were applied, or held ones of the step before failed, `broken` says so from then on. An interrupt while it
-        waits is left for `take_interrupt`.
+        step were applied, `broken` says so from then on. An interrupt is left for `take_interrupt`.
         """
         ran = Ran(trace=self.trace)
         error: BaseException | None = None
-        try:
-            yield ran
-        except BaseException as failure:
-            error = failure
-        interrupt, failed = _wait_all([*first, *ran.needed(), *stash.transfers])
-        error = error or failed
+        with DeferredInterrupt() as interrupt, Watchdog(self.stall_seconds, lambda: self._describe(ran, stash)):
+            try:
+                yield ran
+            except BaseException as failure:
+                error = failure
+            try:
+                error = error or _wait_all([*first, *ran.needed(), *stash.transfers])
+                if error is not None:
+                    # What was submitted when submitting failed may have been noted nowhere.
+                    self._settle_queues()
+                    _wait_all(ran.host.updates)
+            except KeyboardInterrupt as given_up:  # asked for again and again: what still runs is left to itself
+                self.broken = given_up
+                raise
+        if interrupt.count:
+            self._interrupts.append(interrupt)
         assert self.relay is not None
         self.relay.slots.settle()
         self.server.settle()
@@ -202,18 +224,19 @@ class Session:
                 self.store[name].copy_(self._kept_buffers[name])
         if error is not None:
             self.relay.slots.forget()
-            _wait_all(ran.host.updates)
-            behind, self.pending = self.pending, []
-            _, failed_behind = _wait_all(behind)
-            if failed_behind is not None or any(_succeeded(event) for event in ran.host.updates):
-                self.broken = error
+            # Updates of the step before may still have been behind, and may be what failed.
+            pending, self.pending = self.pending, []
+            behind = _wait_all(pending)
+            if behind is not None or ran.host.touched:
+                self.broken = behind or error
         if error is not None or not self.server.held:
             # All updates have ended; one that failed must not fail the next step too.
             self.store.updated.clear()
         if error is not None:
+            if isinstance(error, OutOfMemory):
+                raise self._advised(error) from error
             # A task's error comes wrapped by its queue; ours says by itself what to do.
             raise error.__cause__ if isinstance(error.__cause__, RelayError) else error
-        self._interrupt = interrupt
 
     def keep_buffers(self, stations: Stations) -> list[str]:
         """Keep a copy of the buffers that a step's forward changes, should the step not be applied. Their names."""
@@ -227,20 +250,79 @@ class Session:
         return names
 
     def take_interrupt(self) -> None:
-        """Raise the interrupt that came during the last pass, once what belongs to that pass is settled."""
-        interrupt, self._interrupt = self._interrupt, None
-        if interrupt is not None:
-            raise interrupt
+        """Let an interrupt of the last pass happen, once what belongs to that pass is settled."""
+        interrupts, self._interrupts = self._interrupts, []
+        for interrupt in interrupts:
+            interrupt.deliver()
 
     def synchronize(self) -> None:
         """Wait for the updates that still run behind. Raises their first error."""
         pending, self.pending = self.pending, []
-        interrupt, error = _wait_all(pending)
+        error = _wait_all(pending)
         if error is not None:
             self.broken = error
             raise error
-        if interrupt is not None:
-            raise interrupt
+
+    def reopen(self, device: Device) -> None:
+        """Go on with another device in place of one that is lost. What lives on the host stays where it is."""
+        with suppress(HalError):  # what a lost device still takes back
+            self._free_stash()
+            self.device.close()
+        self._stash = self._scalars = self.relay = None
+        self.device = device
+        self.host.follow(device.host())
+        self.server.follow(device)
+        self.recover()
+
+    def _settle_queues(self) -> None:
+        """Wait for everything that any queue was given; calls on a queue run in order."""
+        if self._scalars is not None:
+            place = self._scalars.view(0, (1,), torch.uint8)
+            for name in QUEUES:
+                try:
+                    self.device.queue(name).fill(place, 0.0).wait()
+                except Exception:
+                    continue  # a device that is lost has nothing left to wait for
+        _wait_all([self.host.run(_nothing, (), "end of a failed step")])
+
+    def _advised(self, failure: OutOfMemory) -> OutOfMemory:
+        """The same refusal, with what would reduce the need."""
+        if failure.advice or not self._advice:
+            return failure
+        return OutOfMemory(failure.what, failure.requested, failure.in_use, failure.capacity, self._advice)
+
+    def _describe(self, ran: Ran, stash: Stash) -> str:
+        """What a step still waits for, for the watchdog."""
+        kinds: dict[str, Sequence[Event]] = {
+            "loads": ran.loads,
+            "kernels": ran.compute,
+            "drains of gradients": ran.host.drains,
+            "reads": ran.reads,
+            "stash transfers": stash.transfers,
+            "arrivals on the host": ran.host.arrivals,
+            "updates": ran.host.updates,
+            "updates of the step before": self.pending,
+        }
+        lines = []
+        for kind, events in kinds.items():
+            if waiting := [number for number, event in enumerate(list(events)) if not event.done()]:
+                lines.append(f"{kind}: {len(waiting)} of {len(events)} have not ended, number {waiting[0]} first")
+        for slot in self.relay.slots.slots if self.relay is not None else []:
+            held = slot.content.name if slot.content is not None else "nothing"
+            lines.append(f"slot {slot.number}: {slot.state.value}, holds {held}")
+        use = self.device.memory()
+        lines.append(f"device {self.device.info.name}: {use.in_use:,} bytes in use of {use.capacity or 'no limit'}")
+        return "\n".join(lines)
+
+    def recover(self) -> None:
+        """Before a checkpoint is loaded: nothing runs, nothing that slots hold is trusted, and what broke is past."""
+        pending, self.pending = self.pending, []
+        _wait_all(pending)
+        self.store.updated.clear()
+        self.store.version += 1
+        if self.relay is not None:
+            self.relay.slots.forget()
+        self.broken = None
 
     def close(self) -> None:
         """Give everything back."""
@@ -301,26 +383,16 @@ def _scalar_bytes(microbatches: int) -> int:
     return 2 * max(64, 8 * microbatches)
 
 
-def _wait_all(events: Sequence[Event]) -> tuple[BaseException | None, BaseException | None]:
-    """Wait for all; an interrupt that came meanwhile, and the first error."""
-    interrupt: BaseException | None = None
+def _wait_all(events: Sequence[Event]) -> BaseException | None:
+    """Wait for all; the first error."""
     error: BaseException | None = None
     for event in events:
-        while True:
-            try:
-                event.wait()
-            except KeyboardInterrupt as failure:  # what is submitted runs on: wait for it, then stop
-                interrupt = failure
-                continue
-            except Exception as failure:
-                error = error or failure
-            break
-    return interrupt, error
+        try:
+            event.wait()
+        except Exception as failure:
+            error = error or failure
+    return error
 
 
-def _succeeded(event: Event) -> bool:
-    try:
-        event.wait()
-    except Exception:
-        return False
-    return True
+def _nothing() -> None:
+    """The task that ends when all before it have."""

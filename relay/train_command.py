@@ -111,6 +111,15 @@ SAMPLE_BYTES = 300
     help="Write what ran when, for a few steps, to this file (open it at ui.perfetto.dev).",
 )
 @click.option(
+    "--checkpoint-every",
+    type=AT_LEAST_ONE,
+    help="Save all that a run consists of every so many steps, in the background.  [default: never]",
+)
+@click.option("--keep-last", default=2, show_default=True, type=AT_LEAST_ONE, help="Checkpoints that are kept.")
+@click.option(
+    "--resume/--no-resume", default=False, help="Go on from the newest whole checkpoint in --out, if there is one."
+)
+@click.option(
     "--sample/--no-sample", default=True, show_default=True, help="Let the model write some text at the end."
 )
 @json_option
@@ -127,6 +136,7 @@ def train(context: click.Context, run_file: Path | None, as_json: bool, **option
       relay train --data ~/notes --layers 12 --hidden 256 --steps 1000
       relay train run.toml --device cpu --stash host --capacity 64MB
       relay train --steps 20 --no-sample --json
+      relay train --out runs/long --checkpoint-every 100 --resume
     """
     if run_file is not None:
         options |= _from_file(context, run_file)

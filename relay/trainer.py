@@ -7,10 +7,12 @@ the trainer says that it can no longer be trusted (`InconsistentState`).
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -19,6 +21,7 @@ import torch
 from torch import nn
 
 from hal import registry
+from hal.errors import DeviceLost
 from hal.event import Event
 from hal.host import Host, Ledger
 from hal.memory import parse_size
@@ -27,6 +30,7 @@ from relay.blocks import plain_attributes, undisturbed
 from relay.buckets import Buckets
 from relay.capture import Presence
 from relay.eps.bound import STATE_DTYPES, as_spec, bind
+from relay.eps.checkpoint import SHARD_BYTES, Checkpoint, Progress
 from relay.eps.groups import split_into_groups
 from relay.eps.optimizers import AdamW, RelayOptimizer
 from relay.eps.scaling import LossScale
@@ -36,6 +40,16 @@ from relay.errors import InconsistentState, NonFiniteLoss, PartitionError
 from relay.huggingface import save_pretrained
 from relay.metrics import Metrics, total_elapsed
 from relay.partition import list_as_model, partition_list, partition_model
+from relay.saving import (
+    Saving,
+    check_fits,
+    group_names,
+    restore_optimizer,
+    restore_user,
+    restore_weights,
+    start,
+    states_of,
+)
 from relay.schedule import ForwardPass, Ran, Relay, TrainingStep
 from relay.session import Session
 from relay.stash import Key, Stash
@@ -43,6 +57,7 @@ from relay.stations import Stations, build_stations
 from relay.trace import Trace
 
 _RECORDING = threading.RLock()
+logger = logging.getLogger("relay")
 
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -69,6 +84,11 @@ class Trainer:
 
     Each shape of batch is captured once; `programs` is for how many shapes (and modes) that is kept, the least recently
     used going first. `buckets` pads sequences to a few lengths (`relay.Buckets`), for steps and evaluation.
+
+    `on_nonfinite` says what a NaN or infinite loss does: `"stop"` raises NonFiniteLoss with nothing applied, `"skip"`
+    applies nothing and goes on (`metrics.skipped`), `"log"` applies it as plain PyTorch would; both say so in the
+    log. `on_device_lost="repeat"` opens a lost device again and repeats the step, once. `stall_seconds` is after how
+    long a step that does not end has what it waits for written to the log.
     """
 
     def __init__(
@@ -92,6 +112,9 @@ class Trainer:
         shared_inputs: Sequence[str] = (),
         programs: int = 32,
         buckets: Buckets | None = None,
+        on_nonfinite: str = "stop",
+        on_device_lost: str = "raise",
+        stall_seconds: float | None = None,
     ) -> None:
         self._whole = isinstance(model, nn.Module)
         if isinstance(model, (nn.Sequential, nn.ModuleList)) and loss is not None:
@@ -107,6 +130,9 @@ class Trainer:
         _check_choice("precision", precision, _COMPUTE)
         _check_choice("state_dtype", state_dtype, STATE_DTYPES)
         _check_choice("stash", stash, ("device", "host"))
+        _check_choice("on_nonfinite", on_nonfinite, ("stop", "skip", "log"))
+        _check_choice("on_device_lost", on_device_lost, ("raise", "repeat"))
+        _check_positive("stall_seconds", stall_seconds)
         _check_positive("clip_grad_norm", clip_grad_norm)
         _check_positive("clip_grad_value", clip_grad_value)
         for name, value in (("microbatches", microbatches), ("slots", slots), ("programs", programs)):
@@ -129,6 +155,14 @@ class Trainer:
         self._programs = programs
         self._buckets = buckets
         self._presences: dict[str, Presence] = {}
+        self._saving: Saving | None = None
+        self._on_nonfinite = on_nonfinite
+        self._on_device_lost = on_device_lost
+        self._last_saved = ""
+        self._options = {
+            "device": device, "microbatches": microbatches, "precision": precision, "stash": stash, "slots": slots,
+            "state_dtype": state_dtype, "clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value,
+        }  # fmt: skip
         self.plain_bytes = 0
 
         spec = as_spec(AdamW() if optimizer is None else optimizer)
@@ -151,6 +185,7 @@ class Trainer:
         self._session = Session(
             self._model, opened, host, store, server, slots, stash, limit, build, precision, state_dtype
         )
+        self._session.stall_seconds = stall_seconds
 
     # -- training ---------------------------------------------------------------------------------------------
 
@@ -158,8 +193,18 @@ class Trainer:
         """One optimizer step on a batch: `(inputs, targets)` for a list of modules, a mapping for a whole model.
 
         Raises BatchError, PartitionError, CaptureError, OutOfMemory before anything runs; NonFiniteLoss after the
-        forward, with nothing applied.
+        forward, with nothing applied. Any other error of a step leaves it all applied or not at all, or the next
+        call raises InconsistentState. Ctrl-C takes effect when the step has ended.
         """
+        try:
+            return self._one_step(batch)
+        except DeviceLost:
+            if self._on_device_lost != "repeat" or self._session.broken is not None:
+                raise
+            self.reopen()
+            return self._one_step(batch)
+
+    def _one_step(self, batch: Any) -> Metrics:
         self._check_usable()
         start = perf_counter()
         session = self._session
@@ -173,8 +218,7 @@ class Trainer:
         weights_on_host = torch.tensor(weights, dtype=dtype)
         losses_on_host = torch.zeros(len(weights), dtype=dtype)
         scale = self._scale.value if self._scale is not None else 1.0
-        seeds_ready = relay.load_queue.write(seed_row, weights_on_host * scale)
-        self._bring(stash, stations, batch_pieces)
+        seeds_on_host = weights_on_host * scale
 
         def verdict(ran: Ran) -> Event:
             read = relay.drain_queue.read(losses_on_host, loss_row, ran.compute[-len(weights) :])
@@ -183,16 +227,32 @@ class Trainer:
             def check() -> None:
                 # With a loss scale an infinite loss is an overflow like any other: the step is skipped.
                 if self._scale is None and not bool(torch.isfinite(losses_on_host).all()):
-                    raise NonFiniteLoss(float((losses_on_host * weights_on_host).sum()), self._step)
+                    problem = NonFiniteLoss(float((losses_on_host * weights_on_host).sum()), self._step)
+                    if self._on_nonfinite != "log":
+                        raise problem
+                    logger.warning("The loss of step %d is %s; it is applied all the same.", self._step, problem.loss)
 
             return session.host.run(check, [read], "verdict on the loss")
 
-        step = TrainingStep(
-            stations, contents, stash, self._seed, self._step, losses, plans, seeds, seeds_ready, verdict, groups,
-            1.0 / scale,
-        )  # fmt: skip
-        with session.running(stash, [seeds_ready], session.keep_buffers(stations[0])) as ran:
-            relay.train(step, ran)
+        first: list[Event] = []
+        buffers = session.keep_buffers(stations[0])
+        try:
+            with session.running(stash, first, buffers) as ran:
+                first.append(relay.load_queue.write(seed_row, seeds_on_host))
+                self._bring(stash, stations, batch_pieces)
+                step = TrainingStep(
+                    stations, contents, stash, self._seed, self._step, losses, plans, seeds, first[0], verdict, groups,
+                    1.0 / scale,
+                )  # fmt: skip
+                relay.train(step, ran)
+        except NonFiniteLoss as problem:
+            if self._on_nonfinite != "skip":
+                raise
+            logger.warning("%s The batch is skipped.", problem)
+            self._step += 1
+            session.store.version += 1
+            session.take_interrupt()
+            return replace(self._metrics(ran, batch_pieces, problem.loss, start, []), skipped=True)
         behind, session.pending = session.pending, list(ran.host.updates) if session.server.held else []
         skipped = ran.host.skipped
         self._step += 1
@@ -275,6 +335,94 @@ class Trainer:
         """Wait for updates that still run behind (with clipping or fp16, the last step's). Raises their error."""
         self._session.synchronize()
 
+    # -- checkpoints ------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        path: str | Path,
+        *,
+        background: bool = False,
+        memory: int | str = "1GB",
+        shard_bytes: int | str = SHARD_BYTES,
+        **user: Any,
+    ) -> Saving:
+        """Write a checkpoint: a folder at `path`, in place of a checkpoint that is there.
+
+        Further keywords are what else belongs to the run, such as `scheduler=` and `data=`: objects with
+        `state_dict()`, or plain values. With `background` training may go on while it is written, and takes at most
+        `memory` bytes of copies for it; errors then come with the next `save`, or `wait` of what is returned.
+
+        Raises CheckpointError, with what was there before untouched, and InconsistentState.
+        """
+        self._check_usable()
+        self.wait_saved()
+        session = self._session
+        progress = Progress(
+            step=self._step,
+            seed=self._seed,
+            loss_scale=self._scale.state() if self._scale is not None else None,
+            optimizer=session.server.optimizer.kind,
+            groups=group_names(self._model, self.param_groups),
+            options=dict(self._options),
+            user=states_of(user),
+        )
+        # Before the first step states may still have to find their place.
+        behind = background and session.relay is not None
+        self._saving = start(
+            Path(path), self._model, session.server, session.host, session.pending, progress, parse_size(memory),
+            parse_size(shard_bytes), behind,
+        )  # fmt: skip
+        self._last_saved = str(path)
+        return self._saving
+
+    def load(self, path: str | Path, *, weights_only: bool = False, verify: bool = True, **user: Any) -> int:
+        """Take over the state that a checkpoint holds; the number of steps it had made.
+
+        Further keywords are what was given to `save` and has a `load_state_dict`. `weights_only` takes parameters
+        and buffers alone, into a run that begins. `verify` reads everything once, against its checksums.
+
+        Raises CheckpointError where the checkpoint is damaged or does not belong here; nothing has changed then.
+        """
+        self.wait_saved(quietly=True)
+        session = self._session
+        checkpoint = Checkpoint(Path(path))
+        optimizer = session.server.optimizer
+        check_fits(checkpoint, self._model, optimizer, self.param_groups, weights_only, user)
+        if verify:
+            checkpoint.verify()
+        else:
+            checkpoint.check_layout()
+        session.recover()
+        try:
+            restore_weights(checkpoint, self._model)
+            manifest = checkpoint.manifest
+            if not weights_only:
+                restore_optimizer(checkpoint, self._model, optimizer, self.param_groups)
+                self._step, self._seed = manifest.step, manifest.seed
+                if self._scale is not None and manifest.loss_scale is not None:
+                    self._scale.restore(manifest.loss_scale)
+        except BaseException as failure:
+            session.broken = failure
+            raise
+        restore_user(checkpoint, user)
+        self._last_saved = str(path)
+        return self._step
+
+    def wait_saved(self, quietly: bool = False) -> None:
+        """Wait for a checkpoint that is being written. Raises its error, once, unless `quietly`."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            try:
+                saving.wait()
+            except Exception:
+                if not quietly:
+                    raise
+
+    @property
+    def steps(self) -> int:
+        """How many steps have been made, skipped ones included: the number of the next one."""
+        return self._step
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's parameter groups."""
@@ -305,9 +453,22 @@ class Trainer:
         """Stop recording."""
         self._session.trace = None
 
+    def reopen(self) -> None:
+        """Open the device anew, after DeviceLost: what the host holds is whole, and is sent again as it is needed.
+
+        Raises InconsistentState where the step that was lost had been applied in part: load a checkpoint then.
+        """
+        session = self._session
+        broken = session.broken
+        device = registry.open(str(self._options["device"]), session.capacity)
+        session.reopen(device)
+        session.broken = broken
+        self._check_usable()
+
     def close(self) -> None:
         """Finish what runs, stop the device's queues and give its memory back. The weights stay."""
         try:
+            self.wait_saved()
             self.synchronize()
         finally:
             self._session.close()
@@ -332,8 +493,13 @@ class Trainer:
         if broken is not None:
             raise InconsistentState(
                 f"An earlier step failed while layers were being updated ({broken}), so some layers have taken that "
-                "step and others have not. Load a checkpoint, or build a new trainer."
+                f"step and others have not. {self._what_to_load()}"
             ) from broken
+
+    def _what_to_load(self) -> str:
+        if self._last_saved:
+            return f"Go on with trainer.load({self._last_saved!r}), the last checkpoint that this trainer knows."
+        return "Load a checkpoint, or build a new trainer; this one has saved none."
 
     def _ready(self, batch: Any, training: bool = True) -> tuple[Batch, list[float], list[Stations]]:
         """The batch in pieces with their weights, and the stations for each piece."""
@@ -423,9 +589,9 @@ class Trainer:
         loss_row, losses, _, _ = session.scalars(len(stations), dtype)
         has_loss = stations[0].partition.has_loss
         losses_on_host = torch.zeros(len(stations), dtype=dtype) if has_loss else None
-        self._bring(stash, stations, pieces)
         step = ForwardPass(stations, contents, stash, self._seed, self._step, losses if has_loss else [])
         with session.running(stash, []) as ran:
+            self._bring(stash, stations, pieces)
             relay.forward(step, ran)
             if losses_on_host is not None:
                 ran.reads.append(relay.drain_queue.read(losses_on_host, loss_row, ran.compute[-len(stations) :]))

@@ -8,7 +8,7 @@ can be found wrong is found before the first step, a folder that cannot be writt
 import math
 import sys
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,15 @@ from tqdm import tqdm
 import relay
 from hal.memory import format_size
 from relay import run_folder
+from relay.checkpoints import newest
 from relay.data import TextData, load_text
+from relay.eps.checkpoint import Checkpoint
+from relay.errors import CheckpointError
 from relay.models import GPT
 
 HELD_OUT_BATCHES = 8
+CHECKPOINTS = "checkpoints"
+"""The folder for them inside the folder of a run."""
 
 TRACE_FROM = 3  # the first steps compile and allocate
 TRACED_STEPS = 4
@@ -60,6 +65,7 @@ def train_gpt(options: dict[str, Any], tell: Callable[[str], None]) -> dict[str,
         capacity=options["capacity"],
         seed=options["seed"],
     )
+    run = {name: options[name] for name in ("seq", "batch", "seed", "steps", "lr")} | {"text_bytes": len(data.text)}
     with closing(trainer):
         trainer.prepare(data.batch(0))
         tell(f"{parameters:,} parameters in {options['layers']} layers; {len(data.text):,} bytes of text")
@@ -67,9 +73,21 @@ def train_gpt(options: dict[str, Any], tell: Callable[[str], None]) -> dict[str,
         tell(str(trainer.ledger))
         folder = Path(options["out"])
         run_folder.prepare(folder)
+        checkpoints = relay.Checkpoints(
+            folder / CHECKPOINTS,
+            trainer,
+            every=options["checkpoint_every"],
+            keep_last=options["keep_last"],
+            facts={"run": run, "model": configuration},
+        )
+        _begin(checkpoints, run, options["resume"])
+        if trainer.steps:
+            tell(f"Going on after step {trainer.steps}.")
         held_out = data.held_out(HELD_OUT_BATCHES)
         before = _mean_loss(trainer, held_out)
-        figures = _train(trainer, data, options["steps"], options["lr"], options["trace"])
+        saving = checkpoints if options["checkpoint_every"] is not None else None
+        with saving or nullcontext():
+            figures = _train(trainer, data, options["steps"], options["lr"], saving, options["trace"])
         after = _mean_loss(trainer, held_out)
         run_folder.save(folder, trainer.state_dict(), configuration)
         plain_bytes = trainer.plain_bytes
@@ -83,8 +101,38 @@ def train_gpt(options: dict[str, Any], tell: Callable[[str], None]) -> dict[str,
     }
 
 
+def _begin(checkpoints: "relay.Checkpoints", run: dict[str, Any], resume: bool) -> None:
+    """Load the newest whole checkpoint if asked to. Raises CheckpointError where it is of another run."""
+    if not resume:
+        if checkpoints.steps():
+            raise CheckpointError(
+                f"there are checkpoints of an earlier run, the last after step {checkpoints.steps()[0]}. Go on from it "
+                "with --resume, or give another --out.",
+                file=str(checkpoints.folder),
+            )
+        return
+    path = newest(checkpoints.folder)
+    saved = Checkpoint(path).manifest.user.get("run") if path is not None else run
+    if not isinstance(saved, dict):
+        raise CheckpointError("this checkpoint was not written by `relay train`", file=str(path), field="user.run")
+    for name, value in run.items():
+        if saved.get(name) != value:
+            raise CheckpointError(
+                f"the run began with {saved.get(name)!r}, this one asks for {value!r}. What decides the batches and "
+                "the schedule must stay as it was.",
+                file=str(path),
+                field=f"user.run.{name}",
+            )
+    checkpoints.resume()
+
+
 def _train(
-    trainer: "relay.Trainer", data: TextData, steps: int, highest: float, trace_file: str | None
+    trainer: "relay.Trainer",
+    data: TextData,
+    steps: int,
+    highest: float,
+    checkpoints: "relay.Checkpoints | None",
+    trace_file: str | None,
 ) -> dict[str, Any]:
     tokens_a_step = data.batch_size * (data.window - 1)
     losses: list[float] = []
@@ -92,13 +140,14 @@ def _train(
     device_peak = host_bytes = 0
     # A terminal is redrawn often; a log file gets a line now and then.
     pause = 0.3 if sys.stderr.isatty() else 10.0
-    with tqdm(total=steps, desc="training", unit="step", dynamic_ncols=True, mininterval=pause) as bar:
-        for step in range(steps):
+    begin = min(trainer.steps, steps)
+    with tqdm(total=steps, initial=begin, desc="training", unit="step", dynamic_ncols=True, mininterval=pause) as bar:
+        for step in range(begin, steps):
             for group in trainer.optimizer.param_groups:
                 group["lr"] = learning_rate(step, steps, highest)
-            if trace_file is not None and step == min(TRACE_FROM, steps - 1):
+            if trace_file is not None and step == min(begin + TRACE_FROM, steps - 1):
                 trace = trainer.start_trace()
-            elif trace_file is not None and step == TRACE_FROM + TRACED_STEPS:
+            elif trace_file is not None and step == begin + TRACE_FROM + TRACED_STEPS:
                 trainer.stop_trace()
             metrics = trainer.step(data.batch(step))
             losses.append(metrics.loss)
@@ -112,13 +161,16 @@ def _train(
                 refresh=False,
             )
             bar.update()
-    if trace_file is not None:
+            if checkpoints is not None:
+                checkpoints.after_step()
+    if trace_file is not None and losses:
         trace.write(trace_file)
     return {
         "steps": steps,
-        "loss_first": losses[0],
-        "loss_last": losses[-1],
-        "tokens_per_second": steps * tokens_a_step / seconds["seconds"],
+        "steps_now": steps - begin,
+        "loss_first": losses[0] if losses else math.nan,
+        "loss_last": losses[-1] if losses else math.nan,
+        "tokens_per_second": len(losses) * tokens_a_step / seconds["seconds"] if losses else 0.0,
         "device_peak_bytes": device_peak,
         "host_bytes": host_bytes,
         **seconds,

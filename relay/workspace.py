@@ -39,20 +39,23 @@ class Requirement:
 
     def check(self, device: str, capacity: int | None, stash: str, microbatches: int, largest: str) -> None:
         """Raise OutOfMemory, with advice, where it passes the capacity."""
-        if capacity is None or self.total <= capacity:
-            return
+        if capacity is not None and self.total > capacity:
+            advice = self.advice(stash, microbatches, largest)
+            raise OutOfMemory(f"This run on device {device!r}", self.total, 0, capacity, advice)
+
+    def advice(self, stash: str, microbatches: int, largest: str) -> str:
+        """What the bytes are for, and what would reduce them."""
         options = []
         if stash == "device":
             options.append(f"stash='host' (the stash takes {format_size(self.stash)})")
         if self.slot_count > 1:
             options.append(f"slots={self.slot_count - 1} (each takes {format_size(self.slots // self.slot_count)})")
         options.append(f"more micro-batches than {microbatches} (smaller pieces: less workspace and stash)")
-        advice = (
+        return (
             f"It needs {self.total:,} bytes: {self.slot_count} slots of {self.slots // self.slot_count:,} (the largest "
             f"layer is {largest!r}), stash {self.stash:,}, workspace {self.workspace:,}. "
             f"What reduces it: {'; '.join(options)}; or raise capacity=."
         )
-        raise OutOfMemory(f"This run on device {device!r}", self.total, 0, capacity, advice)
 
 
 def slot_sizes(contents: Sequence[SlotContent]) -> tuple[int, int]:

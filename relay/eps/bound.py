@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -50,7 +50,20 @@ class BoundOptimizer(Protocol):
         """
 
     def state(self, name: str) -> State:
-        """The optimizer's state of one parameter, as torch.optim names it."""
+        """The optimizer's state of one parameter, as torch.optim names it; what `restore` gave if not yet in use."""
+
+    @property
+    def kind(self) -> str:
+        """Which optimizer it is, as checkpoints name it."""
+
+    def check(self, name: str, labels: Collection[str]) -> None:
+        """ValueError where a state with these labels cannot be restored."""
+
+    def restore(self, name: str, state: State) -> None:
+        """Take a parameter's state, as `state` gives it (empty: as new). Other dtypes are converted.
+
+        Memory that is not there yet is not made: the tensors are kept as they are until `allocate`.
+        """
 
 
 def bind(optimizer: Any, host: Host, store: LayerStore, state_dtype: str) -> BoundOptimizer:
@@ -90,6 +103,7 @@ class _Bound:
         self._store = store
         self._state_dtype = state_dtype
         self._state: dict[str, State] = {}
+        self._waiting: dict[str, State] = {}
 
     def allocate(self, names: Sequence[str], group: Mapping[str, Any]) -> None:
         names = [name for name in names if name not in self._state]
@@ -114,6 +128,9 @@ class _Bound:
         for label in self._optimizer.wide_states(group):
             self._allocate_flat(made, sizes, label, dtype)
         self._state.update(made)
+        for name in names:
+            if name in self._waiting:
+                _fill(made[name], self._waiting.pop(name))
 
     def _allocate_flat(self, made: dict[str, State], sizes: Sequence[int], label: str, dtype: torch.dtype) -> None:
         flat = self._host.alloc(sum(sizes), dtype, LABELS[label]).zero_()
@@ -194,4 +211,41 @@ class _Bound:
                     copy.copy_(master)
 
     def state(self, name: str) -> State:
-        return self._state.get(name, {})
+        return self._state.get(name) or self._waiting.get(name, {})
+
+    @property
+    def kind(self) -> str:
+        return type(self._optimizer).__name__
+
+    def check(self, name: str, labels: Collection[str]) -> None:
+        own = self._state.get(name)
+        if own is not None and labels and set(own) != set(labels):
+            raise ValueError(f"the optimizer here has the states {sorted(own)}, the checkpoint {sorted(labels)}")
+
+    def restore(self, name: str, state: State) -> None:
+        own = self._state.get(name)
+        if own is not None:
+            _fill(own, state)
+        elif state:
+            self._waiting[name] = state
+        else:
+            self._waiting.pop(name, None)
+
+
+def _fill(own: State, state: State) -> None:
+    """Copy a state into one that has its memory; what is missing becomes zero, as in a new one."""
+    for label, target in own.items():
+        source = state.get(label)
+        if isinstance(target, Int8State):
+            if isinstance(source, Int8State):
+                target.codes.copy_(source.codes)
+                target.scales.copy_(source.scales)
+            elif source is not None:
+                target.assign(source)
+            else:
+                target.codes.zero_()
+                target.scales.zero_()
+        elif source is None:
+            target.zero_()
+        else:
+            target.copy_(source.to_float().view(target.shape) if isinstance(source, Int8State) else source)

@@ -8,6 +8,7 @@ two, so scaling and unscaling are exact.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from relay.errors import LossScaleExhausted
@@ -35,3 +36,12 @@ class LossScale:
         self.value /= 2.0
         if self.value < self.smallest:
             raise LossScaleExhausted(self.value * 2.0)
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps of it."""
+        return {"value": self.value, "good_steps": self.good_steps, "growth_interval": self.growth_interval}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Go on from what `state` gave."""
+        self.value = float(state["value"])
+        self.good_steps, self.growth_interval = int(state["good_steps"]), int(state["growth_interval"])

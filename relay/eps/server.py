@@ -26,6 +26,7 @@ from hal.event import Event
 from hal.host import Host
 from hal.slot import DeviceSlot
 from relay.eps.bound import BoundOptimizer
+from relay.eps.snapshot import Snapshot
 from relay.eps.store import LayerStore
 
 STAGING = "gradients in transit"
@@ -58,7 +59,10 @@ class Presence(Protocol):
 
 @dataclass
 class StepRecord:
-    """A step's host work: its events, the gradient norms by parameter, and what was decided."""
+    """A step's host work: its events, the gradient norms by parameter, and what was decided.
+
+    `touched` is set before the first parameter changes: until then a step that fails has changed nothing.
+    """
 
     arrivals: list[Event] = field(default_factory=list)
     updates: list[Event] = field(default_factory=list)
@@ -71,6 +75,7 @@ class StepRecord:
     overflowed: bool = False
     skipped: bool = False
     factor: torch.Tensor | None = None
+    touched: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,8 @@ class ParameterServer:
         self._device = device
         self._host = host
         self._store = store
-        self._optimizer = optimizer
+        self.optimizer = optimizer
+        self.snapshot: Snapshot | None = None
         self._group_of = group_of
         self._order = order
         self._clipping = clipping
@@ -142,7 +148,7 @@ class ParameterServer:
                     flat = self._host.alloc(parameter.numel(), parameter.dtype, TIED_SUMS)
                     self._sums[name] = flat.view(parameter.shape)
             for number, places in self._by_group(plan).items():
-                self._optimizer.allocate([plan.names[place] for place in places], groups[number])
+                self.optimizer.allocate([plan.names[place] for place in places], groups[number])
         staged = not self.held and not self._device.info.unified
         if staged and (not self._staging or self._staging[0].numel() < largest):
             for old in self._staging:
@@ -177,7 +183,7 @@ class ParameterServer:
         def arrive() -> None:
             self._arrive(plan, gradients, unscale, record)
             if not self.held:
-                self._update(plan, gradients, groups, None, record.unreached)
+                self._update(plan, gradients, groups, None, record)
 
         # Host tasks run in order, so sums that other segments started are there.
         done = self._host.run(arrive, [*arrived, verdict], f"{'arrival' if self.held else 'update'} of {plan.name}")
@@ -188,6 +194,11 @@ class ParameterServer:
             self._staging_free[turn] = [done]
         if not self.held:
             self._note(plan, done, record)
+
+    def follow(self, device: Device) -> None:
+        """Work beside another device from now on."""
+        self._device = device
+        self.settle()
 
     def settle(self) -> None:
         """Everything submitted has ended."""
@@ -235,7 +246,7 @@ class ParameterServer:
     ) -> Any:
         def update() -> None:
             if not record.skipped:
-                self._update(plan, gradients, groups, record.factor, record.unreached)
+                self._update(plan, gradients, groups, record.factor, record)
 
         return update
 
@@ -278,17 +289,20 @@ class ParameterServer:
         gradients: Sequence[torch.Tensor],
         groups: Sequence[Mapping[str, Any]],
         factor: torch.Tensor | None,
-        unreached: set[str],
+        record: StepRecord,
     ) -> None:
         with torch.no_grad():
             for number, places in self._by_group(plan).items():
                 if plan.presence is not None:
-                    places = [place for place in places if plan.names[place] not in unreached]
+                    places = [place for place in places if plan.names[place] not in record.unreached]
                     self._optimizer.allocate([plan.names[place] for place in places], groups[number])
                     if not places:
                         continue
                 names = [plan.names[place] for place in places]
-                self._optimizer.update(names, [gradients[place] for place in places], groups[number], factor)
+                if self.snapshot is not None:
+                    self.snapshot.before_update(names)
+                record.touched = True
+                self.optimizer.update(names, [gradients[place] for place in places], groups[number], factor)
 
     def _by_group(self, plan: GradientPlan) -> dict[int, list[int]]:
         """The places of a plan's updates by parameter group."""

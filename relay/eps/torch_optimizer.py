@@ -8,7 +8,7 @@ optimizers that treat each parameter by itself; one that looks across all parame
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ class BoundTorchOptimizer:
         self._optimizers: dict[tuple[str, ...], torch.optim.Optimizer] = {}
         self._states: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         self._counted: set[str] = set()
+        self._waiting: dict[str, dict[str, Any]] = {}
 
     def allocate(self, names: Sequence[str], group: Mapping[str, Any]) -> None:
         """Nothing: torch makes its states at the first step."""
@@ -61,6 +62,9 @@ class BoundTorchOptimizer:
         for name in key:
             if name not in self._leaves:
                 self._leaves[name] = nn.Parameter(self._store[name], requires_grad=True)
+            if name in self._waiting:
+                self._states[self._leaves[name]] = _copied(self._waiting.pop(name))
+                self._count(name, 1)
         made = self._factory([self._leaves[name] for name in key])
         for leaf, state in made.state.items():
             self._states.setdefault(leaf, state)
@@ -90,10 +94,39 @@ class BoundTorchOptimizer:
                 copy.copy_(self._store[name])
         # torch makes its state at the first step; the ledger learns of it then.
         for name in set(names) - self._counted:
-            self._counted.add(name)
-            for label, tensor in self._states[self._leaves[name]].items():
-                if isinstance(tensor, torch.Tensor):
-                    self._host.ledger.add(label, tensor.dtype, tensor.numel() * tensor.dtype.itemsize)
+            self._count(name, 1)
 
     def state(self, name: str) -> dict[str, Any]:
+        if name in self._waiting:
+            return dict(self._waiting[name])
         return dict(self._states.get(self._leaves[name], {})) if name in self._leaves else {}
+
+    @property
+    def kind(self) -> str:
+        made_by = getattr(self._factory, "func", self._factory)
+        return f"torch.optim.{getattr(made_by, '__name__', '')}"
+
+    def check(self, name: str, labels: Collection[str]) -> None:
+        """torch makes states as it needs them, so whatever a class has saved it takes back."""
+
+    def restore(self, name: str, state: Mapping[str, Any]) -> None:
+        leaf = self._leaves.get(name)
+        if leaf is not None:
+            if name in self._counted:
+                self._count(name, -1)
+            self._states.pop(leaf, None)
+        # Made anew, so that a class which starts with a state (Adagrad) does so where none is given.
+        self._optimizers = {key: made for key, made in self._optimizers.items() if name not in key}
+        self._waiting.pop(name, None)
+        if state:
+            self._waiting[name] = dict(state)
+
+    def _count(self, name: str, sign: int) -> None:
+        (self._counted.add if sign > 0 else self._counted.discard)(name)
+        for label, tensor in self._states[self._leaves[name]].items():
+            if isinstance(tensor, torch.Tensor):
+                self._host.ledger.add(label, tensor.dtype, sign * tensor.numel() * tensor.dtype.itemsize)
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {label: value.clone() if isinstance(value, torch.Tensor) else value for label, value in state.items()}

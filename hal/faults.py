@@ -1,0 +1,237 @@
+"""Faults on purpose: any device, wrapped so that a chosen call fails, is slow, or gives a wrong value.
+
+It is how tests find out what becomes of a fault, and belongs to no backend: it passes everything on to the device
+that it wraps, and registers under no name. Invariant: without a fault asked for, results, events and accounts are
+the wrapped device's own; calls are counted in the order of submission, which a schedule repeats exactly.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hal.device import Buffer, Device, Queue, View
+from hal.errors import DeviceLost, HalError, OutOfMemory
+from hal.event import Event
+from hal.host import Host
+from hal.kernel import Kernel, Program
+from hal.memory import MemoryUse
+from hal.random import RandomKey
+
+
+class InjectedFault(HalError):
+    """The fault that was asked for."""
+
+
+@dataclass
+class Faults:
+    """What is to go wrong, by the number of the call (0 is the next one; `restart` counts anew).
+
+    `fail_at` is the call that fails, in one of the ways of `how`: `skip` (it does not run), `after` (it runs, and then
+    reports an error), `submit` (submitting it raises), `lost` (this and all later calls raise DeviceLost).
+    `poison_at` is the call whose output is overwritten with `poison`. `slow` delays every call on a queue, by name,
+    in seconds (`host` for host tasks). `capacity` is a new limit in bytes for what is allocated from now on.
+    """
+
+    fail_at: int | None = None
+    how: str = "skip"
+    poison_at: int | None = None
+    poison: float = float("nan")
+    slow: dict[str, float] = field(default_factory=dict)
+    capacity: int | None = None
+    calls: list[str] = field(default_factory=list)
+
+    def restart(self, fail_at: int | None = None, how: str = "skip", poison_at: int | None = None) -> None:
+        """Count from 0 again, with these faults to come."""
+        self.fail_at, self.how, self.poison_at = fail_at, how, poison_at
+        self.calls.clear()
+
+    def submit(
+        self, queue: str, label: str, wait: Sequence[Event], call: Callable[[Sequence[Event]], Event]
+    ) -> tuple[Event, bool]:
+        """Submit `call`, given its waits, with what is to go wrong. Also says whether its output is to be poisoned."""
+        number = len(self.calls)
+        self.calls.append(f"{queue}: {label}")
+        if queue in self.slow:
+            wait = [*wait, _Delay(self.slow[queue])]
+        if self.how == "lost" and self.fail_at is not None and number >= self.fail_at:
+            return _Failed(wait, DeviceLost(f"the device is gone (asked for at call {self.fail_at})")), False
+        if number == self.fail_at:
+            fault = InjectedFault(f"call {number}, {label} on {queue}, failed because it was asked to")
+            if self.how == "submit":
+                raise fault
+            return _Failed([call(wait)] if self.how == "after" else wait, fault), False
+        return call(wait), number == self.poison_at
+
+
+class FaultyDevice(Device):
+    """A device with faults."""
+
+    def __init__(self, device: Device, faults: Faults) -> None:
+        self.info = device.info
+        self.faults = faults
+        self._device = device
+        self._queues: dict[str, FaultyQueue] = {}
+
+    def alloc(self, size: int, what: str = "buffer") -> Buffer:
+        capacity, in_use = self.faults.capacity, self._device.memory().in_use
+        if capacity is not None and in_use + size > capacity:
+            raise OutOfMemory(what, size, in_use, capacity)
+        return self._device.alloc(size, what)
+
+    def queue(self, name: str) -> Queue:
+        if name not in self._queues:
+            self._queues[name] = FaultyQueue(self._device.queue(name), name, self.faults)
+        return self._queues[name]
+
+    def compile(self, program: Program) -> Kernel:
+        return self._device.compile(program)
+
+    def host(self, capacity: int | None = None, pinned: int | None = None) -> Host:
+        return FaultyHost(self._device.host(capacity, pinned), self.faults)
+
+    def memory(self) -> MemoryUse:
+        return self._device.memory()
+
+    def reset_peak(self) -> None:
+        self._device.reset_peak()
+
+    def adopt(self, tensor: torch.Tensor) -> View:
+        return self._device.adopt(tensor)
+
+    def host_tensor(self, view: View) -> torch.Tensor:
+        return self._device.host_tensor(view)
+
+    def close(self) -> None:
+        self._device.close()
+
+
+class FaultyQueue(Queue):
+    """A queue with faults."""
+
+    def __init__(self, queue: Queue, name: str, faults: Faults) -> None:
+        self.name = name
+        self._queue = queue
+        self._faults = faults
+
+    def write(self, target: View, source: torch.Tensor, wait: Sequence[Event] = ()) -> Event:
+        return self._submit("write", [target], wait, lambda waits: self._queue.write(target, source, waits))
+
+    def read(self, target: torch.Tensor, source: View, wait: Sequence[Event] = ()) -> Event:
+        return self._submit("read", [], wait, lambda waits: self._queue.read(target, source, waits))
+
+    def copy(self, target: View, source: View, wait: Sequence[Event] = ()) -> Event:
+        return self._submit("copy", [target], wait, lambda waits: self._queue.copy(target, source, waits))
+
+    def fill(self, target: View, value: float, wait: Sequence[Event] = ()) -> Event:
+        return self._submit("fill", [target], wait, lambda waits: self._queue.fill(target, value, waits))
+
+    def run(
+        self,
+        kernel: Kernel,
+        inputs: Sequence[View],
+        outputs: Sequence[View],
+        accumulate: tuple[bool, ...] = (),
+        key: RandomKey | None = None,
+        wait: Sequence[Event] = (),
+    ) -> Event:
+        def call(waits: Sequence[Event]) -> Event:
+            return self._queue.run(kernel, inputs, outputs, accumulate, key, waits)
+
+        return self._submit(kernel.program.name, outputs[:1], wait, call)
+
+    def _submit(
+        self, label: str, outputs: Sequence[View], wait: Sequence[Event], call: Callable[[Sequence[Event]], Event]
+    ) -> Event:
+        event, poisoned = self._faults.submit(self.name, label, wait, call)
+        for view in outputs if poisoned else ():
+            event = self._queue.fill(view, self._faults.poison, [event])
+        return event
+
+
+class FaultyHost(Host):
+    """A host with faults in its tasks. Memory and ledger are the wrapped host's."""
+
+    def __init__(self, host: Host, faults: Faults) -> None:
+        self.ledger = host.ledger
+        self._host = host
+        self._faults = faults
+
+    def alloc(self, count: int, dtype: torch.dtype, state: str, crosses: bool = False) -> torch.Tensor:
+        return self._host.alloc(count, dtype, state, crosses)
+
+    def free(self, tensor: torch.Tensor, state: str) -> None:
+        self._host.free(tensor, state)
+
+    def run(self, task: Callable[[], None], wait: Sequence[Event] = (), label: str = "host task") -> Event:
+        return self._faults.submit("host", label, wait, lambda waits: self._host.run(task, waits, label))[0]
+
+    def follow(self, other: Host) -> None:
+        self._host.follow(other._host if isinstance(other, FaultyHost) else other)
+
+    def memory(self) -> MemoryUse:
+        return self._host.memory()
+
+    @property
+    def page_locked(self) -> int:
+        return self._host.page_locked
+
+    def close(self) -> None:
+        self._host.close()
+
+
+class _Failed(Event):
+    """Ends when all that it waits for has, with the first error of those or its own."""
+
+    def __init__(self, wait: Sequence[Event], error: HalError) -> None:
+        self._wait = list(wait)
+        self._error = error
+
+    def done(self) -> bool:
+        return all(event.done() for event in self._wait)
+
+    def wait(self) -> None:
+        error: BaseException | None = None
+        for event in self._wait:
+            try:
+                event.wait()
+            except Exception as failure:
+                error = error or failure
+        raise error or self._error
+
+    def span(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
+
+class _Delay(Event):
+    """Whoever waits for it sleeps a while."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        time.sleep(self._seconds)
+
+    def span(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
+
+def faulty(open_device: Callable[..., Device], faults: Faults) -> Callable[..., Any]:
+    """What to put in the place of `hal.registry.open` in a test: opens devices with these faults.
+
+    A device that was lost works again when it is opened anew.
+    """
+
+    def open_faulty(name: str, capacity: int | None = None) -> FaultyDevice:
+        if faults.how == "lost":
+            faults.fail_at = None
+        return FaultyDevice(open_device(name, capacity), faults)
+
+    return open_faulty

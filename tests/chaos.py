@@ -1,0 +1,110 @@
+"""Trains in processes that are killed by SIGKILL at random moments, and goes on each time: for `test_chaos`.
+
+    python chaos.py FOLDER KILLS SEED
+
+First a run without kills; then runs whose processes are killed until there were KILLS kills. Whenever a run comes to
+its end, its last checkpoint must hold the bytes of the first run's. Prints one JSON object. The processes are forked
+from one that has imported everything, which is all that makes fifty of them affordable.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import relay
+from relay.eps import fused
+from relay.loading import Batches, Shuffle
+
+STEPS = 40
+
+
+def train(folder: Path) -> None:
+    """One process's life: go on from what is there, to the end."""
+    torch.manual_seed(0)
+    middle = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.1)) for _ in range(2)]
+    layers = [nn.Linear(4, 16), *middle, nn.Linear(16, 2)]
+    inputs, targets = torch.randn(60, 4), torch.randn(60, 2)
+    data = torch.utils.data.TensorDataset(inputs, targets)
+    batches = Batches(torch.utils.data.DataLoader(data, batch_size=8, drop_last=True, sampler=Shuffle(60, seed=1)))
+    options = {"microbatches": 2, "clip_grad_norm": 1.0, "state_dtype": "int8", "seed": 3}
+    with relay.Trainer(layers, nn.functional.mse_loss, **options) as trainer:
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(trainer.optimizer, STEPS)
+        checkpoints = relay.Checkpoints(folder, trainer, every=1, data=batches, schedule=schedule)
+        with checkpoints:
+            checkpoints.resume()
+            for batch in batches:
+                if trainer.steps >= STEPS:
+                    break
+                trainer.step(tuple(batch))
+                schedule.step()
+                checkpoints.after_step()
+
+
+def start(folder: Path) -> int:
+    """Fork a process that trains. Its exit code is 0 when it came to the end, 1 for an exception."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        # A checkpoint that a kill cut short has no name yet, so nothing damaged is ever found.
+        warnings.simplefilter("error", RuntimeWarning)
+        train(folder)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files of a run's last checkpoint."""
+    return {file.name: file.read_bytes() for file in (folder / f"step-{STEPS:09}").iterdir()}
+
+
+def main() -> None:
+    """Kill, and count."""
+    folder, kills, rolls = Path(sys.argv[1]), int(sys.argv[2]), random.Random(int(sys.argv[3]))
+    torch.set_num_threads(1)
+    fused.matches_torch()
+    began = time.perf_counter()
+    assert os.waitpid(start(folder / "calm"), 0)[1] == 0, "the run without kills failed"
+    longest = time.perf_counter() - began
+    expected = contents(folder / "calm")
+    counted = {"kills": 0, "while_writing": 0, "runs": 0}
+    run = folder / "chaos"
+    while True:
+        child = start(run)
+        ended = 0
+        if counted["kills"] < kills:
+            until = time.perf_counter() + rolls.uniform(0, longest)
+            while time.perf_counter() < until and not ended:
+                time.sleep(0.002)
+                ended, status = os.waitpid(child, os.WNOHANG)
+        if not ended:
+            if counted["kills"] < kills:
+                os.kill(child, signal.SIGKILL)
+            status = os.waitpid(child, 0)[1]
+        if os.WIFSIGNALED(status):
+            counted["kills"] += 1
+            counted["while_writing"] += any(run.glob(".*.partial/*")) if run.is_dir() else 0
+            continue
+        assert os.WEXITSTATUS(status) == 0, "a process failed to go on"
+        assert contents(run) == expected, "a run that was killed ended elsewhere"
+        counted["runs"] += 1
+        shutil.rmtree(run)
+        if counted["kills"] >= kills:
+            break
+    print(json.dumps(counted))
+
+
+if __name__ == "__main__":
+    main()
