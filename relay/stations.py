@@ -15,7 +15,7 @@ import torch
 from hal.device import Device
 from hal.kernel import Kernel, Program, Role
 from relay.blocks import same_structure, tie_pattern
-from relay.capture import Captured, capture
+from relay.capture import Captured, Lowering, capture
 from relay.segments import Partition, Segment
 
 
@@ -100,7 +100,11 @@ class Stations:
 
 
 def build_stations(
-    partition: Partition, training: bool, results: bool, compute: torch.dtype = torch.float32
+    partition: Partition,
+    training: bool,
+    results: bool,
+    compute: torch.dtype = torch.float32,
+    lowering: Lowering = Lowering.NATIVE,
 ) -> Stations:
     """Capture; nothing is compiled yet. For `training` the last segment gets one joint pass, else forward passes only;
     `results` asks for the model's outputs besides the loss."""
@@ -118,7 +122,7 @@ def build_stations(
         signature = [(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in inputs]
         captured = _twin(segment, signature, captures)
         if captured is None:
-            captured = capture(segment.module, inputs, segment.name, last and partition.has_loss, compute)
+            captured = capture(segment.module, inputs, segment.name, last and partition.has_loss, compute, lowering)
             captures.append((segment, signature, captured))
         for value, flag, port in zip(
             segment.outputs, captured.output_requires_grad, captured.forward.outputs, strict=False

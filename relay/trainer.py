@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 from hal import registry
+from hal.device import NATIVE
 from hal.event import Event
 from hal.host import Ledger
 from hal.memory import parse_size
 from relay.batches import Batch, count_tokens, take_apart, weigh, without_empty
+from relay.capture import Lowering
 from relay.eps.bound import STATE_DTYPES, as_spec, bind
 from relay.eps.groups import split_into_groups
 from relay.eps.optimizers import AdamW, RelayOptimizer
@@ -120,6 +122,7 @@ class Trainer:
         order = [name for name, _ in self._model.named_parameters()]
         clipping = Clipping(clip_grad_norm, clip_grad_value)
         server = ParameterServer(opened, host, store, bound, group_of, order, clipping, self._scale is not None)
+        self._lowering = Lowering.NATIVE if NATIVE in opened.info.tags else Lowering.CORE
         self._session = Session(self._model, opened, host, store, server, slots, stash, limit)
 
     # -- training ---------------------------------------------------------------------------------------------
@@ -330,7 +333,9 @@ class Trainer:
                 partition = partition_list(
                     self._modules, self._loss, inputs, batch.tree, targets, batch.target_tree, self._compute
                 )
-            stations = self._cache[key] = build_stations(partition, training, results, self._compute)
+            stations = self._cache[key] = build_stations(
+                partition, training, results, self._compute, self._lowering
+            )
         return stations
 
     def _plain_bytes(self, stations: Stations) -> int:

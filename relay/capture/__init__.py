@@ -1,10 +1,22 @@
 """Capture: from modules to graphs. The only package that touches torch's private tracing interfaces.
 
-`joint` makes a segment's programs, `tracing` traces whole models with their blocks opaque, `measure` counts what a
-graph costs, `explain` says why a capture failed.
+`joint` makes a segment's programs, `core` rewrites them for devices that are not PyTorch's, `tracing` traces whole
+models with their blocks opaque, `measure` counts what a graph costs, `explain` says why a capture failed.
 """
 
+from relay.capture.core import Lowering
 from relay.capture.joint import Captured, autocast, capture
 from relay.capture.tracing import BLOCK, OpaqueCall, as_fake, opaque_blocks, run_fake, trace
 
-__all__ = ["BLOCK", "Captured", "OpaqueCall", "as_fake", "autocast", "capture", "opaque_blocks", "run_fake", "trace"]
+__all__ = [
+    "BLOCK",
+    "Captured",
+    "Lowering",
+    "OpaqueCall",
+    "as_fake",
+    "autocast",
+    "capture",
+    "opaque_blocks",
+    "run_fake",
+    "trace",
+]

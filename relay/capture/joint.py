@@ -26,8 +26,10 @@ import torch
 from torch import fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
+from hal import ops
 from hal import random as counter_random
 from hal.kernel import Port, Program, Role
+from relay.capture.core import Lowering, attention, decompositions, simplify
 from relay.capture.explain import explain
 from relay.capture.measure import count_flops, count_moved, fingerprint, peak_of_temporaries, saved_bytes
 from relay.errors import CaptureError
@@ -71,12 +73,14 @@ def capture(
     name: str,
     ends_in_loss: bool = False,
     compute: torch.dtype = torch.float32,
+    lowering: Lowering = Lowering.NATIVE,
 ) -> Captured:
     """Capture `module(*inputs)`, which returns a tuple of tensors, the loss first where it `ends_in_loss`.
 
     `requires_grad` of the inputs is respected. `inputs` are examples: shapes, dtypes and `requires_grad` count,
     values do not. With `compute` bfloat16 or float16 the module runs as under PyTorch's autocast; a parameter that is
-    only ever used rounded to that dtype then comes in rounded. Raises CaptureError.
+    only ever used rounded to that dtype then comes in rounded. `lowering` is what the device wants (`NATIVE` among its
+    tags, or core). Raises CaptureError.
     """
     wants_gradients = any(tensor.requires_grad for tensor in [*module.parameters(), *inputs])
     traced = _Traced(module, compute, not wants_gradients)
@@ -85,10 +89,14 @@ def capture(
     try:
         with warnings.catch_warnings(), contextlib.ExitStack() as stack:
             warnings.simplefilter("ignore")
-            joint = aot_export_joint_with_descriptors(stack, traced, (*inputs, *spare), {})
+            table = None
+            if lowering is Lowering.CORE:
+                stack.enter_context(attention())
+                table = decompositions()
+            joint = aot_export_joint_with_descriptors(stack, traced, (*inputs, *spare), {}, decompositions=table)
     except Exception as failure:
         raise explain(failure, name) from failure
-    return _Extraction(module, joint.graph_module, name, wants_gradients, compute).captured(ends_in_loss)
+    return _Extraction(module, joint.graph_module, name, wants_gradients, compute, lowering).captured(ends_in_loss)
 
 
 class _Traced(nn.Module):
@@ -118,9 +126,16 @@ class _Extraction:
     """Reads a joint graph by its descriptors and cuts the programs out of it."""
 
     def __init__(
-        self, module: nn.Module, traced: fx.GraphModule, name: str, wants_gradients: bool, compute: torch.dtype
+        self,
+        module: nn.Module,
+        traced: fx.GraphModule,
+        name: str,
+        wants_gradients: bool,
+        compute: torch.dtype,
+        lowering: Lowering,
     ) -> None:
         self.traced = traced
+        self.lowering = lowering
         self.name = name
         self.wants_gradients = wants_gradients
         self.parameters: list[list[tuple[str, fx.Node]]] = []
@@ -281,6 +296,10 @@ class _Extraction:
             outputs.append(total)
         graph.output(tuple(outputs))
         graph.eliminate_dead_code()
+        core = self.lowering is Lowering.CORE
+        if core:
+            graph = simplify(graph, self.name)
+            key = next(node for node in graph.nodes if node.op == "placeholder" and node.target == "key")
         draws = bool(key.users)
         if not draws:
             graph.erase_node(key)
@@ -295,8 +314,8 @@ class _Extraction:
             outputs=out_ports,
             constants=constants,
             draws=draws,
-            flops=count_flops(graph),
-            moved=count_moved(graph),
+            flops=ops.count_flops(graph) if core else count_flops(graph),
+            moved=ops.count_moved(graph) if core else count_moved(graph),
             workspace=peak_of_temporaries(graph),
             fingerprint=fingerprint(graph, ports, out_ports, constants),
         )
