@@ -33,6 +33,7 @@ from hal.worker import Worker
 COMPUTE = "compute"
 """The queue that kernels run on, and the host's tasks with them."""
 
+
 class HostBuffer(Buffer):
     """A flat tensor of bytes, charged to the device's account."""
 

@@ -125,9 +125,7 @@ class NumpyDevice(HostDevice):
     def workspace(self, program: Program) -> int:
         """Floating-point values are held wider than the program says: charged as if all of them were."""
         dtypes = {port.dtype for port in (*program.inputs, *program.outputs) if port.dtype.is_floating_point}
-        widest = max(
-            (self._arrays.real.itemsize / stored_dtype(dtype).itemsize for dtype in dtypes), default=1.0
-        )
+        widest = max((self._arrays.real.itemsize / stored_dtype(dtype).itemsize for dtype in dtypes), default=1.0)
         return math.ceil(program.workspace * max(widest, 1.0))
 
 
