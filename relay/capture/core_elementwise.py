@@ -78,6 +78,11 @@ def elementwise(builder: Builder, target: Any, args: list[Any], kwargs: dict[str
         target = aten.logical_or.default if target is aten.maximum.default else aten.logical_and.default
     if target in (aten.mul.Scalar, aten.div.Scalar) and args[1] == 1:
         return args[0]
+    if target is aten.logical_and.default:
+        for position in (0, 1):
+            other = args[1 - position]
+            if constant_of(args[position]) is True and part_spec(other).shape == wanted.shape:
+                return other
     folded = _folded(builder, target, args, kwargs)
     return folded if folded is not None else builder.call(target, *args, **kwargs)
 

@@ -434,6 +434,62 @@ def _pool(builder: Builder, call: Call) -> Any:
     return builder.call(call.target, *positional)
 
 
+def _counted(builder: Builder, count: int, step: int = 1) -> fx.Node:
+    return builder.call(aten.arange.start_step, 0, count * step, step, dtype=torch.int64)
+
+
+def _unfold(builder: Builder, call: Call) -> Any:
+    """Windows along a dimension: the places of their elements are looked up, and the window goes last."""
+    dim, size, step = call.get("dimension") % len(call.spec.shape), call.get("size"), call.get("step")
+    count = (call.spec.shape[dim] - size) // step + 1
+    starts = builder.view(_counted(builder, count, step), [count, 1])
+    places = builder.call(aten.add.Tensor, starts, _counted(builder, size))
+    windows = builder.call(aten.index.Tensor, call.x, [*[None] * dim, places])
+    order = [place for place in range(len(call.wanted.shape)) if place != dim + 1]
+    return builder.permute(windows, [*order, dim + 1])
+
+
+def _diagonal(builder: Builder, call: Call) -> Any:
+    rank = len(call.spec.shape)
+    first, second = call.get("dim1") % rank, call.get("dim2") % rank
+    offset, length = call.get("offset"), call.wanted.shape[-1]
+    last = builder.permute(call.x, [*(dim for dim in range(rank) if dim not in (first, second)), first, second])
+    along = _counted(builder, length)
+    moved = builder.call(aten.add.Scalar, along, abs(offset)) if offset else along
+    pair = [along, moved] if offset >= 0 else [moved, along]
+    return builder.call(aten.index.Tensor, last, [*[None] * (rank - 2), *pair])
+
+
+def _average_pool(builder: Builder, call: Call) -> Any:
+    """A convolution of every plane by itself with equal weights; its gradient is the transposed convolution."""
+    backward = call.target is aten.avg_pool2d_backward.default
+    planes = call.get("self").meta["val"]
+    kernel, stride, padding = (
+        list(value) * (2 if len(value) == 1 else 1)
+        for value in (call.get("kernel_size"), call.get("stride") or call.get("kernel_size"), call.get("padding"))
+    )
+    divisor = call.get("divisor_override")
+    uneven = any(padding) and not call.get("count_include_pad") and divisor is None
+    if call.get("ceil_mode") or uneven:
+        raise ValueError("pooling that rounds up, or whose windows at the edge divide by less")
+    *outer, height, width = planes.shape
+    count = math.prod(outer)
+    weight = builder.full([1, 1, *kernel], 1.0 / (divisor or math.prod(kernel)), planes.dtype)
+    flat = builder.view(call.x, [count, 1, *call.spec.shape[-2:]])
+    further = [0, 0]
+    if backward:
+        further = [
+            extent - ((out - 1) * step - 2 * pad + size)
+            for extent, out, step, pad, size in zip(
+                (height, width), call.spec.shape[-2:], stride, padding, kernel, strict=True
+            )
+        ]
+    result = builder.call(
+        aten.convolution.default, flat, weight, None, stride, padding, [1, 1], backward, further, 1
+    )
+    return builder.view(result, call.wanted.shape)
+
+
 REWRITES: dict[Any, Callable[[Builder, Call], Any]] = {
     aten.alias.default: _as_it_is,
     aten.clone.default: _as_it_is,
@@ -517,6 +573,10 @@ REWRITES: dict[Any, Callable[[Builder, Call], Any]] = {
     aten.cat.default: _cat,
     aten.native_dropout.default: _dropout,
     aten.constant_pad_nd.default: _pad,
+    aten.unfold.default: _unfold,
+    aten.diagonal.default: _diagonal,
+    aten.avg_pool2d.default: _average_pool,
+    aten.avg_pool2d_backward.default: _average_pool,
     aten.scatter.value: _scatter_value,
     aten.max_pool2d_with_indices.default: _pool,
     aten.max_pool2d_with_indices_backward.default: _pool,

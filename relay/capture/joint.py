@@ -117,7 +117,8 @@ class _Traced(nn.Module):
         separate = []
         for output in outputs:
             shares = id(output) in taken or output._is_view()
-            separate.append(output.clone() if shares else output)
+            # A seed has the layout of its output, and seeds come in contiguous.
+            separate.append(output.clone(memory_format=torch.contiguous_format) if shares else output.contiguous())
             taken.add(id(output))
         return (*separate, inputs[-1] * 2) if self.has_spare else tuple(separate)
 
@@ -358,6 +359,8 @@ def _copy_nodes(
             environment[node] = environment[node.args[0]][node.args[1]]
         elif draws and target is aten.native_dropout.default:
             environment[node] = _keyed_dropout(graph, environment[node.args[0]], node, key, number)
+        elif draws and target is aten.bernoulli.p:
+            environment[node] = _keyed_bernoulli(graph, node, key, number)
         elif draws and target in _RANDOM and node.meta["val"].dtype is torch.float32:
             drawn = graph.call_function(_RANDOM[target], (key, number, tuple(node.meta["val"].shape)))
             drawn.meta = {"val": node.meta["val"]}
@@ -365,7 +368,7 @@ def _copy_nodes(
         elif draws:
             raise CaptureError(
                 f"layer {layer!r} draws random numbers by {target}, which has no counter-based form here. "
-                "Dropout, torch.rand, rand_like, randn and randn_like in float32 have one.",
+                "Dropout, torch.bernoulli of one probability, torch.rand, rand_like, randn and randn_like in float32 have one.",
                 layer=layer,
                 op=str(target),
             )
@@ -385,6 +388,17 @@ def _draws_by_itself(node: fx.Node) -> bool:
             given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name, 0.0)
             return bool(given)
     return True
+
+
+def _keyed_bernoulli(graph: fx.Graph, node: fx.Node, key: fx.Node, number: int) -> fx.Node:
+    """Ones with probability p, else zeros: what dropout of whole channels draws."""
+    value = node.meta["val"]
+    probability = float(node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5))  # type: ignore[arg-type]
+    mask = graph.call_function(counter_random.keep_mask, (key, number, tuple(value.shape), 1.0 - probability))
+    mask.meta = {"val": torch.empty(value.shape, dtype=torch.bool, device="meta")}
+    ones = graph.call_function(aten._to_copy.default, (mask,), {"dtype": value.dtype})
+    ones.meta = {"val": value}
+    return ones
 
 
 def _keyed_dropout(graph: fx.Graph, source: fx.Node, node: fx.Node, key: fx.Node, number: int) -> tuple[Any, Any]:
