@@ -368,7 +368,7 @@ def _copy_nodes(
         elif draws:
             raise CaptureError(
                 f"layer {layer!r} draws random numbers by {target}, which has no counter-based form here. "
-                "Dropout, torch.bernoulli of one probability, torch.rand, rand_like, randn and randn_like in float32 have one.",
+                "Dropout, torch.rand, rand_like, randn and randn_like in float32 have one.",
                 layer=layer,
                 op=str(target),
             )
