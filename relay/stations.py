@@ -15,7 +15,7 @@ import torch
 from hal.device import Device
 from hal.kernel import Kernel, Program, Role
 from relay.blocks import same_structure, tie_pattern
-from relay.capture import Captured, Presence, capture
+from relay.capture import Captured, Lowering, Presence, capture
 from relay.segments import Partition, Segment, Value
 
 
@@ -105,6 +105,7 @@ def build_stations(
     results: bool,
     compute: torch.dtype = torch.float32,
     presences: dict[str, Presence] | None = None,
+    lowering: Lowering = Lowering.NATIVE,
 ) -> Stations:
     """Capture; nothing is compiled yet. For `training` the last segment gets one joint pass, else forward passes only;
     `results` asks for the model's outputs besides the loss. `presences` are those of the segments that run eagerly, by
@@ -123,7 +124,7 @@ def build_stations(
         signature = [(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in inputs]
         captured = _twin(segment, signature, captures)
         if captured is None:
-            captured = capture(segment.module, inputs, segment.name, last and partition.has_loss, compute)
+            captured = capture(segment.module, inputs, segment.name, last and partition.has_loss, compute, lowering)
             if captured.eager is None:
                 captures.append((segment, signature, captured))
             elif presences is not None:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from hal import registry
+from hal.device import NATIVE
 from hal.errors import DeviceLost
 from hal.event import Event
 from hal.host import Host, Ledger
@@ -28,7 +29,7 @@ from hal.memory import parse_size
 from relay.batches import Batch, count_tokens, take_apart, weigh, without_empty
 from relay.blocks import plain_attributes, undisturbed
 from relay.buckets import Buckets
-from relay.capture import Presence
+from relay.capture import Lowering, Presence
 from relay.eps.bound import STATE_DTYPES, as_spec, bind
 from relay.eps.checkpoint import SHARD_BYTES, Checkpoint, Progress
 from relay.eps.groups import split_into_groups
@@ -186,6 +187,7 @@ class Trainer:
             self._model, opened, host, store, server, slots, stash, limit, build, precision, state_dtype
         )
         self._session.stall_seconds = stall_seconds
+        self._lowering = Lowering.NATIVE if NATIVE in opened.info.tags else Lowering.CORE
 
     # -- training ---------------------------------------------------------------------------------------------
 
@@ -554,7 +556,9 @@ class Trainer:
                 partition = partition_list(
                     self._modules, self._loss, inputs, batch.tree, targets, batch.target_tree, self._compute
                 )
-            return build_stations(partition, training, results, self._compute, self._presences)
+            return build_stations(
+                partition, training, results, self._compute, self._presences, self._lowering
+            )
 
     def _plain_bytes(self, stations: Stations) -> int:
         """Device bytes that plain training would need: weights, gradients, two moments, and what autograd keeps."""

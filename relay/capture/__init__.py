@@ -1,9 +1,10 @@
 """Capture: from modules to graphs. The only package that touches torch's private tracing interfaces.
 
-`joint` makes a segment's programs, `tracing` traces whole models with their blocks opaque, `measure` counts what a
-graph costs, `explain` says why a capture failed.
+`joint` makes a segment's programs, `core` rewrites them for devices that are not PyTorch's, `tracing` traces whole
+models with their blocks opaque, `measure` counts what a graph costs, `explain` says why a capture failed.
 """
 
+from relay.capture.core import Lowering
 from relay.capture.eager import Presence
 from relay.capture.joint import Captured, autocast, capture
 from relay.capture.states import call_with
@@ -12,6 +13,7 @@ from relay.capture.tracing import BLOCK, OpaqueCall, as_fake, opaque_blocks, run
 __all__ = [
     "BLOCK",
     "Captured",
+    "Lowering",
     "OpaqueCall",
     "Presence",
     "as_fake",

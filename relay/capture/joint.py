@@ -26,9 +26,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hal import ops
 from hal import random as counter_random
 from hal.kernel import Port, Program, Role
+from relay.capture.core import Lowering, attention, decompositions, simplify
 from relay.capture.eager import EagerSegment, eager_programs
 from relay.capture.explain import explain, reason
 from relay.capture.measure import count_flops, count_moved, fingerprint, peak_of_temporaries, saved_bytes
@@ -77,12 +81,14 @@ def capture(
     name: str,
     ends_in_loss: bool = False,
     compute: torch.dtype = torch.float32,
+    lowering: Lowering = Lowering.NATIVE,
 ) -> Captured:
     """Capture `module(*inputs)`, which returns a tuple of tensors, the loss first where it `ends_in_loss`.
 
     `requires_grad` of the inputs is respected. `inputs` are examples: shapes, dtypes and `requires_grad` count,
     values do not. With `compute` bfloat16 or float16 the module runs as under PyTorch's autocast; a parameter that is
-    only ever used rounded to that dtype then comes in rounded. Raises CaptureError.
+    only ever used rounded to that dtype then comes in rounded. `lowering` is what the device wants (`NATIVE` among its
+    tags, or core). Raises CaptureError.
     """
     wants_gradients = any(tensor.requires_grad for tensor in [*module.parameters(), *inputs])
     traced = _Traced(module, compute, not wants_gradients)
@@ -91,10 +97,17 @@ def capture(
     try:
         with warnings.catch_warnings(), contextlib.ExitStack() as stack:
             warnings.simplefilter("ignore")
-            joint = aot_export_joint_with_descriptors(stack, traced, (*inputs, *spare), {})
+            # A module's tensors that are neither parameters nor buffers meet fake ones in the trace.
+            mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
+            stack.enter_context(tracing(TracingContext(mode)))
+            table = None
+            if lowering is Lowering.CORE:
+                stack.enter_context(attention())
+                table = decompositions()
+            joint = aot_export_joint_with_descriptors(stack, traced, (*inputs, *spare), {}, decompositions=table)
     except Exception as failure:
         return _run_eagerly(module, inputs, name, ends_in_loss, compute, failure)
-    return _Extraction(module, joint.graph_module, name, wants_gradients, compute).captured(ends_in_loss)
+    return _Extraction(module, joint.graph_module, name, wants_gradients, compute, lowering).captured(ends_in_loss)
 
 
 def _run_eagerly(
@@ -154,7 +167,8 @@ class _Traced(nn.Module):
         separate = []
         for output in outputs:
             shares = id(output) in taken or output._is_view()
-            separate.append(output.clone() if shares else output)
+            # A seed has the layout of its output, and seeds come in contiguous.
+            separate.append(output.clone(memory_format=torch.contiguous_format) if shares else output.contiguous())
             taken.add(id(output))
         return (*separate, inputs[-1] * 2) if self.has_spare else tuple(separate)
 
@@ -174,9 +188,16 @@ class _Extraction:
     """Reads a joint graph by its descriptors and cuts the programs out of it."""
 
     def __init__(
-        self, module: nn.Module, traced: fx.GraphModule, name: str, wants_gradients: bool, compute: torch.dtype
+        self,
+        module: nn.Module,
+        traced: fx.GraphModule,
+        name: str,
+        wants_gradients: bool,
+        compute: torch.dtype,
+        lowering: Lowering,
     ) -> None:
         self.traced = traced
+        self.lowering = lowering
         self.name = name
         self.wants_gradients = wants_gradients
         self.parameters: list[list[tuple[str, fx.Node]]] = []
@@ -357,6 +378,10 @@ class _Extraction:
             outputs.append(total)
         graph.output(tuple(outputs))
         graph.eliminate_dead_code()
+        core = self.lowering is Lowering.CORE
+        if core:
+            graph = simplify(graph, self.name)
+            key = next(node for node in graph.nodes if node.op == "placeholder" and node.target == "key")
         draws = bool(key.users)
         if not draws:
             graph.erase_node(key)
@@ -371,8 +396,8 @@ class _Extraction:
             outputs=out_ports,
             constants=constants,
             draws=draws,
-            flops=count_flops(graph),
-            moved=count_moved(graph),
+            flops=ops.count_flops(graph) if core else count_flops(graph),
+            moved=ops.count_moved(graph) if core else count_moved(graph),
             workspace=peak_of_temporaries(graph),
             fingerprint=fingerprint(graph, ports, out_ports, constants),
         )
@@ -424,6 +449,8 @@ def _copy_nodes(
             environment[node] = environment[node.args[0]][node.args[1]]
         elif draws and target is aten.native_dropout.default:
             environment[node] = _keyed_dropout(graph, environment[node.args[0]], node, key, number)
+        elif draws and target is aten.bernoulli.p:
+            environment[node] = _keyed_bernoulli(graph, node, key, number)
         elif draws and target in _RANDOM and node.meta["val"].dtype is torch.float32:
             drawn = graph.call_function(_RANDOM[target], (key, number, tuple(node.meta["val"].shape)))
             drawn.meta = {"val": node.meta["val"]}
@@ -451,6 +478,17 @@ def _draws_by_itself(node: fx.Node) -> bool:
             given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name, 0.0)
             return bool(given)
     return True
+
+
+def _keyed_bernoulli(graph: fx.Graph, node: fx.Node, key: fx.Node, number: int) -> fx.Node:
+    """Ones with probability p, else zeros: what dropout of whole channels draws."""
+    value = node.meta["val"]
+    probability = float(node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5))  # type: ignore[arg-type]
+    mask = graph.call_function(counter_random.keep_mask, (key, number, tuple(value.shape), 1.0 - probability))
+    mask.meta = {"val": torch.empty(value.shape, dtype=torch.bool, device="meta")}
+    ones = graph.call_function(aten._to_copy.default, (mask,), {"dtype": value.dtype})
+    ones.meta = {"val": value}
+    return ones
 
 
 def _keyed_dropout(graph: fx.Graph, source: fx.Node, node: fx.Node, key: fx.Node, number: int) -> tuple[Any, Any]:
