@@ -336,8 +336,9 @@ class TorchBackend(Backend):
             raise Unavailable(f"There is no device {self.name!r} here: {reason}")
         number = selector or "0"
         if not number.isdigit() or int(number) >= family.count():
+            last = family.count() - 1
             raise Unavailable(
-                f"There is no device '{self.name}:{selector}'. Here are {self.name}:0 to {self.name}:{family.count() - 1}."
+                f"There is no device '{self.name}:{selector}'. Here are {self.name}:0 to {self.name}:{last}."
             )
         return TorchDevice(f"{self.name}:{number}", family.open(int(number)), capacity)
 

@@ -29,9 +29,10 @@ _RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.t.default, aten.
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
 
 
-def lower(
-    program: Program, accumulate: tuple[bool, ...], device: torch.device = torch.device("cpu")
-) -> Callable[..., Any]:
+CPU = torch.device("cpu")
+
+
+def lower(program: Program, accumulate: tuple[bool, ...], device: torch.device = CPU) -> Callable[..., Any]:
     """A function of (inputs..., [key], outputs...) that stores the program's outputs in the given tensors.
 
     The tensors are on `device`; so is what the program makes by itself, whatever device it was traced for.

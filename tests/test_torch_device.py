@@ -1,4 +1,4 @@
-"""PyTorch's accelerators: the logic of streams, threads and errors over a stub, and the real thing where there is one."""
+"""PyTorch's accelerators: the logic of streams, threads and errors over a stub; the real thing where there is one."""
 
 from __future__ import annotations
 
