@@ -29,8 +29,14 @@ _RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.t.default, aten.
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
 
 
-def lower(program: Program, accumulate: tuple[bool, ...]) -> Callable[..., Any]:
-    """A function of (inputs..., [key], outputs...) that stores the program's outputs in the given tensors."""
+CPU = torch.device("cpu")
+
+
+def lower(program: Program, accumulate: tuple[bool, ...], device: torch.device = CPU) -> Callable[..., Any]:
+    """A function of (inputs..., [key], outputs...) that stores the program's outputs in the given tensors.
+
+    The tensors are on `device`; so is what the program makes by itself, whatever device it was traced for.
+    """
     graph = fx.Graph()
     environment: dict[fx.Node, fx.Node] = {}
     for node in program.graph.nodes:
@@ -55,9 +61,10 @@ def lower(program: Program, accumulate: tuple[bool, ...]) -> Callable[..., Any]:
                 graph.call_function(aten.copy_.default, (target, value))
     output.args = ((),)
     graph.lint()
+    _place(graph, device)
     root = torch.nn.Module()
     for name, constant in program.constants.items():
-        root.register_buffer(name, constant)
+        root.register_buffer(name, constant.to(device))
     return fx.GraphModule(root, graph).forward
 
 
@@ -78,6 +85,17 @@ def _add_use_by_use(graph: fx.Graph, value: fx.Node, target: fx.Node) -> None:
             added = graph.call_function(aten.add_.Tensor, (target, use))
         position[added] = position[latest]  # it stands right behind
         latest = added
+
+
+def _place(graph: fx.Graph, device: torch.device) -> None:
+    """Name the device in ops that make tensors; masks are drawn on the host and sent there."""
+    for node in list(graph.nodes):
+        if "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": device}
+        if getattr(node.target, "__module__", "") == "hal.random" and device.type != "cpu":
+            with graph.inserting_after(node):
+                sent = graph.call_function(aten._to_copy.default, (node,), {"device": device})
+            node.replace_all_uses_with(sent, delete_user_cb=lambda user, sent=sent: user is not sent)
 
 
 def _drop_copies(graph: fx.Graph) -> None:

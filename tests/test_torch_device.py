@@ -1,0 +1,169 @@
+"""PyTorch's accelerators: the logic of streams, threads and errors over a stub; the real thing where there is one."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from stub_accelerator import StubAccelerator
+from torch import nn
+
+import relay
+from backends import torch_device
+from backends.torch_accelerator import FAMILIES
+from backends.torch_device import TorchDevice
+from hal import registry
+from hal.errors import HalError, OutOfMemory, Unavailable, Unsupported
+from hal.host import Host
+from relay.capture import capture
+from relay.models import GPT
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture
+def stub() -> StubAccelerator:
+    return StubAccelerator()
+
+
+@pytest.fixture
+def device(stub: StubAccelerator) -> Iterator[TorchDevice]:
+    opened = TorchDevice("stub:0", stub, 1 << 20)
+    yield opened
+    opened.close()
+
+
+def test_what_is_written_is_read_back(device: TorchDevice) -> None:
+    queue = device.queue("load")
+    view = device.alloc(4096).view(64, (5, 3), torch.float32)
+    numbers, back = torch.randn(5, 3), torch.empty(5, 3)
+    queue.read(back, view, [queue.write(view, numbers)]).wait()
+    assert torch.equal(back, numbers)
+
+
+def test_a_call_that_waits_for_another_stream_is_ordered_on_the_device(
+    device: TorchDevice, stub: StubAccelerator
+) -> None:
+    view = device.alloc(64).view(0, (4,), torch.float32)
+    written = device.queue("load").write(view, torch.ones(4))
+    device.queue("compute").fill(view, 2.0, [written]).wait()
+    load, compute = stub.streams
+    assert [mark.stream for mark in compute.waits] == [load]
+    assert load.waits == []
+
+
+def test_a_call_that_waits_for_the_host_does_not_hold_up_its_caller(device: TorchDevice) -> None:
+    gate = threading.Event()
+    host = Host()
+    task = host.run(gate.wait)
+    view = device.alloc(64).view(0, (4,), torch.float32)
+    written = device.queue("load").write(view, torch.ones(4), [task])
+    filled = device.queue("compute").fill(view, 2.0)  # waits for nobody
+    filled.wait()
+    assert not written.done()
+    gate.set()
+    written.wait()
+    host.close()
+
+
+def test_the_first_error_travels_along_events(device: TorchDevice) -> None:
+    host = Host()
+
+    def fail() -> None:
+        raise ArithmeticError("first")
+
+    view = device.alloc(64).view(0, (4,), torch.float32)
+    written = device.queue("load").write(view, torch.ones(4), [host.run(fail)])
+    filled = device.queue("compute").fill(view, 2.0, [written])
+    with pytest.raises(HalError, match="first") as caught:
+        filled.wait()
+    assert isinstance(caught.value.__cause__, ArithmeticError)
+    device.queue("compute").fill(view, 3.0).wait()
+    host.close()
+
+
+def test_a_freed_buffer_outlives_every_stream(device: TorchDevice, stub: StubAccelerator) -> None:
+    device.queue("load")
+    device.queue("compute")
+    buffer = device.alloc(1000)
+    buffer.free()
+    buffer.free()
+    assert stub.outlived == [2]
+    assert device.memory().in_use == 0
+
+
+def test_beyond_the_capacity_is_out_of_memory(device: TorchDevice) -> None:
+    device.alloc(1 << 19)
+    with pytest.raises(OutOfMemory) as caught:
+        device.alloc((1 << 19) + 1)
+    assert (caught.value.in_use, caught.value.capacity) == (1 << 19, 1 << 20)
+
+
+def test_host_memory_that_crosses_is_registered_as_it_is(device: TorchDevice, stub: StubAccelerator) -> None:
+    host = device.host()
+    piece = host.alloc(1001, torch.uint8, "weights", crosses=True)
+    host.alloc(999, torch.uint8, "moments")
+    assert list(stub.locker.locked.values()) == [1001]
+    host.free(piece, "weights")
+    assert stub.locker.locked == {}
+    host.close()
+
+
+def test_a_dtype_it_does_not_have_is_refused_by_name(device: TorchDevice) -> None:
+    program = capture(nn.Linear(3, 3).double(), [torch.zeros(2, 3, dtype=torch.float64)], "precise").forward
+    with pytest.raises(Unsupported, match=r"precise.*float64"):
+        device.compile(program)
+
+
+def test_training_on_it_is_training_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = GPT(layers=4, hidden=32, heads=2, sequence=16, dropout=0.1)
+    ids = torch.randint(0, 256, (10, 17))
+    batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+    plain = relay.Trainer(copy.deepcopy(model), microbatches=4, clip_grad_norm=1.0)
+    expected = [plain.step(batch).loss for _ in range(20)]
+    monkeypatch.setattr(registry, "open", lambda name, capacity: TorchDevice("stub:0", StubAccelerator(), capacity))
+    for stash in ("device", "host"):
+        trainer = relay.Trainer(copy.deepcopy(model), microbatches=4, clip_grad_norm=1.0, device="stub:0", stash=stash)
+        assert [trainer.step(batch).loss for _ in range(20)] == expected
+        assert all(
+            torch.equal(one, other)
+            for one, other in zip(trainer.state_dict().values(), plain.state_dict().values(), strict=True)
+        )
+        trainer.close()
+    plain.close()
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_a_family_that_is_not_here_says_why(name: str) -> None:
+    backend = torch_device.TorchBackend(name)
+    if FAMILIES[name].missing():
+        (probe,) = backend.probe()
+        assert not probe.available
+        assert probe.reason
+        with pytest.raises(Unavailable, match=name):
+            backend.open("0")
+
+
+@needs_cuda
+@pytest.mark.gpu
+def test_cuda_trains_as_plain_pytorch_does_on_it() -> None:
+    torch.manual_seed(0)
+    model = GPT(layers=4, hidden=64, heads=4, sequence=32, tied=False)
+    plain = copy.deepcopy(model).cuda()
+    ids = torch.randint(0, 256, (10, 33))
+    batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+    trainer = relay.Trainer(model, device="cuda:0", microbatches=4)
+    for _ in range(3):
+        total = 0.0
+        plain.zero_grad()
+        for inputs, labels in zip(batch["input_ids"].chunk(4), batch["labels"].chunk(4), strict=True):
+            loss = plain(input_ids=inputs.cuda(), labels=labels.cuda()).loss * (len(inputs) / 10)
+            loss.backward()
+            total += loss.item()
+        break
+    assert trainer.step(batch).loss == pytest.approx(total, rel=1e-6)
+    trainer.close()
