@@ -35,7 +35,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def plain_steps(
-    model: GPT, batches: list[dict[str, torch.Tensor]], pieces: int, where: torch.device, dtype: torch.dtype, clip: float
+    model: GPT,
+    batches: list[dict[str, torch.Tensor]],
+    pieces: int,
+    where: torch.device,
+    dtype: torch.dtype,
+    clip: float,
 ) -> list[float]:
     """Losses of plain PyTorch doing the same micro-batches on the GPU, optimizer included."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
