@@ -28,6 +28,8 @@ from relay.stations import Station, Stations
 from relay.trace import Trace
 from relay.workspace import Requirement, kernel_workspace, plan_for, slot_sizes
 
+KEPT_BUFFERS = "buffers before the step"
+
 
 class Session:
     """The device side of a trainer. Sizes in bytes."""
@@ -183,7 +185,7 @@ class Session:
         for name in names:
             buffer = self.store[name]
             if name not in self._kept_buffers:
-                flat = self.host.alloc(buffer.numel(), buffer.dtype, "buffers before the step")
+                flat = self.host.alloc(buffer.numel(), buffer.dtype, KEPT_BUFFERS)
                 self._kept_buffers[name] = flat.view(buffer.shape)
             self._kept_buffers[name].copy_(buffer)
         return names
@@ -204,12 +206,21 @@ class Session:
         if interrupt is not None:
             raise interrupt
 
+    def change_model(self, model: nn.Module, names: Mapping[str, str | None]) -> None:
+        """The model has other layers: its tensors are called otherwise, None for those that are gone.
+
+        Slots and stash are taken anew at the next step. Nothing may be under way.
+        """
+        self._model = model
+        self._free_device_memory()
+        self.store.rename(names)
+        for kept in self._kept_buffers.values():
+            self.host.free(kept.view(-1), KEPT_BUFFERS)
+        self._kept_buffers.clear()
+
     def close(self) -> None:
         """Give everything back."""
-        self._free_stash()
-        if self.relay is not None:
-            self.relay.slots.free()
-            self.relay = None
+        self._free_device_memory()
         self.host.close()
         self.device.close()
 
@@ -229,6 +240,12 @@ class Session:
                     view = self._stash.access(Key(value, True), microbatch, True).view
                     queues[0].fill(view, 0.0).wait()
         return self._stash
+
+    def _free_device_memory(self) -> None:
+        self._free_stash()
+        if self.relay is not None:
+            self.relay.slots.free()
+            self.relay = None
 
     def _free_stash(self) -> None:
         if self._stash is not None:

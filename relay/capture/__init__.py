@@ -6,6 +6,7 @@ graph costs, `explain` says why a capture failed.
 
 from relay.capture.eager import Presence
 from relay.capture.joint import Captured, autocast, capture
+from relay.capture.measure import fingerprint
 from relay.capture.states import call_with
 from relay.capture.tracing import BLOCK, OpaqueCall, as_fake, opaque_blocks, run_fake, trace
 
@@ -18,6 +19,7 @@ __all__ = [
     "autocast",
     "call_with",
     "capture",
+    "fingerprint",
     "opaque_blocks",
     "run_fake",
     "trace",
