@@ -181,7 +181,7 @@ class Captures:
                 other_signature == signature
                 and other_modes == modes
                 and other.alike[1:] == segment.alike[1:]
-                and same_structure(other.alike[0], segment.alike[0])
+                and same_structure(other.alike[0], segment.alike[0], captured.reads)
                 and tie_pattern(other.module) == tie_pattern(segment.module)
             ):
                 return captured

@@ -20,7 +20,7 @@ import functools
 import operator
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from hal.kernel import Port, Program, Role
 from relay.capture.eager import EagerSegment, eager_programs
 from relay.capture.explain import explain, reason
 from relay.capture.measure import count_flops, count_moved, fingerprint, peak_of_temporaries, saved_bytes
+from relay.capture.reads import Reads, recorded_reads
 from relay.errors import CaptureError
 
 aten = torch.ops.aten
@@ -56,7 +57,7 @@ class Captured:
 
     `saved` is what plain training would keep of this segment between its forward and its backward, in bytes.
     `kept` are copies of buffers as the forward found them, further outputs of it and further inputs of `backward`.
-    `eager` is the segment as it is run where it could not be captured.
+    `eager` is the segment as it is run where it could not be captured, `reads` what the module's code looked at.
     """
 
     parameter_names: tuple[tuple[str, ...], ...]
@@ -69,6 +70,7 @@ class Captured:
     saved: int
     kept: tuple[Port, ...] = ()
     eager: EagerSegment | None = None
+    reads: Reads | None = None
 
 
 def capture(
@@ -91,10 +93,12 @@ def capture(
     try:
         with warnings.catch_warnings(), contextlib.ExitStack() as stack:
             warnings.simplefilter("ignore")
+            reads = stack.enter_context(recorded_reads(module))
             joint = aot_export_joint_with_descriptors(stack, traced, (*inputs, *spare), {})
     except Exception as failure:
         return _run_eagerly(module, inputs, name, ends_in_loss, compute, failure)
-    return _Extraction(module, joint.graph_module, name, wants_gradients, compute).captured(ends_in_loss)
+    captured = _Extraction(module, joint.graph_module, name, wants_gradients, compute).captured(ends_in_loss)
+    return replace(captured, reads=reads)
 
 
 def _run_eagerly(

@@ -20,12 +20,16 @@ from torch import nn
 
 from hal.event import Event
 from hal.host import Host
+from hal.pages import give_back_free_memory
 from hal.slot import ALIGNMENT, Field, SlotContent, lay_out
 
 WEIGHTS = "weights"
 ROUNDED = "rounded weights"
 BUFFERS = "buffers"
 GRADIENTS = "gradients"
+
+TRIM_EVERY = 16 << 20
+"""Bytes that move in between two times that freed memory is given back to the system."""
 
 Wanted = tuple[str, torch.dtype]
 """A parameter or buffer and the dtype it is taken in."""
@@ -87,9 +91,14 @@ class LayerStore:
         flats = [
             self._host.alloc(size // dtype.itemsize, dtype, state, crosses=True) for _, _, size, dtype, state in plans
         ]
+        moved = 0
         self._regions += [(flat, state) for flat, (_, _, _, _, state) in zip(flats, plans, strict=True)]
         for (names, fields, _, dtype, state), flat in zip(plans, flats, strict=True):
             raw = flat.view(torch.uint8)
+            moved += raw.numel()
+            if moved >= TRIM_EVERY:
+                give_back_free_memory()
+                moved = 0
             for name, place in zip(names, fields, strict=True):
                 tensor = tensors[name]
                 home = raw[place.offset : place.offset + tensor.numel() * dtype.itemsize].view(dtype).view(place.shape)
