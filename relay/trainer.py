@@ -208,11 +208,11 @@ class Trainer:
         updates = behind if session.server.held else ran.host.updates
         return self._metrics(ran, batch_pieces, loss, start, updates)
 
-    def evaluate(self, batch: Any) -> Metrics:
-        """The loss of a batch, forward only, in eval mode. Nothing changes."""
+    def evaluate(self, batch: Any, active: Sequence[int | str] | None = None) -> Metrics:
+        """The loss of a batch, forward only, in eval mode; of the `active` layers alone, if given. Nothing changes."""
         with self._eval_mode():
             start = perf_counter()
-            pieces, weights, stations = self._ready(batch, training=False)
+            pieces, weights, stations = self._ready(batch, training=False, active=active)
             ran, losses = self._forward(pieces, stations)
             assert losses is not None
             loss = sum((losses * torch.tensor(weights, dtype=losses.dtype)).tolist())
