@@ -1,4 +1,4 @@
-# make train | test | lint | bench | clean
+# make train | test | test-full | lint | bench | clean
 # Each target makes its own environment in .venv on first use; a second run starts at once.
 
 PYTHON ?= python3
@@ -15,13 +15,17 @@ RUN_READY := $(VENV)/.ready-to-run
 DEV_READY := $(VENV)/.ready-to-develop
 TORCH_IN_RANGE = $(BIN)/python -c "import torch; v = tuple(map(int, torch.__version__.split('.')[:2])); raise SystemExit(not (2, 11) <= v < (2, 15))"
 
-.PHONY: train test lint bench clean
+.PHONY: train test test-full lint bench clean
 
 train: $(RUN_READY)
 	$(BIN)/relay train $(ARGS)
 
 test: $(DEV_READY)
 	$(BIN)/python -m pytest
+
+# The whole product of the parity matrices instead of every pair: hours.
+test-full: $(DEV_READY)
+	RELAY_FULL_MATRIX=1 $(BIN)/python -m pytest
 
 lint: $(DEV_READY)
 	$(BIN)/ruff check .

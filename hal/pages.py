@@ -97,3 +97,16 @@ class LockedMemory:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+
+def give_back_free_memory() -> None:
+    """Return memory that was freed and that the C library keeps to the system, where it can (glibc's malloc_trim).
+
+    Blocks of a few megabytes stay with the process otherwise: a model that moves, tensor by tensor, from one place to
+    another would be held twice.
+    """
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):
+        return
+    trim(ctypes.c_size_t(0))

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from relay.capture.reads import Reads
+
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The repeated blocks by name, in the model's order; empty where there are none.
@@ -103,40 +105,45 @@ _PLAIN = {bool, int, float, str}
 _BOOKKEEPING = {"_parameters", "_buffers", "_modules", "_is_full_backward_hook"}
 
 
-def same_structure(first: Any, second: Any, depth: int = 0) -> bool:
-    """Whether two modules (or their attributes) are equal but for the values of parameters and buffers."""
+def same_structure(first: Any, second: Any, reads: Reads | None = None, depth: int = 0) -> bool:
+    """Whether two modules (or their attributes) are equal but for the values of parameters and buffers.
+
+    With `reads`, of the first module's tracing, attributes that were not read do not count.
+    """
     if first is second:
         return True
     if type(first) is not type(second) or depth > 20:
         return False
     if isinstance(first, nn.Module):
-        return _same_module(first, second, depth)
+        return _same_module(first, second, reads, depth)
     if isinstance(first, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)):
         return bool(first == second)
     if isinstance(first, (set, frozenset)):
         return first == second and all(isinstance(member, (int, str)) for member in first)
     if isinstance(first, (list, tuple)):
         return len(first) == len(second) and all(
-            same_structure(one, other, depth + 1) for one, other in zip(first, second, strict=True)
+            same_structure(one, other, reads, depth + 1) for one, other in zip(first, second, strict=True)
         )
     if isinstance(first, dict):
         return list(first) == list(second) and all(
-            same_structure(first[key], second[key], depth + 1) for key in first
+            same_structure(first[key], second[key], reads, depth + 1) for key in first
         )
     # Anything else (a configuration object, a function) counts as equal only if it is the same object.
     return False
 
 
-def _same_module(first: nn.Module, second: nn.Module, depth: int) -> bool:
+def _same_module(first: nn.Module, second: nn.Module, reads: Reads | None, depth: int) -> bool:
     ours, theirs = first.__dict__, second.__dict__
     if list(ours) != list(theirs):
         return False
-    if not all(same_structure(ours[key], theirs[key], depth + 1) for key in ours if key not in _BOOKKEEPING):
+    read = None if reads is None else reads.get(id(first))
+    counting = [key for key in ours if key not in _BOOKKEEPING and (read is None or key in read)]
+    if not all(same_structure(ours[key], theirs[key], reads, depth + 1) for key in counting):
         return False
     if not _same_tensors(first._parameters, second._parameters) or not _same_tensors(first._buffers, second._buffers):
         return False
     return list(first._modules) == list(second._modules) and all(
-        same_structure(first._modules[key], second._modules[key], depth + 1) for key in first._modules
+        same_structure(first._modules[key], second._modules[key], reads, depth + 1) for key in first._modules
     )
 
 

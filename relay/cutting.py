@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from relay.capture import BLOCK, OpaqueCall
+from relay.capture import BLOCK, OpaqueCall, fingerprint
 from relay.errors import PartitionError
 from relay.in_place import bind_writes
 from relay.segments import Partition, Segment, Value
@@ -100,6 +100,7 @@ class _Cut:
         placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
         self.state_nodes = dict(zip(placeholders, states.items(), strict=False))
         self.batch_nodes = placeholders[len(states) :]
+        _drop_skipped(traced.graph, calls)
         self.bonds = bind_writes(traced.graph, set(self.state_nodes))
         self.output_node = next(iter(reversed(traced.graph.nodes)))
         self.results: list[fx.Node] = list(self.output_node.args[0])
@@ -266,6 +267,7 @@ class _Cut:
                 outputs,
                 module.names_of(held, parameters=True),
                 module.names_of(held, parameters=False),
+                (None, last and self.has_loss, fingerprint(graph, [], [], {}), _described(held)),
             )
         )
 
@@ -305,6 +307,17 @@ class _Cut:
         for source in segment.inputs:
             self.values[source].consumers.append(segment.index)
         self.segments.append(segment)
+
+
+def _described(states: Sequence[tuple[str, torch.Tensor]]) -> list[Any]:
+    return [(name, tensor.shape, tensor.dtype, tensor.requires_grad, type(tensor)) for name, tensor in states]
+
+
+def _drop_skipped(graph: fx.Graph, calls: Sequence[OpaqueCall]) -> None:
+    for node in reversed(list(graph.nodes)):
+        source = node.args[0] if node.target is operator.getitem else node
+        if isinstance(source, fx.Node) and source.target is BLOCK and calls[source.args[0]].skipped:  # type: ignore[index]
+            graph.erase_node(node)
 
 
 def raise_if_large(constant: torch.Tensor, node: fx.Node) -> None:

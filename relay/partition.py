@@ -30,10 +30,15 @@ from relay.weighing import LossWeight, find_loss_weight
 
 
 def partition_model(
-    model: nn.Module, batch: Sequence[torch.Tensor], tree: TensorTree, compute: torch.dtype = torch.float32
+    model: nn.Module,
+    batch: Sequence[torch.Tensor],
+    tree: TensorTree,
+    compute: torch.dtype = torch.float32,
+    active: Sequence[str] | None = None,
 ) -> Partition:
     """Cut a whole model, called as `model(**tree.fill(batch))` and computed in `compute`.
 
+    Of its repeated blocks only the `active` take part, where given; the others hand on what they are given.
     Raises PartitionError or CaptureError.
     """
     blocks = find_blocks(model)
@@ -58,7 +63,8 @@ def partition_model(
         has_loss.append(loss is not None)
         return ([loss] if loss is not None else []) + results
 
-    with opaque_blocks(blocks) as calls, without_cache(model), autocast(compute):
+    skipped = set() if active is None else set(blocks) - set(active)
+    with opaque_blocks(blocks, skipped) as calls, without_cache(model), autocast(compute):
         traced = trace(run, (states, list(batch)), type(model).__name__)
     if not calls:
         raise PartitionError(
@@ -76,8 +82,11 @@ def partition_list(
     targets: Sequence[torch.Tensor],
     target_tree: TensorTree | None,
     compute: torch.dtype = torch.float32,
+    active: Sequence[str] | None = None,
 ) -> Partition:
     """Cut a list of modules, each called with the output of the one before; `loss(output, targets)` ends it.
+
+    Of the modules only the `active` (their places in the list, as strings) take part, where given.
 
     Without `target_tree` the last module's output is the result and there is no loss.
     """
@@ -99,11 +108,14 @@ def partition_list(
     everything = as_fake([*inputs, *targets])
     fakes, fake_targets = everything[: len(inputs)], everything[len(inputs) :]
     weight: LossWeight | None = None
-    for index, module in enumerate(modules):
+    taking_part = [
+        (str(place), module) for place, module in enumerate(modules) if active is None or str(place) in active
+    ]
+    for index, (name, module) in enumerate(taking_part):
         call = ModuleCall(module, tree)
-        last = index == len(modules) - 1
+        last = index == len(taking_part) - 1
         with autocast(compute):
-            fakes = call.outputs_of(fakes, f"{index} ({type(module).__name__})")
+            fakes = call.outputs_of(fakes, f"{name} ({type(module).__name__})")
         sources, alike = current, (module, tree.spec, tree.constants)
         if last and target_tree is not None:
             assert loss is not None
@@ -121,12 +133,12 @@ def partition_list(
         segments.append(
             Segment(
                 index,
-                str(index),
+                name,
                 segment_module,
                 sources,
                 outputs,
-                _own_names(segment_module, module, f"{index}.", names, buffers=False),
-                _own_names(segment_module, module, f"{index}.", names, buffers=True),
+                _own_names(segment_module, module, f"{name}.", names, buffers=False),
+                _own_names(segment_module, module, f"{name}.", names, buffers=True),
                 None if last else alike,
             )
         )

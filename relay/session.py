@@ -324,12 +324,21 @@ class Session:
             self.relay.slots.forget()
         self.broken = None
 
+    def change_model(self, model: nn.Module, names: Mapping[str, str | None]) -> None:
+        """The model has other layers: its tensors are called otherwise, None for those that are gone.
+
+        Slots and stash are taken anew at the next step. Nothing may be under way.
+        """
+        self._model = model
+        self._free_device_memory()
+        self.store.rename(names)
+        for kept in self._kept_buffers.values():
+            self.host.free(kept.view(-1), KEPT_BUFFERS)
+        self._kept_buffers.clear()
+
     def close(self) -> None:
         """Give everything back."""
-        self._free_stash()
-        if self.relay is not None:
-            self.relay.slots.free()
-            self.relay = None
+        self._free_device_memory()
         self.host.close()
         self.device.close()
 
@@ -349,6 +358,12 @@ class Session:
                     view = self._stash.access(Key(value, True), microbatch, True).view
                     queues[0].fill(view, 0.0).wait()
         return self._stash
+
+    def _free_device_memory(self) -> None:
+        self._free_stash()
+        if self.relay is not None:
+            self.relay.slots.free()
+            self.relay = None
 
     def _free_stash(self) -> None:
         if self._stash is not None:

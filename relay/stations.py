@@ -6,11 +6,11 @@ things up. Segments built alike are captured once and share their kernels. It al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from hal.device import Device
 from hal.kernel import Kernel, Program, Role
@@ -106,12 +106,14 @@ def build_stations(
     compute: torch.dtype = torch.float32,
     presences: dict[str, Presence] | None = None,
     lowering: Lowering = Lowering.NATIVE,
+    captures: Captures | None = None,
 ) -> Stations:
     """Capture; nothing is compiled yet. For `training` the last segment gets one joint pass, else forward passes only;
     `results` asks for the model's outputs besides the loss. `presences` are those of the segments that run eagerly, by
-    name: one for all shapes of micro-batch, since a step may have several."""
+    name: one for all shapes of micro-batch, since a step may have several. `captures` holds what earlier calls
+    captured, and takes what this one does."""
+    captures = captures if captures is not None else Captures()
     requires_grad: dict[int, bool] = {}
-    captures: list[tuple[Segment, Any, Captured]] = []
     built: list[tuple[Segment, Captured]] = []
     for segment in partition.segments:
         last = segment.index == len(partition.segments) - 1
@@ -122,11 +124,11 @@ def build_stations(
             for value in segment.inputs
         ]
         signature = [(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in inputs]
-        captured = _twin(segment, signature, captures)
+        captured = captures.find(segment, signature)
         if captured is None:
             captured = capture(segment.module, inputs, segment.name, last and partition.has_loss, compute, lowering)
             if captured.eager is None:
-                captures.append((segment, signature, captured))
+                captures.add(segment, signature, captured)
             elif presences is not None:
                 captured.eager.presence = presences.setdefault(segment.name, captured.eager.presence)
         _add_kept(segment, captured, partition)
@@ -163,19 +165,46 @@ def _add_kept(segment: Segment, captured: Captured, partition: Partition) -> Non
         segment.outputs = (*segment.outputs, value.index)
 
 
-def _twin(segment: Segment, signature: Any, captures: Sequence[tuple[Segment, Any, Captured]]) -> Captured | None:
-    if segment.alike is None:
+class Captures:
+    """What has been captured, found again for a segment built alike, whichever partition it is of."""
+
+    def __init__(self, limit: int = 512) -> None:
+        self._limit = limit
+        self._known: list[tuple[Segment, Any, Any, Captured]] = []
+
+    def find(self, segment: Segment, signature: Any) -> Captured | None:
+        """What serves the segment too, or None."""
+        if segment.alike is None:
+            return None
+        modes = _modes(segment.module)
+        for other, other_signature, other_modes, captured in self._known:
+            if (
+                other_signature == signature
+                and other_modes == modes
+                and other.alike[1:] == segment.alike[1:]
+                and same_structure(other.alike[0], segment.alike[0], captured.reads)
+                and tie_pattern(other.module) == tie_pattern(segment.module)
+            ):
+                return captured
         return None
-    for other, other_signature, captured in captures:
-        if (
-            other.alike is not None
-            and other_signature == signature
-            and other.alike[1:] == segment.alike[1:]
-            and same_structure(other.alike[0], segment.alike[0])
-            and tie_pattern(other.module) == tie_pattern(segment.module)
-        ):
-            return captured
-    return None
+
+    def add(self, segment: Segment, signature: Any, captured: Captured) -> None:
+        """Keep a capture; the oldest goes where there are too many."""
+        if segment.alike is not None:
+            self._known.append((segment, signature, _modes(segment.module), captured))
+            del self._known[: -self._limit]
+
+    def clear(self) -> None:
+        """Let go of all, and of the layers they were made from."""
+        self._known.clear()
+
+
+def _modes(module: nn.Module) -> Any:
+    """What of a module may change after it was captured."""
+    return (
+        tuple(one.training for one in module.modules()),
+        tuple(parameter.requires_grad for parameter in module.parameters()),
+    )
 
 
 def _station(

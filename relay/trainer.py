@@ -7,6 +7,7 @@ the trainer says that it can no longer be trusted (`InconsistentState`).
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections import OrderedDict
@@ -26,6 +27,17 @@ from hal.errors import DeviceLost
 from hal.event import Event
 from hal.host import Host, Ledger
 from hal.memory import parse_size
+from relay.architecture import (
+    chosen_layers,
+    edit_blocks,
+    inserted,
+    layer_names,
+    names_by_tensor,
+    removed,
+    renames,
+    reordered,
+    replaced,
+)
 from relay.batches import Batch, count_tokens, take_apart, weigh, without_empty
 from relay.blocks import plain_attributes, undisturbed
 from relay.buckets import Buckets
@@ -54,7 +66,7 @@ from relay.saving import (
 from relay.schedule import ForwardPass, Ran, Relay, TrainingStep
 from relay.session import Session
 from relay.stash import Key, Stash
-from relay.stations import Stations, build_stations
+from relay.stations import Captures, Stations, build_stations
 from relay.trace import Trace
 
 _RECORDING = threading.RLock()
@@ -164,10 +176,12 @@ class Trainer:
             "device": device, "microbatches": microbatches, "precision": precision, "stash": stash, "slots": slots,
             "state_dtype": state_dtype, "clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value,
         }  # fmt: skip
+        self._captures = Captures()
         self.plain_bytes = 0
 
         spec = as_spec(AdamW() if optimizer is None else optimizer)
         defaults = spec.defaults()
+        self._grouping = functools.partial(split_into_groups, groups=parameter_groups, defaults=defaults)
         groups, group_of = split_into_groups(self._model, parameter_groups, defaults)
         self.optimizer = RelayOptimizer(groups, defaults)
         limit = _size_or_none(capacity)
@@ -191,26 +205,31 @@ class Trainer:
 
     # -- training ---------------------------------------------------------------------------------------------
 
-    def step(self, batch: Any) -> Metrics:
+    def step(self, batch: Any, active: Sequence[int | str] | None = None) -> Metrics:
         """One optimizer step on a batch: `(inputs, targets)` for a list of modules, a mapping for a whole model.
+
+        With `active` only those layers take part (repeated blocks of a whole model, modules of a list; by place or
+        by name): the others hand on what they are given, and have no gradient.
 
         Raises BatchError, PartitionError, CaptureError, OutOfMemory before anything runs; NonFiniteLoss after the
         forward, with nothing applied. Any other error of a step leaves it all applied or not at all, or the next
         call raises InconsistentState. Ctrl-C takes effect when the step has ended.
         """
         try:
-            return self._one_step(batch)
+            return self._one_step(batch, active)
         except DeviceLost:
             if self._on_device_lost != "repeat" or self._session.broken is not None:
                 raise
             self.reopen()
-            return self._one_step(batch)
+            return self._one_step(batch, active)
 
-    def _one_step(self, batch: Any) -> Metrics:
+    def _one_step(self, batch: Any, active: Sequence[int | str] | None) -> Metrics:
         self._check_usable()
         start = perf_counter()
         session = self._session
-        batch_pieces, weights, stations = self._ready(batch)
+        if active is not None and session.store.is_empty:
+            session.contents(self._ready(batch)[2][0])  # every layer gets its place, as it will be used
+        batch_pieces, weights, stations = self._ready(batch, active=active)
         contents, plans = session.contents(stations[0]), session.gradient_plans(stations[0])
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         relay, stash = session.make_ready(stations, contents, plans, groups, "train")
@@ -268,11 +287,11 @@ class Trainer:
         updates = behind if session.server.held else ran.host.updates
         return self._metrics(ran, batch_pieces, loss, start, updates)
 
-    def evaluate(self, batch: Any) -> Metrics:
-        """The loss of a batch, forward only, in eval mode. Nothing changes."""
+    def evaluate(self, batch: Any, active: Sequence[int | str] | None = None) -> Metrics:
+        """The loss of a batch, forward only, in eval mode; of the `active` layers alone, if given. Nothing changes."""
         with self._eval_mode():
             start = perf_counter()
-            pieces, weights, stations = self._ready(batch, training=False)
+            pieces, weights, stations = self._ready(batch, training=False, active=active)
             ran, losses = self._forward(pieces, stations)
             assert losses is not None
             loss = _weighted(losses, weights)
@@ -314,6 +333,59 @@ class Trainer:
         contents = self._session.contents(stations[0])
         plans = self._session.gradient_plans(stations[0])
         self._session.make_ready(stations, contents, plans, self.param_groups, "train")
+
+    # -- changing the architecture ----------------------------------------------------------------------------
+
+    def insert(self, index: int, layer: nn.Module, within: str | None = None) -> None:
+        """Put a layer before place `index` of the model's layers; its optimizer state begins anew.
+
+        `within` names the list of layers (such as `"encoder.layer"`) where a whole model has several. All four
+        edits keep weights and optimizer state of the layers that stay, whatever their names become; learning-rate
+        schedulers go on. Raises IndexError, ValueError or PartitionError with nothing changed.
+        """
+        self._edit(within, lambda layers: inserted(layers, index, layer))
+
+    def remove(self, index: int, within: str | None = None) -> None:
+        """Take a layer out, with its optimizer state. The module keeps its weights."""
+        self._edit(within, lambda layers: removed(layers, index))
+
+    def replace(self, index: int, layer: nn.Module, within: str | None = None) -> None:
+        """Put another layer in the place of one: `remove`, then `insert`."""
+        self._edit(within, lambda layers: replaced(layers, index, layer))
+
+    def reorder(self, order: Sequence[int], within: str | None = None) -> None:
+        """Bring the layers into another order: `order[i]` is the one that comes i-th."""
+        self._edit(within, lambda layers: reordered(layers, order))
+
+    def _edit(self, within: str | None, change: Callable[[list[nn.Module]], list[nn.Module]]) -> None:
+        self._check_usable()
+        self.synchronize()
+        before = names_by_tensor(self._model)
+        old_modules, old_model = self._modules, self._model
+        if self._whole:
+            undo = edit_blocks(self._model, within, change)
+        else:
+            self._modules = change(self._modules)
+            self._model = nn.Sequential(*self._modules)
+
+            def undo() -> None:
+                self._modules, self._model = old_modules, old_model
+
+        try:
+            groups, group_of = self._grouping(self._model)
+        except ValueError:
+            undo()
+            raise
+        names = renames(before, self._model)
+        self._session.change_model(self._model, names)
+        order = [name for name, _ in self._model.named_parameters()]
+        self._session.server.rename(names, group_of, order)
+        for ours, new in zip(self.optimizer.param_groups, groups, strict=True):
+            ours["params"] = new["params"]
+        self._cache.clear()
+        self._presences.clear()
+        self._captures.clear()
+        self.plain_bytes = 0
 
     # -- weights and figures ----------------------------------------------------------------------------------
 
@@ -503,19 +575,23 @@ class Trainer:
             return f"Go on with trainer.load({self._last_saved!r}), the last checkpoint that this trainer knows."
         return "Load a checkpoint, or build a new trainer; this one has saved none."
 
-    def _ready(self, batch: Any, training: bool = True) -> tuple[Batch, list[float], list[Stations]]:
+
+    def _ready(
+        self, batch: Any, training: bool = True, active: Sequence[int | str] | None = None
+    ) -> tuple[Batch, list[float], list[Stations]]:
         """The batch in pieces with their weights, and the stations for each piece."""
         if self._buckets is not None and isinstance(batch, Mapping):
             batch = self._buckets.pad(batch)
+        chosen = None if active is None else chosen_layers(layer_names(self._model, self._modules), active)
         pieces = self._take_apart(batch, training, needs_targets=True)
-        first = self._stations(pieces, 0, training, False)
+        first = self._stations(pieces, 0, training, False, chosen)
         if not first.partition.has_loss:
             raise PartitionError(
                 f"The output of {type(self._model).__name__} has no loss for this batch. A whole model must return "
                 "an object with .loss: does the batch hold labels?"
             )
         pieces, weights = without_empty(pieces, weigh(pieces, first.partition.loss_weight))
-        stations = [self._stations(pieces, number, training, False) for number in range(len(pieces.pieces))]
+        stations = [self._stations(pieces, number, training, False, chosen) for number in range(len(pieces.pieces))]
         for other in stations[1:]:
             if other is not stations[0] and other.signature() != stations[0].signature():
                 raise PartitionError(
@@ -535,29 +611,38 @@ class Trainer:
             pieces = min(pieces, whole.sizes[0])
         return take_apart(batch, self._whole, pieces, needs_targets, self._shared_inputs)
 
-    def _stations(self, batch: Batch, number: int, training: bool, results: bool) -> Stations:
+    def _stations(
+        self, batch: Batch, number: int, training: bool, results: bool, active: tuple[str, ...] | None = None
+    ) -> Stations:
         trainable = tuple(parameter.requires_grad for parameter in self._model.parameters())
-        key = (batch.signature(number), training, results, trainable, plain_attributes(self._model))
+        key = (batch.signature(number), training, results, trainable, active, plain_attributes(self._model))
         stations = self._cache.get(key)
         if stations is None:
-            stations = self._cache[key] = self._record(batch, batch.pieces[number], training, results)
+            stations = self._cache[key] = self._record(batch, batch.pieces[number], training, results, active)
         self._cache.move_to_end(key)
         while len(self._cache) > self._programs:
             self._cache.popitem(last=False)
         return stations
 
-    def _record(self, batch: Batch, tensors: list[torch.Tensor], training: bool, results: bool) -> Stations:
+    def _record(
+        self,
+        batch: Batch,
+        tensors: list[torch.Tensor],
+        training: bool,
+        results: bool,
+        active: tuple[str, ...] | None,
+    ) -> Stations:
         """Partition and capture for the shapes of one piece. Tracing is not made for several threads at once."""
         with _RECORDING, undisturbed(self._model):
             if self._whole:
-                partition = partition_model(self._model, tensors, batch.tree, self._compute)
+                partition = partition_model(self._model, tensors, batch.tree, self._compute, active)
             else:
                 inputs, targets = tensors[: batch.input_count], tensors[batch.input_count :]
                 partition = partition_list(
-                    self._modules, self._loss, inputs, batch.tree, targets, batch.target_tree, self._compute
+                    self._modules, self._loss, inputs, batch.tree, targets, batch.target_tree, self._compute, active
                 )
             return build_stations(
-                partition, training, results, self._compute, self._presences, self._lowering
+                partition, training, results, self._compute, self._presences, self._lowering, self._captures
             )
 
     def _plain_bytes(self, stations: Stations) -> int:

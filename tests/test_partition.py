@@ -174,6 +174,30 @@ def test_layers_that_differ_in_an_attribute_alone_are_not_run_as_one(
     check(build, make, batches())
 
 
+class Numbered(Block):
+    """Knows which layer it is; looks at it only if it is told to."""
+
+    def __init__(self, number: int, looks: bool) -> None:
+        super().__init__()
+        self.number = number
+        self.looks = looks
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = super().forward(value)
+        return value * (1 + self.number) if self.looks else value
+
+
+@pytest.mark.parametrize(("looks", "programs"), [(False, 2), (True, 4)])
+def test_layers_share_a_program_unless_they_differ_in_what_their_code_looks_at(
+    build: Build, looks: bool, programs: int
+) -> None:
+    """The first layer has one of its own: nothing asks for the gradient of what it is given."""
+    make = with_layers(*(functools.partial(Numbered, number, looks) for number in range(4)))
+    trainer = check(build, make, batches(), microbatches=1)
+    stations = next(iter(trainer._cache.values())).stations
+    assert len({id(one.captured) for one in stations if one.segment.name.startswith("layers")}) == programs
+
+
 class WithBuffer(Block):
     def __init__(self, scale: float) -> None:
         super().__init__()

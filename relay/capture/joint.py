@@ -20,7 +20,7 @@ import functools
 import operator
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from relay.capture.core import Lowering, attention, decompositions, simplify
 from relay.capture.eager import EagerSegment, eager_programs
 from relay.capture.explain import explain, reason
 from relay.capture.measure import count_flops, count_moved, fingerprint, peak_of_temporaries, saved_bytes
+from relay.capture.reads import Reads, recorded_reads
 from relay.errors import CaptureError
 
 aten = torch.ops.aten
@@ -60,7 +61,7 @@ class Captured:
 
     `saved` is what plain training would keep of this segment between its forward and its backward, in bytes.
     `kept` are copies of buffers as the forward found them, further outputs of it and further inputs of `backward`.
-    `eager` is the segment as it is run where it could not be captured.
+    `eager` is the segment as it is run where it could not be captured, `reads` what the module's code looked at.
     """
 
     parameter_names: tuple[tuple[str, ...], ...]
@@ -73,6 +74,7 @@ class Captured:
     saved: int
     kept: tuple[Port, ...] = ()
     eager: EagerSegment | None = None
+    reads: Reads | None = None
 
 
 def capture(
@@ -104,10 +106,13 @@ def capture(
             if lowering is Lowering.CORE:
                 stack.enter_context(attention())
                 table = decompositions()
+            reads = stack.enter_context(recorded_reads(module))
             joint = aot_export_joint_with_descriptors(stack, traced, (*inputs, *spare), {}, decompositions=table)
     except Exception as failure:
         return _run_eagerly(module, inputs, name, ends_in_loss, compute, failure)
-    return _Extraction(module, joint.graph_module, name, wants_gradients, compute, lowering).captured(ends_in_loss)
+    extraction = _Extraction(module, joint.graph_module, name, wants_gradients, compute, lowering)
+    captured = extraction.captured(ends_in_loss)
+    return replace(captured, reads=reads)
 
 
 def _run_eagerly(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,7 @@ class OpaqueCall:
     forward: Callable[..., Any]
     input_tree: TensorTree
     output_tree: TensorTree | None = None
+    skipped: bool = False
 
 
 def _block_on_fakes(call: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -85,8 +86,11 @@ torch.library.register_fake("relay::block", _block_on_fakes, lib=_library)
 
 
 @contextlib.contextmanager
-def opaque_blocks(blocks: Mapping[str, nn.Module]) -> Iterator[list[OpaqueCall]]:
-    """While open, a traced call of any of these modules becomes one `relay::block` op. Yields the calls, in order."""
+def opaque_blocks(blocks: Mapping[str, nn.Module], skipped: Container[str] = ()) -> Iterator[list[OpaqueCall]]:
+    """While open, a traced call of any of these modules becomes one `relay::block` op. Yields the calls, in order.
+
+    Those `skipped` hand on the first tensor they are given; their ops stay in the trace, used by nobody.
+    """
     calls: list[OpaqueCall] = []
     originals: list[tuple[nn.Module, Any]] = []
 
@@ -97,6 +101,15 @@ def opaque_blocks(blocks: Mapping[str, nn.Module]) -> Iterator[list[OpaqueCall]]
             calls.append(call)
             outputs = BLOCK(len(calls) - 1, tensors)
             assert call.output_tree is not None
+            if name in skipped:
+                call.skipped = True
+                if len(outputs) != 1 or outputs[0].shape != tensors[0].shape:
+                    raise PartitionError(
+                        f"layer {name!r} cannot be left out: it returns {[tuple(one.shape) for one in outputs]} for a "
+                        f"first argument of {tuple(tensors[0].shape)}, and only a layer that returns one tensor of "
+                        "that shape can hand on what it is given."
+                    )
+                return call.output_tree.fill(tensors[:1])
             return call.output_tree.fill(outputs)
 
         return opaque

@@ -65,6 +65,9 @@ class BoundOptimizer(Protocol):
         Memory that is not there yet is not made: the tensors are kept as they are until `allocate`.
         """
 
+    def rename(self, names: Mapping[str, str | None]) -> None:
+        """Call parameters by their new names, and drop the state of those whose new name is None."""
+
 
 def bind(optimizer: Any, host: Host, store: LayerStore, state_dtype: str) -> BoundOptimizer:
     """Bind what `as_spec` gave. Raises ValueError for states that the optimizer cannot keep small."""
@@ -104,6 +107,7 @@ class _Bound:
         self._state_dtype = state_dtype
         self._state: dict[str, State] = {}
         self._waiting: dict[str, State] = {}
+        self._regions: list[tuple[set[str], torch.Tensor, str]] = []
 
     def allocate(self, names: Sequence[str], group: Mapping[str, Any]) -> None:
         names = [name for name in names if name not in self._state]
@@ -117,7 +121,8 @@ class _Bound:
                 f"{names[0]!r} is {dtype}: {type(self._optimizer).__name__} with state_dtype={small!r} updates float32 "
                 "parameters only. Use AdamW, Adam or SGD with state_dtype='fp32', or a model in float32."
             )
-        steps = self._host.alloc(len(names), torch.float32, "step counts").zero_()
+        before = len(self._regions)
+        steps = self._alloc(len(names), torch.float32, "step counts")
         made: dict[str, State] = {name: {"step": steps[number]} for number, name in enumerate(names)}
         sizes = [self._store[name].numel() for name in names]
         for label, signed in self._optimizer.states(group).items():
@@ -131,16 +136,36 @@ class _Bound:
         for name in names:
             if name in self._waiting:
                 _fill(made[name], self._waiting.pop(name))
+        self._regions[before:] = [(set(names), flat, label) for _, flat, label in self._regions[before:]]
+
+    def _alloc(self, count: int, dtype: torch.dtype, label: str) -> torch.Tensor:
+        flat = self._host.alloc(count, dtype, label).zero_()
+        self._regions.append((set(), flat, label))
+        return flat
+
+    def rename(self, names: Mapping[str, str | None]) -> None:
+        moved = ((names.get(name, name), state) for name, state in self._state.items())
+        self._state = {name: state for name, state in moved if name is not None}
+        waiting = ((names.get(name, name), state) for name, state in self._waiting.items())
+        self._waiting = {name: state for name, state in waiting if name is not None}
+        kept = []
+        for owners, flat, label in self._regions:
+            now = {new for new in (names.get(name, name) for name in owners) if new is not None}
+            if now:
+                kept.append((now, flat, label))
+            else:
+                self._host.free(flat, label)
+        self._regions = kept
 
     def _allocate_flat(self, made: dict[str, State], sizes: Sequence[int], label: str, dtype: torch.dtype) -> None:
-        flat = self._host.alloc(sum(sizes), dtype, LABELS[label]).zero_()
+        flat = self._alloc(sum(sizes), dtype, LABELS[label])
         for (name, state), part in zip(made.items(), flat.split(list(sizes)), strict=True):
             state[label] = part.view(self._store[name].shape)
 
     def _allocate_int8(self, made: dict[str, State], sizes: Sequence[int], label: str, signed: bool) -> None:
         groups = [group_count(size) for size in sizes]
-        codes = self._host.alloc(sum(sizes), torch.uint8, LABELS[label]).zero_()
-        scales = self._host.alloc(sum(groups), torch.float32, f"{LABELS[label]}, scales of {GROUP}").zero_()
+        codes = self._alloc(sum(sizes), torch.uint8, LABELS[label])
+        scales = self._alloc(sum(groups), torch.float32, f"{LABELS[label]}, scales of {GROUP}")
         parts = zip(made.values(), codes.split(list(sizes)), scales.split(groups), strict=True)
         for state, own_codes, own_scales in parts:
             state[label] = Int8State(own_codes, own_scales, signed)

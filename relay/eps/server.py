@@ -200,6 +200,15 @@ class ParameterServer:
         self._device = device
         self.settle()
 
+    def rename(self, names: Mapping[str, str | None], group_of: Mapping[str, int], order: Sequence[str]) -> None:
+        """The model's tensors have new names; `group_of` and `order` are those of the new model."""
+        self.optimizer.rename(names)
+        self._group_of = group_of
+        self._order = order
+        for total in self._sums.values():
+            self._host.free(total.view(-1), TIED_SUMS)
+        self._sums.clear()
+
     def settle(self) -> None:
         """Everything submitted has ended."""
         self._staging_free = [[], []]

@@ -11,14 +11,16 @@ held twice and always shows the current weights. Invariant: a name has one place
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from hal.event import Event
 from hal.host import Host
+from hal.pages import give_back_free_memory
 from hal.slot import ALIGNMENT, Field, SlotContent, lay_out
 from relay.errors import ModelChanged
 
@@ -26,6 +28,9 @@ WEIGHTS = "weights"
 ROUNDED = "rounded weights"
 BUFFERS = "buffers"
 GRADIENTS = "gradients"
+
+TRIM_EVERY = 16 << 20
+"""Bytes that move in between two times that freed memory is given back to the system."""
 
 Wanted = tuple[str, torch.dtype]
 """A parameter or buffer and the dtype it is taken in."""
@@ -59,6 +64,7 @@ class LayerStore:
         self._names_of: dict[SlotContent, tuple[str, ...]] = {}
         self._homes: dict[str, torch.Tensor] = {}
         self._seen: dict[str, tuple[torch.Tensor, int]] = {}
+        self._regions: list[tuple[torch.Tensor, str]] = []
         self.updated: dict[str, Event] = {}
         self.version = 0
 
@@ -86,8 +92,14 @@ class LayerStore:
         flats = [
             self._host.alloc(size // dtype.itemsize, dtype, state, crosses=True) for _, _, size, dtype, state in plans
         ]
+        moved = 0
+        self._regions += [(flat, state) for flat, (_, _, _, _, state) in zip(flats, plans, strict=True)]
         for (names, fields, _, dtype, state), flat in zip(plans, flats, strict=True):
             raw = flat.view(torch.uint8)
+            moved += raw.numel()
+            if moved >= TRIM_EVERY:
+                give_back_free_memory()
+                moved = 0
             for name, place in zip(names, fields, strict=True):
                 tensor = tensors[name]
                 home = raw[place.offset : place.offset + tensor.numel() * dtype.itemsize].view(dtype).view(place.shape)
@@ -138,6 +150,47 @@ class LayerStore:
                     stored.tensor.copy_(self[name])
         for name, (tensor, _) in self._seen.items():
             self._seen[name] = (tensor, tensor._version)
+
+    def rename(self, names: Mapping[str, str | None]) -> None:
+        """Call tensors by their new names, and let go of those whose new name is None, with their memory.
+
+        A tensor that is let go gets memory of its own, so that its module stays whole. Nothing may be under way.
+        """
+        for old, new in names.items():
+            if new is None and old in self._seen:
+                tensor = self._seen[old][0]
+                tensor.data = tensor.data.clone()
+
+        def renamed(table: dict[Any, Any], new_key: Callable[[Any], Any]) -> dict[Any, Any]:
+            moved = ((new_key(key), value) for key, value in table.items())
+            return {key: value for key, value in moved if key is not None}
+
+        def new_name(name: str) -> str | None:
+            return names.get(name, name)
+
+        def new_wanted(wanted: Wanted) -> Wanted | None:
+            name = new_name(wanted[0])
+            return None if name is None else (name, wanted[1])
+
+        self._stored = renamed(self._stored, new_wanted)
+        self._master = renamed(self._master, new_name)
+        self._seen = renamed(self._seen, new_name)
+        self.updated.clear()
+        self._contents.clear()
+        self._names_of.clear()
+        for home in self._homes.values():
+            self._host.free(home, GRADIENTS)
+        self._homes.clear()
+        living = {stored.flat.data_ptr() for stored in self._stored.values()}
+        for flat, state in self._regions:
+            if flat.data_ptr() not in living:
+                self._host.free(flat, state)
+        self._regions = [(flat, state) for flat, state in self._regions if flat.data_ptr() in living]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no model has moved in yet."""
+        return not self._stored
 
     def content(
         self, name: str, tensors: Sequence[Wanted], gradients: Sequence[GradientField], keeps_gradients: bool

@@ -127,6 +127,20 @@ class BoundTorchOptimizer:
             if isinstance(tensor, torch.Tensor):
                 self._host.ledger.add(label, tensor.dtype, sign * tensor.numel() * tensor.dtype.itemsize)
 
+    def rename(self, names: Mapping[str, str | None]) -> None:
+        for old, new in names.items():
+            if new is None and old in self._leaves:
+                state = self._states.pop(self._leaves[old], {})
+                for label, tensor in state.items() if old in self._counted else ():
+                    if isinstance(tensor, torch.Tensor):
+                        self._host.ledger.add(label, tensor.dtype, -tensor.numel() * tensor.dtype.itemsize)
+        moved = ((names.get(name, name), leaf) for name, leaf in self._leaves.items())
+        self._leaves = {name: leaf for name, leaf in moved if name is not None}
+        self._counted = {new for new in (names.get(name, name) for name in self._counted) if new is not None}
+        waiting = ((names.get(name, name), state) for name, state in self._waiting.items())
+        self._waiting = {name: state for name, state in waiting if name is not None}
+        self._optimizers.clear()  # made again for the new sets of names, around the same states
+
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
     return {label: value.clone() if isinstance(value, torch.Tensor) else value for label, value in state.items()}
