@@ -128,8 +128,14 @@ class Checkpoints:
 
     def save(self) -> Path:
         """Save now, and return when it is done. Raises CheckpointError."""
-        self._finish(wait=True)
         self._note_position()
+        return self._save_now()
+
+    def _save_now(self) -> Path:
+        self._finish(wait=True)
+        if self._position is None or self._position[0] != self._trainer.steps:
+            # A step was made that `after_step` was not told of: what data and schedules say now belongs to it.
+            self._note_position()
         saving = self._save(background=False)
         self._prune()
         return saving.path
@@ -144,9 +150,10 @@ class Checkpoints:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
             if error is None:
+                # A batch that was taken after the last step was not trained on: the position noted then holds.
                 self._finish(wait=True)
                 if self._trainer.steps != self._last_step:
-                    self.save()
+                    self._save_now()
             else:
                 self._save_what_is_whole(error)
         finally:
@@ -173,12 +180,8 @@ class Checkpoints:
             warnings.warn(str(problem), RuntimeWarning, stacklevel=3)
         if isinstance(error, InconsistentState) or self._trainer.steps == self._last_step:
             return
-        if self._position is None or self._position[0] != self._trainer.steps:
-            # The step was made, and what came after it failed: what data and schedules say now belongs to it.
-            self._note_position()
         try:
-            self._save(background=False)
-            self._prune()
+            self._save_now()
         except (InconsistentState, HalError, CheckpointError, ValueError) as problem:
             warnings.warn(f"No last checkpoint could be saved: {problem}", RuntimeWarning, stacklevel=3)
 
