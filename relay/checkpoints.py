@@ -14,6 +14,7 @@ checkpoint is deleted only after a newer one has been verified, and the newest w
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import threading
 import warnings
@@ -90,6 +91,8 @@ class Checkpoints:
         A damaged one is passed over, with a warning that says what is wrong with it. Raises CheckpointError where
         there are checkpoints and none is whole, or where one is of another run.
         """
+        for left_over in self.folder.glob(".step-*.partial"):  # of a process that was killed as it wrote
+            shutil.rmtree(left_over, ignore_errors=True)
         problems = []
         for step, path in sorted(_found(self.folder).items(), reverse=True):
             try:

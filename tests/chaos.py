@@ -14,6 +14,7 @@ import select
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -29,30 +30,39 @@ from relay.loading import Batches, Shuffle
 STEPS = 40
 
 
-def train(folder: Path, begun: int) -> None:
-    """One process's life: go on from what is there, to the end. Writes a byte into `begun` after the first step."""
+Data = torch.utils.data.TensorDataset
+
+
+def build() -> tuple[relay.Trainer, Data]:
+    """A small run, ready for its first step. No thread runs yet, so that it can be forked."""
     torch.manual_seed(0)
     middle = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.1)) for _ in range(2)]
     layers = [nn.Linear(4, 16), *middle, nn.Linear(16, 2)]
-    inputs, targets = torch.randn(60, 4), torch.randn(60, 2)
-    data = torch.utils.data.TensorDataset(inputs, targets)
-    batches = Batches(torch.utils.data.DataLoader(data, batch_size=8, drop_last=True, sampler=Shuffle(60, seed=1)))
+    data = Data(torch.randn(60, 4), torch.randn(60, 2))
     options = {"microbatches": 2, "clip_grad_norm": 1.0, "state_dtype": "int8", "seed": 3}
-    with relay.Trainer(layers, nn.functional.mse_loss, **options) as trainer:
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(trainer.optimizer, STEPS)
-        checkpoints = relay.Checkpoints(folder, trainer, every=1, data=batches, schedule=schedule)
-        with checkpoints:
-            checkpoints.resume()
-            for batch in batches:
-                if trainer.steps >= STEPS:
-                    break
-                trainer.step(tuple(batch))
-                schedule.step()
-                checkpoints.after_step()
-                os.write(begun, b"s")
+    trainer = relay.Trainer(layers, nn.functional.mse_loss, **options)
+    trainer.prepare(data[:8])
+    assert threading.active_count() == 1
+    return trainer, data
 
 
-def start(folder: Path) -> tuple[int, int]:
+def train(trainer: relay.Trainer, data: Data, folder: Path, begun: int) -> None:
+    """One process's life: go on from what is there, to the end. Writes a byte into `begun` after each step."""
+    loader = torch.utils.data.DataLoader(data, batch_size=8, drop_last=True, sampler=Shuffle(len(data), seed=1))
+    batches = Batches(loader)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(trainer.optimizer, STEPS)
+    with trainer, relay.Checkpoints(folder, trainer, every=1, data=batches, schedule=schedule) as checkpoints:
+        checkpoints.resume()
+        for batch in batches:
+            if trainer.steps >= STEPS:
+                break
+            trainer.step(tuple(batch))
+            schedule.step()
+            checkpoints.after_step()
+            os.write(begun, b"s")
+
+
+def start(trainer: relay.Trainer, data: Data, folder: Path) -> tuple[int, int]:
     """Fork a process that trains. Its exit code is 0 when it came to the end, 1 for an exception.
 
     Returns its number, and the end of a pipe that has something to read from its first step on.
@@ -65,11 +75,16 @@ def start(folder: Path) -> tuple[int, int]:
     try:
         # A checkpoint that a kill cut short has no name yet, so nothing damaged is ever found.
         warnings.simplefilter("error", RuntimeWarning)
-        train(folder, writing)
+        train(trainer, data, folder, writing)
         os._exit(0)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
+
+
+def unfinished(run: Path) -> set[tuple[Path, int]]:
+    """Files of checkpoints being written."""
+    return {(file, file.stat().st_mtime_ns) for file in run.glob(".*.partial/*")} if run.is_dir() else set()
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -82,8 +97,9 @@ def main() -> None:
     folder, kills, rolls = Path(sys.argv[1]), int(sys.argv[2]), random.Random(int(sys.argv[3]))
     torch.set_num_threads(1)
     fused.matches_torch()
+    trainer, data = build()
     began = time.perf_counter()
-    child, pipe = start(folder / "calm")
+    child, pipe = start(trainer, data, folder / "calm")
     assert os.waitpid(child, 0)[1] == 0, "the run without kills failed"
     os.close(pipe)
     longest = time.perf_counter() - began
@@ -91,19 +107,20 @@ def main() -> None:
     counted = {"kills": 0, "while_writing": 0, "runs": 0}
     run = folder / "chaos"
     while True:
-        child, pipe = start(run)
+        before = unfinished(run)
+        child, pipe = start(trainer, data, run)
         if counted["kills"] < kills:
-            # Most of a short life is its beginning: some are killed anywhere, most once they have made a step.
+            # Some are killed anywhere, the beginning included, most once they have made a step.
             training = rolls.random() < 0.75
             if training:
                 select.select([pipe], [], [])
-            time.sleep(rolls.uniform(0, 0.3 if training else longest))
+            time.sleep(rolls.uniform(0, longest / 4))
             os.kill(child, signal.SIGKILL)
         status = os.waitpid(child, 0)[1]
         os.close(pipe)
         if os.WIFSIGNALED(status):
             counted["kills"] += 1
-            counted["while_writing"] += any(run.glob(".*.partial/*")) if run.is_dir() else 0
+            counted["while_writing"] += not unfinished(run) <= before
             continue
         assert os.WEXITSTATUS(status) == 0, "a process failed to go on"
         assert contents(run) == expected, "a run that was killed ended elsewhere"
