@@ -16,7 +16,7 @@ from hal.device import Device
 from hal.kernel import Kernel, Program, Role
 from relay.blocks import same_structure, tie_pattern
 from relay.capture import Captured, capture
-from relay.segments import Partition, Segment
+from relay.segments import Partition, Segment, Value
 
 
 @dataclass(eq=False)
@@ -125,6 +125,12 @@ def build_stations(
         ):
             requires_grad[value] = flag
             partition.values[value].dtype = port.dtype  # as computed, which may be other than as traced
+        for _ in captured.kept:
+            # A buffer as it was before the forward changed it: handed on from a segment's forward to its backward.
+            port = captured.forward.outputs[len(segment.outputs) + len(segment.kept)]
+            value = Value(len(partition.values), port.shape, port.dtype, segment.index, [segment.index])
+            partition.values.append(value)
+            segment.kept = (*segment.kept, value.index)
         built.append((segment, captured))
 
     stations = [_station(segment, captured, partition, training, results) for segment, captured in built]
@@ -165,13 +171,17 @@ def _station(
 ) -> Station:
     last = segment.index == len(partition.segments) - 1
 
+    made_values = (*segment.outputs, *segment.kept)
+    taken_values = (*segment.inputs, *segment.kept)
+
     def make(program: Program) -> Pass:
         ports = program.outputs
+        values_in = [port for port in program.inputs if port.role is Role.VALUE]
         return Pass(
             program=program,
-            reads=segment.inputs,
+            reads=tuple(taken_values[port.index] for port in values_in),
             seeds=tuple(segment.outputs[port.index] for port in program.inputs if port.role is Role.SEED),
-            writes=tuple(segment.outputs[port.index] for port in ports if port.role is Role.VALUE),
+            writes=tuple(made_values[port.index] for port in ports if port.role is Role.VALUE),
             updates=tuple(port.index for port in ports if port.role is Role.BUFFER_UPDATE),
             parameter_gradients=tuple(port.index for port in ports if port.role is Role.PARAMETER_GRADIENT),
             value_gradients=tuple(segment.inputs[port.index] for port in ports if port.role is Role.VALUE_GRADIENT),

@@ -8,8 +8,9 @@ the trainer says that it can no longer be trusted (`InconsistentState`).
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -21,9 +22,10 @@ from torch import nn
 from hal import registry
 from hal.errors import DeviceLost
 from hal.event import Event
-from hal.host import Ledger
+from hal.host import Host, Ledger
 from hal.memory import parse_size
 from relay.batches import Batch, count_tokens, take_apart, weigh, without_empty
+from relay.blocks import plain_attributes, undisturbed
 from relay.eps.bound import STATE_DTYPES, as_spec, bind
 from relay.eps.checkpoint import SHARD_BYTES, Checkpoint, Progress
 from relay.eps.groups import split_into_groups
@@ -33,7 +35,7 @@ from relay.eps.server import Clipping, ParameterServer
 from relay.eps.store import LayerStore
 from relay.errors import InconsistentState, NonFiniteLoss, PartitionError
 from relay.metrics import Metrics, total_elapsed
-from relay.partition import partition_list, partition_model
+from relay.partition import list_as_model, partition_list, partition_model
 from relay.saving import (
     Saving,
     check_fits,
@@ -51,6 +53,7 @@ from relay.stations import Stations, build_stations
 from relay.trace import Trace
 
 logger = logging.getLogger("relay")
+_RECORDING = threading.RLock()
 
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -72,7 +75,8 @@ class Trainer:
     the host in fp32 (fp16 with a dynamic loss scale). `state_dtype` is what the optimizer's moments are kept in:
     `"fp32"`, `"bf16"` or `"int8"`. `clip_grad_norm` and `clip_grad_value` are exact, as torch.nn.utils' are.
     `parameter_groups` are mappings with `params` (name patterns such as `"*.bias"`, or the parameters themselves)
-    and hyperparameters that differ from the optimizer's own.
+    and hyperparameters that differ from the optimizer's own. `shared_inputs` names inputs of a whole model that
+    every micro-batch gets whole, should their length be the batch's by chance.
 
     `on_nonfinite` says what a NaN or infinite loss does: `"stop"` raises NonFiniteLoss with nothing applied, `"skip"`
     applies nothing and goes on (`metrics.skipped`), `"log"` applies it as plain PyTorch would; both say so in the
@@ -84,7 +88,7 @@ class Trainer:
         self,
         model: nn.Module | Sequence[nn.Module],
         loss: Callable[..., torch.Tensor] | None = None,
-        device: str = "cpu",
+        device: str | torch.device = "cpu",
         optimizer: Any = None,
         microbatches: int = 4,
         precision: str = "fp32",
@@ -98,11 +102,15 @@ class Trainer:
         parameter_groups: Sequence[Mapping[str, Any]] = (),
         host_memory: int | str | None = None,
         pinned_memory: int | str | None = None,
+        shared_inputs: Sequence[str] = (),
         on_nonfinite: str = "stop",
         on_device_lost: str = "raise",
         stall_seconds: float | None = None,
     ) -> None:
         self._whole = isinstance(model, nn.Module)
+        if isinstance(model, (nn.Sequential, nn.ModuleList)) and loss is not None:
+            model = list(model)
+            self._whole = False
         self._modules: list[nn.Module] = [] if isinstance(model, nn.Module) else list(model)
         if self._whole and loss is not None:
             raise ValueError("loss= goes with a list of modules; a whole model gives its loss in output.loss")
@@ -119,15 +127,16 @@ class Trainer:
         _check_positive("clip_grad_norm", clip_grad_norm)
         _check_positive("clip_grad_value", clip_grad_value)
         for name, value in (("microbatches", microbatches), ("slots", slots)):
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
         if not isinstance(seed, int) or not 0 <= seed < 2**64:
             raise ValueError(f"seed={seed!r} must be a whole number from 0 to 2**64 - 1")
 
-        self._model: nn.Module = model if isinstance(model, nn.Module) else nn.Sequential(*self._modules)
+        self._model: nn.Module = model if isinstance(model, nn.Module) else list_as_model(self._modules, loss)
         if not any(parameter.requires_grad for parameter in self._model.parameters()):
             raise PartitionError("The model has no parameter that requires a gradient: there is nothing to train.")
         self._loss = loss
+        self._shared_inputs = tuple(shared_inputs)
         self._microbatches = microbatches
         self._compute = _COMPUTE[precision]
         self._seed = seed
@@ -139,7 +148,7 @@ class Trainer:
         self._on_device_lost = on_device_lost
         self._last_saved = ""
         self._options = {
-            "device": device, "microbatches": microbatches, "precision": precision, "stash": stash, "slots": slots,
+            "device": str(device), "microbatches": microbatches, "precision": precision, "stash": stash, "slots": slots,
             "state_dtype": state_dtype, "clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value,
         }  # fmt: skip
         self.plain_bytes = 0
@@ -149,14 +158,21 @@ class Trainer:
         groups, group_of = split_into_groups(self._model, parameter_groups, defaults)
         self.optimizer = RelayOptimizer(groups, defaults)
         limit = _size_or_none(capacity)
-        opened = registry.open(device, limit)
+        opened = registry.open(str(device), limit)
         host = opened.host(_size_or_none(host_memory), _size_or_none(pinned_memory))
-        store = LayerStore(host)
-        bound = bind(spec, host, store, state_dtype)
         order = [name for name, _ in self._model.named_parameters()]
         clipping = Clipping(clip_grad_norm, clip_grad_value)
-        server = ParameterServer(opened, host, store, bound, group_of, order, clipping, self._scale is not None)
-        self._session = Session(self._model, opened, host, store, server, slots, stash, limit)
+
+        def build(on: Host) -> tuple[LayerStore, ParameterServer]:
+            store = LayerStore(on)
+            bound = bind(spec, on, store, state_dtype)
+            scaled = self._scale is not None
+            return store, ParameterServer(opened, on, store, bound, group_of, order, clipping, scaled)
+
+        store, server = build(host)
+        self._session = Session(
+            self._model, opened, host, store, server, slots, stash, limit, build, precision, state_dtype
+        )
         self._session.stall_seconds = stall_seconds
 
     # -- training ---------------------------------------------------------------------------------------------
@@ -234,7 +250,7 @@ class Trainer:
         if self._scale is not None:
             (self._scale.overflowed if skipped else self._scale.succeeded)()
         session.take_interrupt()
-        loss = sum((losses_on_host * weights_on_host).tolist())
+        loss = _weighted(losses_on_host, weights)
         updates = behind if session.server.held else ran.host.updates
         return self._metrics(ran, batch_pieces, loss, start, updates)
 
@@ -245,17 +261,17 @@ class Trainer:
             pieces, weights, stations = self._ready(batch, training=False)
             ran, losses = self._forward(pieces, stations)
             assert losses is not None
-            loss = sum((losses * torch.tensor(weights, dtype=losses.dtype)).tolist())
+            loss = _weighted(losses, weights)
             return self._metrics(ran, pieces, loss, start, [])
 
     def predict(self, batch: Any) -> Any:
         """The model's output for a batch (for a list of modules: for its inputs), forward only, in eval mode.
 
-        Tensors with the batch's length along dimension 0 are put together again; of others the first piece's.
+        Tensors with the batch's length along dimension 0 are put together again, and scalars (a loss) averaged over
+        the batch; of others the first piece's are given.
         """
         with self._eval_mode():
-            size = take_apart(batch, self._whole, 1, needs_targets=False).sizes[0]
-            pieces = take_apart(batch, self._whole, min(self._microbatches, size), needs_targets=False)
+            pieces = self._take_apart(batch, training=False, needs_targets=False)
             stations = [self._stations(pieces, number, False, True) for number in range(len(pieces.pieces))]
             outputs: list[list[torch.Tensor]] = []
 
@@ -269,11 +285,10 @@ class Trainer:
                         ran.reads.append(relay.drain_queue.read(target, access.view, access.waits))
 
             self._forward(pieces, stations, read_back)
-            together = [
-                torch.cat(rows) if rows[0].dim() and [len(row) for row in rows] == pieces.sizes else rows[0]
-                for rows in zip(*outputs, strict=True)
-            ]
-            return stations[0].partition.result_tree.fill(together)
+            partition = stations[0].partition
+            weights = weigh(pieces, partition.loss_weight if partition.has_loss else None)
+            together = [_join(rows, pieces.sizes, weights) for rows in zip(*outputs, strict=True)]
+            return partition.result_tree.fill(together)
 
     def prepare(self, batch: Any) -> None:
         """Partition, capture, compile and allocate for batches like this one, and change nothing else.
@@ -294,7 +309,7 @@ class Trainer:
         The tensors are the store's own, as in PyTorch: the next step changes them.
         """
         self.synchronize()
-        return self._model.state_dict()
+        return (self._model if self._whole else nn.Sequential(*self._modules)).state_dict()
 
     def sync_to(self, model: nn.Module) -> None:
         """Copy the weights into another model with the same names."""
@@ -448,6 +463,13 @@ class Trainer:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        # A trainer that is dropped unclosed would leave its queues' threads behind.
+        session = getattr(self, "_session", None)
+        if session is not None:
+            with suppress(Exception):
+                session.close()
+
     # -- making ready -----------------------------------------------------------------------------------------
 
     def _check_usable(self) -> None:
@@ -465,7 +487,7 @@ class Trainer:
 
     def _ready(self, batch: Any, training: bool = True) -> tuple[Batch, list[float], list[Stations]]:
         """The batch in pieces with their weights, and the stations for each piece."""
-        pieces = take_apart(batch, self._whole, self._microbatches, needs_targets=True)
+        pieces = self._take_apart(batch, training, needs_targets=True)
         first = self._stations(pieces, 0, training, False)
         if not first.partition.has_loss:
             raise PartitionError(
@@ -480,17 +502,30 @@ class Trainer:
                     "The model takes another path for the last, smaller micro-batch than for the others, so they "
                     "cannot share a step. Make the batch a multiple of microbatches."
                 )
+        self._session.check_host(stations, self.param_groups, training)
         if training and not self.plain_bytes:
             self.plain_bytes = self._plain_bytes(stations[0])
         return pieces, weights, stations
 
+    def _take_apart(self, batch: Any, training: bool, needs_targets: bool) -> Batch:
+        """The batch in pieces. Outside of training a batch may be smaller than the number of micro-batches."""
+        pieces = self._microbatches
+        if not training:
+            whole = take_apart(batch, self._whole, 1, needs_targets, self._shared_inputs)
+            pieces = min(pieces, whole.sizes[0])
+        return take_apart(batch, self._whole, pieces, needs_targets, self._shared_inputs)
+
     def _stations(self, batch: Batch, number: int, training: bool, results: bool) -> Stations:
-        modes = tuple(module.training for module in self._model.modules())
         trainable = tuple(parameter.requires_grad for parameter in self._model.parameters())
-        key = (batch.signature(number), training, results, modes, trainable)
+        key = (batch.signature(number), training, results, trainable, plain_attributes(self._model))
         stations = self._cache.get(key)
         if stations is None:
-            tensors = batch.pieces[number]
+            stations = self._cache[key] = self._record(batch, batch.pieces[number], training, results)
+        return stations
+
+    def _record(self, batch: Batch, tensors: list[torch.Tensor], training: bool, results: bool) -> Stations:
+        """Partition and capture for the shapes of one piece. Tracing is not made for several threads at once."""
+        with _RECORDING, undisturbed(self._model):
             if self._whole:
                 partition = partition_model(self._model, tensors, batch.tree, self._compute)
             else:
@@ -498,8 +533,7 @@ class Trainer:
                 partition = partition_list(
                     self._modules, self._loss, inputs, batch.tree, targets, batch.target_tree, self._compute
                 )
-            stations = self._cache[key] = build_stations(partition, training, results, self._compute)
-        return stations
+            return build_stations(partition, training, results, self._compute)
 
     def _plain_bytes(self, stations: Stations) -> int:
         """Device bytes that plain training would need: weights, gradients, two moments, and what autograd keeps."""
@@ -571,6 +605,20 @@ class Trainer:
         finally:
             for module, mode in modes.items():
                 module.training = mode
+
+
+def _join(rows: Sequence[torch.Tensor], sizes: Sequence[int], weights: Sequence[float]) -> torch.Tensor:
+    """One output of the model, from those of the pieces."""
+    if rows[0].dim() and [len(row) for row in rows] == list(sizes):
+        return torch.cat(list(rows))
+    if rows[0].dim() == 0 and rows[0].dtype.is_floating_point:
+        return torch.stack([row * weight for row, weight in zip(rows, weights, strict=True)]).sum()
+    return rows[0]
+
+
+def _weighted(losses: torch.Tensor, weights: Sequence[float]) -> float:
+    """The mean loss of the batch: each piece's rounded to its own dtype, as plain training would see it."""
+    return sum(float(loss * weight) for loss, weight in zip(losses, weights, strict=True))
 
 
 def _loss_dtype(stations: Stations) -> torch.dtype:

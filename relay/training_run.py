@@ -28,6 +28,9 @@ HELD_OUT_BATCHES = 8
 CHECKPOINTS = "checkpoints"
 """The folder for them inside the folder of a run."""
 
+TRACE_FROM = 3  # the first steps compile and allocate
+TRACED_STEPS = 4
+
 
 def learning_rate(step: int, steps: int, highest: float) -> float:
     """Linear warm-up over the first tenth (100 steps at most), then a cosine down to a tenth of `highest`."""
@@ -55,6 +58,8 @@ def train_gpt(options: dict[str, Any], tell: Callable[[str], None]) -> dict[str,
         device=options["device"],
         microbatches=options["microbatches"],
         precision=options["precision"],
+        state_dtype=options["state_dtype"],
+        clip_grad_norm=options["clip"],
         stash=options["stash"],
         slots=options["slots"],
         capacity=options["capacity"],
@@ -81,10 +86,10 @@ def train_gpt(options: dict[str, Any], tell: Callable[[str], None]) -> dict[str,
         held_out = data.held_out(HELD_OUT_BATCHES)
         before = _mean_loss(trainer, held_out)
         if options["checkpoint_every"] is None:
-            figures = _train(trainer, data, options["steps"], options["lr"], None)
+            figures = _train(trainer, data, options["steps"], options["lr"], options["trace"], None)
         else:
             with checkpoints:
-                figures = _train(trainer, data, options["steps"], options["lr"], checkpoints)
+                figures = _train(trainer, data, options["steps"], options["lr"], options["trace"], checkpoints)
         after = _mean_loss(trainer, held_out)
         run_folder.save(folder, trainer.state_dict(), configuration)
         plain_bytes = trainer.plain_bytes
@@ -124,7 +129,12 @@ def _begin(checkpoints: "relay.Checkpoints", run: dict[str, Any], resume: bool) 
 
 
 def _train(
-    trainer: "relay.Trainer", data: TextData, steps: int, highest: float, checkpoints: "relay.Checkpoints | None"
+    trainer: "relay.Trainer",
+    data: TextData,
+    steps: int,
+    highest: float,
+    trace_file: str | None,
+    checkpoints: "relay.Checkpoints | None",
 ) -> dict[str, Any]:
     tokens_a_step = data.batch_size * (data.window - 1)
     losses: list[float] = []
@@ -137,6 +147,10 @@ def _train(
         for step in range(begin, steps):
             for group in trainer.optimizer.param_groups:
                 group["lr"] = learning_rate(step, steps, highest)
+            if trace_file is not None and step == min(TRACE_FROM, steps - 1):
+                trace = trainer.start_trace()
+            elif trace_file is not None and step == TRACE_FROM + TRACED_STEPS:
+                trainer.stop_trace()
             metrics = trainer.step(data.batch(step))
             losses.append(metrics.loss)
             for name in seconds:
@@ -151,6 +165,8 @@ def _train(
             bar.update()
             if checkpoints is not None:
                 checkpoints.after_step()
+    if trace_file is not None:
+        trace.write(trace_file)
     return {
         "steps": steps,
         "steps_now": steps - begin,

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,9 @@ class Captured:
     A segment that ends in the loss also has `loss` (the loss and buffer updates alone) and `joint` (those and the
     gradients, in one run: the last segment is not run twice).
 
+    `kept` are buffers that the forward changes and the backward needs as they were before: the forward gives them out
+    as further values, after its outputs, and the backward takes them in as further values, after its inputs.
+
     `saved` is what plain training would keep of this segment between its forward and its backward, in bytes.
     """
 
@@ -62,6 +65,7 @@ class Captured:
     loss: Program | None
     joint: Program | None
     output_requires_grad: tuple[bool, ...]
+    kept: tuple[int, ...]
     saved: int
 
 
@@ -102,8 +106,10 @@ class _Traced(nn.Module):
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # The backward is traced outside of autocast, as eager backward runs outside of it.
+        buffers = dict(self.module.named_buffers())
         with autocast(self.compute):
             outputs: tuple[torch.Tensor, ...] = self.module(*(inputs[:-1] if self.has_spare else inputs))
+        self._take_in_assigned(buffers)
         # Tracing gives an output that shares memory with an input or another output no gradient of its own.
         taken = {id(tensor) for tensor in inputs}
         separate = []
@@ -112,6 +118,17 @@ class _Traced(nn.Module):
             separate.append(output.clone() if shares else output)
             taken.add(id(output))
         return (*separate, inputs[-1] * 2) if self.has_spare else tuple(separate)
+
+
+    def _take_in_assigned(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """A buffer that the forward replaced (`self.average = ...`) is changed in place, as the trace can see it."""
+        for name, buffer in buffers.items():
+            owner, _, own_name = name.rpartition(".")
+            module = self.module.get_submodule(owner)
+            assigned = getattr(module, own_name)
+            if assigned is not buffer:
+                buffer.copy_(assigned.detach())
+                setattr(module, own_name, buffer)
 
 
 class _Extraction:
@@ -206,15 +223,23 @@ class _Extraction:
         outputs = [(value, self._port(Role.VALUE, index, value)) for index, value in sorted(self.outputs.items())]
         updates = self._buffer_updates()
         gradients = self._gradient_results() if self.wants_gradients else []
+        needed = _ancestors([value for value, _ in gradients])
+        changed = [index for index, (_, node) in enumerate(self.buffers) if node in self.updates and node in needed]
+        kept = [] if ends_in_loss else changed
+        outputs_and_kept = outputs + [
+            (self.buffers[index][1], self._port(Role.VALUE, len(self.outputs) + place, self.buffers[index][1]))
+            for place, index in enumerate(kept)
+        ]
         seeds = sorted(self.seeds.items())
         return Captured(
             parameter_names=tuple(tuple(name for name, _ in names) for names in self.parameters),
             buffer_names=tuple(name for name, _ in self.buffers),
-            forward=self._program("forward", [], outputs + updates),
-            backward=self._program("backward", seeds, gradients) if gradients and not ends_in_loss else None,
+            forward=self._program("forward", [], outputs_and_kept + updates),
+            backward=self._program("backward", seeds, gradients, kept) if gradients and not ends_in_loss else None,
             loss=self._program("loss", [], outputs[:1] + updates) if ends_in_loss else None,
             joint=self._program("joint", seeds, outputs[:1] + updates + gradients) if ends_in_loss else None,
             output_requires_grad=tuple(index in self.seeds for index in sorted(self.outputs)),
+            kept=tuple(kept),
             saved=saved_bytes(
                 self.traced.graph,
                 _ancestors([[value for value, _ in outputs + updates]]),
@@ -246,7 +271,13 @@ class _Extraction:
                 results.append(((gradient,), self._port(Role.VALUE_GRADIENT, index, node, True)))
         return results
 
-    def _program(self, kind: str, seeds: Sequence[tuple[int, fx.Node]], results: Sequence[tuple[Any, Port]]) -> Program:
+    def _program(
+        self,
+        kind: str,
+        seeds: Sequence[tuple[int, fx.Node]],
+        results: Sequence[tuple[Any, Port]],
+        kept: Sequence[int] = (),
+    ) -> Program:
         graph = fx.Graph()
         environment: dict[fx.Node, Any] = {}
         ports: list[Port] = []
@@ -266,6 +297,8 @@ class _Extraction:
             add_input(Role.BUFFER, index, [node])
         for index, node in enumerate(self.values):
             add_input(Role.VALUE, index, [node])
+        for place, index in enumerate(kept):
+            add_input(Role.VALUE, len(self.values) + place, [self.buffers[index][1]])
         for index, node in seeds:
             add_input(Role.SEED, index, [node])
         key = graph.placeholder("key")
