@@ -21,6 +21,7 @@ from hal.host import Host
 from hal.kernel import Kernel, Program
 from hal.memory import MemoryUse
 from hal.random import RandomKey
+from hal.worker import Worker
 
 
 class InjectedFault(HalError):
@@ -172,6 +173,10 @@ class FaultyHost(Host):
 
     def follow(self, other: Host) -> None:
         self._host.follow(other._host if isinstance(other, FaultyHost) else other)
+
+    @property
+    def worker(self) -> Worker:
+        return self._host.worker
 
     def memory(self) -> MemoryUse:
         return self._host.memory()

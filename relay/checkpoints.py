@@ -14,6 +14,7 @@ checkpoint is deleted only after a newer one has been verified, and the newest w
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import threading
 import warnings
@@ -90,6 +91,8 @@ class Checkpoints:
         A damaged one is passed over, with a warning that says what is wrong with it. Raises CheckpointError where
         there are checkpoints and none is whole, or where one is of another run.
         """
+        for left_over in self.folder.glob(".step-*.partial"):  # of a process that was killed as it wrote
+            shutil.rmtree(left_over, ignore_errors=True)
         problems = []
         for step, path in sorted(_found(self.folder).items(), reverse=True):
             try:
@@ -128,8 +131,14 @@ class Checkpoints:
 
     def save(self) -> Path:
         """Save now, and return when it is done. Raises CheckpointError."""
-        self._finish(wait=True)
         self._note_position()
+        return self._save_now()
+
+    def _save_now(self) -> Path:
+        self._finish(wait=True)
+        if self._position is None or self._position[0] != self._trainer.steps:
+            # A step was made that `after_step` was not told of: what data and schedules say now belongs to it.
+            self._note_position()
         saving = self._save(background=False)
         self._prune()
         return saving.path
@@ -144,9 +153,10 @@ class Checkpoints:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
             if error is None:
+                # A batch that was taken after the last step was not trained on: the position noted then holds.
                 self._finish(wait=True)
                 if self._trainer.steps != self._last_step:
-                    self.save()
+                    self._save_now()
             else:
                 self._save_what_is_whole(error)
         finally:
@@ -173,12 +183,8 @@ class Checkpoints:
             warnings.warn(str(problem), RuntimeWarning, stacklevel=3)
         if isinstance(error, InconsistentState) or self._trainer.steps == self._last_step:
             return
-        if self._position is None or self._position[0] != self._trainer.steps:
-            # The step was made, and what came after it failed: what data and schedules say now belongs to it.
-            self._note_position()
         try:
-            self._save(background=False)
-            self._prune()
+            self._save_now()
         except (InconsistentState, HalError, CheckpointError, ValueError) as problem:
             warnings.warn(f"No last checkpoint could be saved: {problem}", RuntimeWarning, stacklevel=3)
 

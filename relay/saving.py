@@ -177,6 +177,14 @@ def check_fits(
             field="optimizer.groups",
         )
     for number, ((_, values), (_, theirs)) in enumerate(zip(own, manifest.optimizer.groups, strict=True)):
+        for key, value in theirs.items():
+            # Schedules keep numbers of their own there, such as initial_lr.
+            if key not in values and (key in ("params", "param_names") or type(value) not in (int, float, bool)):
+                raise CheckpointError(
+                    f"{optimizer.kind} has no such hyperparameter; received {value!r:.80}",
+                    file=file,
+                    field=f"optimizer.groups[{number}].values.{key}",
+                )
         for key, value in values.items():
             if not _of_kind(value, theirs.get(key)):
                 raise CheckpointError(

@@ -194,7 +194,8 @@ class Session:
         """Around the submission of a pass: waits for all that it needs, whatever happens, and raises the first error.
 
         If the step failed or was skipped, `buffers` are put back as `keep_buffers` found them; if updates of a failed
-        step were applied, `broken` says so from then on. An interrupt is left for `take_interrupt`.
+        step were applied, or held ones of the step before failed, `broken` says so from then on. An interrupt is left
+        for `take_interrupt`.
         """
         ran = Ran(trace=self.trace)
         error: BaseException | None = None

@@ -173,7 +173,7 @@ class Trainer:
         self._on_device_lost = on_device_lost
         self._last_saved = ""
         self._options = {
-            "device": device, "microbatches": microbatches, "precision": precision, "stash": stash, "slots": slots,
+            "device": str(device), "microbatches": microbatches, "precision": precision, "stash": stash, "slots": slots,
             "state_dtype": state_dtype, "clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value,
         }  # fmt: skip
         self._captures = Captures()

@@ -199,6 +199,17 @@ def test_an_exception_leaves_a_checkpoint_of_the_last_whole_step(trainer: relay.
     assert manifest.user["data"]["taken"] == 2, "the batch that failed was not trained on"
 
 
+def test_a_batch_taken_after_the_last_step_is_not_skipped_later(trainer: relay.Trainer, tmp_path: Path) -> None:
+    batches = Batches(BATCHES)
+    with Checkpoints(tmp_path, trainer, data=batches) as checkpoints:
+        for batch in batches:
+            if trainer.steps == 3:
+                break
+            trainer.step(batch)
+            checkpoints.after_step()
+    assert Checkpoint(newest(tmp_path) or tmp_path).manifest.user["data"]["taken"] == 3
+
+
 def test_sigterm_ends_the_run_after_the_step_with_a_checkpoint(trainer: relay.Trainer, tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
 

@@ -282,8 +282,10 @@ class _Reader:
         if not isinstance(scale, dict) or set(scale) != expected:
             raise self.fail("loss_scale", f"expected null or {sorted(expected)}")
         for key, value in scale.items():
-            if type(value) not in (int, float) or not math.isfinite(value) or value < 0 or value > 2.0**127:
+            if type(value) not in (int, float) or not 0 <= value <= 2.0**127:
                 raise self.fail(f"loss_scale.{key}", f"expected a number from 0, received {value!r:.40}")
+        if scale["value"] <= 0:
+            raise self.fail("loss_scale.value", f"expected a number above 0, received {scale['value']!r}")
         return scale
 
     def _plain(self, raw: Any, where: str) -> Any:

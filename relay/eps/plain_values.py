@@ -124,7 +124,7 @@ def _tensor(content: Any, what: str, depth: int) -> Any:
 
 def _array(content: Any, what: str, depth: int) -> Any:
     dtype, shape, raw = _parts(content, _ARRAYS, lambda name: np.dtype(name).itemsize)
-    return np.frombuffer(raw, dtype=dtype).reshape(shape)
+    return (np.frombuffer(raw, dtype=dtype) if raw else np.empty(0, dtype=dtype)).reshape(shape)
 
 
 def _scalar(content: Any, what: str, depth: int) -> Any:

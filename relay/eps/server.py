@@ -304,7 +304,7 @@ class ParameterServer:
             for number, places in self._by_group(plan).items():
                 if plan.presence is not None:
                     places = [place for place in places if plan.names[place] not in record.unreached]
-                    self._optimizer.allocate([plan.names[place] for place in places], groups[number])
+                    self.optimizer.allocate([plan.names[place] for place in places], groups[number])
                     if not places:
                         continue
                 names = [plan.names[place] for place in places]
