@@ -23,7 +23,7 @@ import torch
 
 from hal.device import Device, Queue
 from hal.event import Event
-from hal.host import Host
+from hal.host import Host, HostWork
 from hal.slot import DeviceSlot
 from relay.eps.bound import BoundOptimizer
 from relay.eps.store import LayerStore
@@ -169,7 +169,8 @@ class ParameterServer:
                 self._update(plan, gradients, groups, None)
 
         # Host tasks run in order, so sums that other segments started are there.
-        done = self._host.run(arrive, [*arrived, verdict], f"{'arrival' if self.held else 'update'} of {plan.name}")
+        label = f"{'arrival' if self.held else 'update'} of {plan.name}"
+        done = self._host.run(arrive, [*arrived, verdict], label, self._work(plan, gradients, True, not self.held))
         record.arrivals.append(done)
         if self._device.info.unified:
             slot.hold_gradients([done])
@@ -211,7 +212,10 @@ class ParameterServer:
         for plan, tensors in zip(plans, gradients, strict=True):
             if plan.updates:
                 done = self._host.run(
-                    self._held_update(plan, tensors, groups, record), [record.decision], f"update of {plan.name}"
+                    self._held_update(plan, tensors, groups, record),
+                    [record.decision],
+                    f"update of {plan.name}",
+                    self._work(plan, tensors, False, True),
                 )
                 self._note(plan, done, record)
 
@@ -227,6 +231,24 @@ class ParameterServer:
                 self._update(plan, gradients, groups, record.factor)
 
         return update
+
+    def _work(
+        self, plan: GradientPlan, gradients: Sequence[torch.Tensor], arrives: bool, updates: bool
+    ) -> HostWork:
+        """The host memory that `_arrive` and `_update` read and write: each operand once each way."""
+        moved = 0
+        if arrives:
+            for place in plan.partial:
+                moved += (2 if place in plan.first_arrivals else 3) * _size(gradients[place])
+            moved += sum(3 * _size(gradients[place]) for place in plan.joined)
+            moved += sum(_size(gradients[place]) for place in plan.updates)
+        if updates:
+            for place in plan.updates:
+                name = plan.names[place]
+                moved += _size(gradients[place]) + 2 * _size(self._store[name])
+                moved += sum(_size(copy) for copy in self._store.rounded(name))
+                moved += 2 * self._optimizer.state_bytes(name)
+        return HostWork(moved)
 
     def _note(self, plan: GradientPlan, done: Event, record: StepRecord) -> None:
         record.updates.append(done)
@@ -271,3 +293,7 @@ class ParameterServer:
         for place in plan.updates:
             by_group.setdefault(self._group_of[plan.names[place]], []).append(place)
         return by_group
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.dtype.itemsize

@@ -94,3 +94,10 @@ class BoundTorchOptimizer:
 
     def state(self, name: str) -> dict[str, Any]:
         return dict(self._states.get(self._leaves[name], {})) if name in self._leaves else {}
+
+    def state_bytes(self, name: str) -> int:
+        made = [value for value in self.state(name).values() if isinstance(value, torch.Tensor)]
+        parameter = self._store[name]
+        if not made:
+            return 2 * parameter.numel() * parameter.dtype.itemsize
+        return sum(value.numel() * value.dtype.itemsize for value in made)
