@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         RelayError,
     )
     from relay.metrics import Metrics
+    from relay.simulation import DoesNotFit, Simulation, simulate
     from relay.trace import Trace
     from relay.trainer import Trainer
 
@@ -37,15 +38,18 @@ _HOMES = {
     "BatchError": "relay.errors",
     "CaptureError": "relay.errors",
     "Device": "hal.device",
+    "DoesNotFit": "relay.simulation",
     "InconsistentState": "relay.errors",
     "Metrics": "relay.metrics",
     "NonFiniteLoss": "relay.errors",
     "PartitionError": "relay.errors",
     "Probe": "hal.device",
     "RelayError": "relay.errors",
+    "Simulation": "relay.simulation",
     "Trainer": "relay.trainer",
     "devices": "hal.registry",
     "open": "hal.registry",
+    "simulate": "relay.simulation",
 }
 
 __all__ = [
@@ -56,6 +60,7 @@ __all__ = [
     "BatchError",
     "CaptureError",
     "Device",
+    "DoesNotFit",
     "InconsistentState",
     "Lion",
     "LossScaleExhausted",
@@ -64,10 +69,12 @@ __all__ = [
     "PartitionError",
     "Probe",
     "RelayError",
+    "Simulation",
     "Trace",
     "Trainer",
     "devices",
     "open",
+    "simulate",
 ]
 
 
