@@ -159,7 +159,7 @@ class ParameterServer:
             home = content.gradient_home
             flat = home if home is not None else self._staging[turn][: content.gradient_size]
             wait = [] if home is not None else self._staging_free[turn]
-            arrived = slot.drain(queue, [(flat, slot.flat_gradients(content))], wait)
+            arrived = slot.drain(queue, slot.flat_gradients(content, flat), wait)
             record.drains += arrived
             gradients = content.gradients_in(flat)
 
