@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ COLUMNS: dict[str, dict[str, Column]] = {
         **{f"achieved_{kind}": _PEAK for kind in ("fp32", "fp16", "bf16")},
         "attention": Column(RATIO, 0.01, 1.0, default=0.5),
         "launch": Column(SECONDS, 0, 1e-2, default=4e-6),
+        "call": Column(SECONDS, 0, 1e-2, default=0.0),
         "ramp": Column(FLOP_COUNT, 0, 1e12, default=0.0),
         "granularity": Column(BYTES, 1, 2**26, default=512.0),
         "power_idle": Column(WATTS, 0, 5000, required=True),
@@ -132,7 +134,8 @@ class Spec:
         """The same with some figures replaced."""
         unknown = set(values) - set(COLUMNS[self.kind])
         if unknown:
-            raise SpecError(f"A {self.kind} has no {', '.join(sorted(unknown))}. It has {', '.join(COLUMNS[self.kind])}.")
+            here = ", ".join(COLUMNS[self.kind])
+            raise SpecError(f"A {self.kind} has no {', '.join(sorted(unknown))}. It has {here}.")
         return replace(self, cells={**self.cells, **{name: Cell(value, "given") for name, value in values.items()}})
 
     def computes(self, kind: str) -> bool:
@@ -190,6 +193,11 @@ def parse_spec(text: str, origin: str) -> Spec:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as wrong:
         raise SpecError(f"{origin} is not valid TOML: {wrong}") from wrong
+    return spec_of(table, origin)
+
+
+def spec_of(table: dict[str, Any], origin: str) -> Spec:
+    """A description from its table, which is used up. Raises SpecError."""
     kind = table.pop("kind", None)
     if kind not in COLUMNS:
         raise SpecError(f"{origin}: kind should be one of {', '.join(COLUMNS)}; received {kind!r}.")
@@ -257,7 +265,16 @@ def presets(kind: str) -> dict[str, Spec]:
 
 
 def load(kind: str, name: str) -> Spec:
-    """A preset by its name, or a description from a file (a name that ends in `.toml`). Raises SpecError."""
+    """A preset by its name, or a description from a file: one part in a `.toml`, a whole machine in the `.json` that
+    `relay calibrate` writes. Raises SpecError."""
+    if name.endswith(".json"):
+        try:
+            tables = json.loads(Path(name).read_text(encoding="utf-8"))
+            return spec_of({"kind": kind, **tables[kind]}, name)
+        except OSError as failure:
+            raise SpecError(f"The calibration {name!r} cannot be read: {failure.strerror}.") from failure
+        except (ValueError, KeyError, TypeError) as wrong:
+            raise SpecError(f"{name} is not a calibration with a {kind}: {type(wrong).__name__}: {wrong}") from wrong
     if name.endswith(".toml"):
         try:
             spec = parse_spec(Path(name).read_text(encoding="utf-8"), name)
@@ -281,4 +298,6 @@ def machine(device: str, link: str | None = None, host: str | None = None, softw
     if software not in SOFTWARE:
         raise SpecError(f"There is no software profile {software!r}. Profiles: {', '.join(SOFTWARE)}.")
     spec = load("device", device)
-    return Machine(spec, load("link", link or spec.link), load("host", host or spec.host), SOFTWARE[software])
+    beside = device if device.endswith(".json") else ""
+    link, host = link or spec.link or beside, host or spec.host or beside
+    return Machine(spec, load("link", link), load("host", host), SOFTWARE[software])

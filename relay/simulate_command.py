@@ -31,7 +31,8 @@ class Count(click.ParamType):
         except ValueError:
             number = 0.0
         if match is None or number <= 0:
-            self.fail(f"{value!r} is not a count above zero. Expected a number such as 1e9, 300M or 1.5T.", param, context)
+            text = f"{value!r} is not a count above zero. Expected a number such as 1e9, 300M or 1.5T."
+            self.fail(text, param, context)
         return number * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}[match.group(2)]
 
 
@@ -47,7 +48,7 @@ SWEPT = (
 @click.option("--layers", type=AT_LEAST_ONE, help="How many blocks.")
 @click.option("--hidden", type=AT_LEAST_ONE, help="Width of the model.")
 @click.option("--heads", type=AT_LEAST_ONE, help="Attention heads.  [default: hidden / 128]")
-@click.option("--ffn", type=click.IntRange(min=0), default=0, help="Width of the feed-forward part.  [default: 4 x hidden]")
+@click.option("--ffn", type=click.IntRange(min=0), default=0, help="Feed-forward width.  [default: 4 x hidden]")
 @click.option("--vocab", default=50257, show_default=True, type=AT_LEAST_ONE, help="Size of the vocabulary.")
 @click.option("--seq", default=1024, show_default=True, type=AT_LEAST_ONE, help="Tokens in a sequence.")
 @click.option("--batch", default=8, show_default=True, type=AT_LEAST_ONE, help="Sequences in a step.")

@@ -87,7 +87,7 @@ class Simulation:
 
     @property
     def waterfall(self) -> dict[str, float]:
-        """Where the step's seconds go: compute, launches, and the time in which compute waited, by what it waited for."""
+        """Where the step's seconds go: compute, launches, and what compute waited for."""
         timeline = self.timeline
         stalled = timeline.stalled
         return {
@@ -201,7 +201,8 @@ def resolve(
         return model
     if model is not None:
         if model not in MODELS:
-            raise ShapeError(f"There is no model {model!r} here. Known: {', '.join(MODELS)}; or give layers and hidden.")
+            known = ", ".join(MODELS)
+            raise ShapeError(f"There is no model {model!r} here. Known: {known}; or give layers and hidden.")
         return MODELS[model]
     if config is not None:
         return shape_of_config(config)
@@ -312,7 +313,8 @@ def _suggestions(shape: ModelShape, run: RunShape, described: Machine, device: i
     for scale in scales:
         for state in states:
             for place in places:
-                change = {key: value for key, value in {**scale, **state, **place}.items() if getattr(run, key) != value}
+                together = {**scale, **state, **place}
+                change = {key: value for key, value in together.items() if getattr(run, key) != value}
                 if change and change not in changes:
                     changes.append(change)
     found: list[dict[str, Any]] = []

@@ -127,15 +127,16 @@ def as_text(found: Simulation, tokens: float | None) -> str:
         share = seconds / found.step_seconds
         lines.append(f"  {what:<28} {_seconds(seconds):>10}  {share:6.1%}  {'#' * round(40 * share)}")
     lines += [
-        f"speed           {found.tokens_per_second:,.1f} tokens/s; MFU {found.mfu:.1%}, hardware utilisation "
-        f"{found.hardware_utilisation:.1%}, overlap {found.overlap_efficiency:.1%}",
+        f"speed           {found.tokens_per_second:,.1f} tokens/s; MFU {found.mfu:.1%}, hardware utilisation"
+        f" {found.hardware_utilisation:.1%}, overlap {found.overlap_efficiency:.1%}",
         f"energy          {middle:.3g} J a token ({low:.3g} to {high:.3g}), {found.flops_per_watt / 1e12:.3f} TFLOPS/W, "
         f"{found.wasted_energy:.0%} of it while compute waits",
     ]
     if tokens is not None:
         low, middle, high = found.kilowatt_hours(tokens)
         lines.append(
-            f"{_short(tokens) + ' tokens':<15} {found.days(tokens):,.1f} days, {middle:,.0f} kWh ({low:,.0f} to {high:,.0f})"
+            f"{_short(tokens) + ' tokens':<15} {found.days(tokens):,.1f} days, {middle:,.0f} kWh"
+            f" ({low:,.0f} to {high:,.0f})"
         )
     even = ", ".join(f"{what} {count:,.0f}" for what, count in found.break_even.items())
     lines += [f"bottleneck      {found.bottleneck}", f"break-even      tokens a layer visit: {even}"]
@@ -206,7 +207,8 @@ def write_sweep(
     for row, line in enumerate(speeds):
         for column, speed in enumerate(line):
             text = "does not\nfit" if math.isnan(speed) else f"{speed:,.0f}"
-            axis.text(column, row, text, ha="center", va="center", fontsize=8, color="black" if math.isnan(speed) else "w")
+            colour = "black" if math.isnan(speed) else "white"
+            axis.text(column, row, text, ha="center", va="center", fontsize=8, color=colour)
     figure.colorbar(image, label="tokens/s")
     figure.savefig(picture, dpi=150)
     return table, picture

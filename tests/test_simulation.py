@@ -161,7 +161,7 @@ RATE = st.floats(0.2, 5.0)
 
 
 @settings(max_examples=30, deadline=None)
-@given(flops=RATE, link=RATE, host=RATE, part=st.sampled_from(sorted(relay.simulation.SENSITIVE)), factor=st.floats(1.01, 8))
+@given(RATE, RATE, RATE, st.sampled_from(sorted(relay.simulation.SENSITIVE)), st.floats(1.01, 8))
 def test_a_faster_part_never_slows_a_run(flops: float, link: float, host: float, part: str, factor: float) -> None:
     machine = ideal(flops * 1e14, link * 1e10, host * 4e10).with_values("device", bandwidth_achieved=1e12)
     machine = machine.with_values("host", bandwidth_achieved=8e10)
@@ -176,10 +176,13 @@ def test_a_faster_part_never_slows_a_run(flops: float, link: float, host: float,
 @pytest.mark.parametrize("stash", ["device", "host"])
 @pytest.mark.parametrize("device", ["v100-sxm2-32gb", "a100-sxm-80gb", "rtx-4090", "h200-sxm", "gh200-96gb"])
 def test_the_schedule_hides_nearly_everything_above_break_even(device: str, stash: str) -> None:
-    options: dict[str, Any] = {"layers": 48, "hidden": 4096, "device": device, "state_dtype": "int8", "host_memory": 10**12}
+    options: dict[str, Any] = {"layers": 48, "hidden": 4096, "device": device, "state_dtype": "int8"}
+    options["host_memory"] = 10**12
     tokens = max(relay.simulate(batch=8, microbatches=8, stash="host", **options).break_even.values())
     batch = -(-int(1.3 * tokens) // 1024)
     found = relay.simulate(batch=batch, microbatches=batch, stash=stash, must_fit=False, **options)
+    # A stash on the device may be larger than the device; everything else must fit to be judged.
+    assert found.fits or stash == "device"
     if found.fits:
         assert found.overlap_efficiency >= 0.97
 

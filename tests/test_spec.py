@@ -79,7 +79,8 @@ def test_quantities_mean_what_they_say(text: str, dimension: str, value: float) 
 
 
 @pytest.mark.parametrize(
-    ("text", "dimension"), [("16GB", BYTE_RATE), ("900GB/s", BYTES), ("16", BYTES), ("3 parsecs", SECONDS), ("1TW", FLOPS)]
+    ("text", "dimension"),
+    [("16GB", BYTE_RATE), ("900GB/s", BYTES), ("16", BYTES), ("3 parsecs", SECONDS), ("1TW", FLOPS)],
 )
 def test_a_quantity_in_another_unit_is_an_error(text: str, dimension: str) -> None:
     with pytest.raises(ValueError, match="Expected"):

@@ -154,9 +154,8 @@ class SimulatedQueue(Queue):
 
     def copy(self, target: View, source: View, wait: Sequence[Event] = ()) -> Event:
         if target.dtype != source.dtype or _count(target.shape) != _count(source.shape):
-            raise ValueError(
-                f"copy needs two sides alike; got {target.shape} of {target.dtype} from {source.shape} of {source.dtype}"
-            )
+            sides = f"{target.shape} of {target.dtype} from {source.shape} of {source.dtype}"
+            raise ValueError(f"copy needs two sides alike; got {sides}")
         call = _copying(target.native, source.native) if self._device.options.numerics else None
         cost = self._device.moving(2 * target.size)
         return self._submit(COMPUTE, "copy", cost, wait, call, (target, source))
