@@ -52,8 +52,8 @@ def _flops_of(node: fx.Node) -> tuple[float, bool]:
     if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
         shapes = [argument.meta["val"].shape for argument in node.args if isinstance(argument, fx.Node)]
         if name.endswith("backward"):
-            return float(sdpa_backward_flop_count(*shapes[:4])), True
-        return float(sdpa_flop_count(*shapes[:3])), True
+            return float(sdpa_backward_flop_count(*shapes[:4])), True  # type: ignore[no-untyped-call]
+        return float(sdpa_flop_count(*shapes[:3])), True  # type: ignore[no-untyped-call]
     return 0.0, attention
 
 

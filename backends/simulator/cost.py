@@ -1,8 +1,9 @@
 """What a program costs on a described device: seconds for each op, summed, and the bytes it moves.
 
 An op takes `launch + max((flops + ramp) / sustained, bytes / bandwidth)`: `ramp` is what makes small matrix products
-slow; a kernel takes `call` besides. Attention has an efficiency of its own beside the matrix products'. Everything else moves bytes only, of which
-`pointwise` is the share that reaches memory where software fuses such ops. Views cost nothing.
+slow; a kernel takes `call` besides. Attention has an efficiency of its own beside the matrix products'. Everything
+else moves bytes only, of which `pointwise` is the share that reaches memory where software fuses such ops. Views cost
+nothing.
 
 Figures come from shapes; nothing is run. Sustained rates are those of large products, measured where anybody did.
 """
