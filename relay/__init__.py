@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from relay.errors import (
         BatchError,
         CaptureError,
+        GradientOverflow,
         InconsistentState,
         LossScaleExhausted,
         NonFiniteLoss,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
         RelayError,
     )
     from relay.metrics import Metrics
+    from relay.planning import NoPlan, Plan, plan
     from relay.simulation import DoesNotFit, Simulation, simulate
     from relay.trace import Trace
     from relay.trainer import Trainer
@@ -39,6 +41,7 @@ _HOMES = {
     "CaptureError": "relay.errors",
     "Device": "hal.device",
     "DoesNotFit": "relay.simulation",
+    "GradientOverflow": "relay.errors",
     "InconsistentState": "relay.errors",
     "Metrics": "relay.metrics",
     "NonFiniteLoss": "relay.errors",
@@ -48,7 +51,10 @@ _HOMES = {
     "Simulation": "relay.simulation",
     "Trainer": "relay.trainer",
     "devices": "hal.registry",
+    "NoPlan": "relay.planning",
+    "Plan": "relay.planning",
     "open": "hal.registry",
+    "plan": "relay.planning",
     "simulate": "relay.simulation",
 }
 
@@ -61,12 +67,15 @@ __all__ = [
     "CaptureError",
     "Device",
     "DoesNotFit",
+    "GradientOverflow",
     "InconsistentState",
     "Lion",
     "LossScaleExhausted",
     "Metrics",
+    "NoPlan",
     "NonFiniteLoss",
     "PartitionError",
+    "Plan",
     "Probe",
     "RelayError",
     "Simulation",
@@ -74,6 +83,7 @@ __all__ = [
     "Trainer",
     "devices",
     "open",
+    "plan",
     "simulate",
 ]
 

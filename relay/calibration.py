@@ -45,11 +45,13 @@ def calibrate(
     tell: Callable[[str], None] = lambda text: None,
     rounds: int = REPEATS,
     between: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Any]:
     """The description of a device here, of its link, and of this host: {"device": ..., "link": ..., "host": ...}.
 
     Kernels and host work are timed in `rounds`, with a call of `between` after each: whatever it measures shares the
-    machine's ups and downs with the calibration.
+    machine's ups and downs with the calibration. `clock` other than the wall's replaces the device's own measurement
+    too: `time.process_time` for a device on the host's cores, where others keep the machine busy.
 
     Raises Unavailable where there is no such device, Unsupported where it lacks what a transformer needs.
     """
@@ -58,8 +60,8 @@ def calibrate(
         discrete = not device.info.unified
         tell("kernels of layers")
         programs = _programs(SHAPES + (LARGE if discrete and name.partition(":")[0] != "cpu" else ()), precision)
-        runs = [_Prepared(device, program) for program in programs]
-        hosts = _HostWork(device)
+        runs = [_Prepared(device, program, clock) for program in programs]
+        hosts = _HostWork(device, clock)
         for one in runs:
             one.run()
         times: list[list[float]] = []
@@ -141,7 +143,8 @@ def _programs(shapes: Sequence[tuple[int, int, int]], precision: str) -> list[Pr
 class _Prepared:
     """A program with memory to run in."""
 
-    def __init__(self, device: Device, program: Program) -> None:
+    def __init__(self, device: Device, program: Program, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._queue = device.queue("compute")
         self._program = program
         self._kernel = device.compile(program)
@@ -161,10 +164,11 @@ class _Prepared:
     def run(self) -> float:
         """Seconds of one run: the device's own measurement, or the wait where it has none."""
         key = RandomKey(0, 0, 0, 0) if self._program.draws else None
-        start = time.perf_counter()
+        start = self._clock()
         event = self._queue.run(self._kernel, self._inputs, self._outputs, (), key)
         event.wait()
-        return event.elapsed() or time.perf_counter() - start
+        passed = self._clock() - start
+        return event.elapsed() or passed if self._clock is time.perf_counter else passed
 
     def free(self) -> None:
         for buffer in self._buffers:
@@ -235,9 +239,11 @@ def _transfers(device: Device) -> tuple[float, float, float, float]:
         return _timed(lambda: [drain.read(target, up_view) for _ in range(4)]) / 4
 
     def both(_: int) -> float:
-        return _timed(
-            lambda: [*(load.write(down_view, source) for _ in range(4)), *(drain.read(target, up_view) for _ in range(4))]
-        )
+        def submit() -> list[Event]:
+            writes = [load.write(down_view, source) for _ in range(4)]
+            return [*writes, *(drain.read(target, up_view) for _ in range(4))]
+
+        return _timed(submit)
 
     tiny = down_view if CHUNK <= 64 else buffers[0].view(0, (64,), torch.uint8)
     latency = statistics.median(_timed(lambda: [load.write(tiny, source[:64])]) for _ in range(20))
@@ -252,7 +258,8 @@ def _transfers(device: Device) -> tuple[float, float, float, float]:
 class _HostWork:
     """What is timed on the host: a copy in its memory, an optimizer step, and an empty task."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._host = device.host()
         self._left, self._right = torch.zeros(CHUNK, dtype=torch.uint8), torch.ones(CHUNK, dtype=torch.uint8)
         self._step, self.moved = optimizer_step()
@@ -260,9 +267,9 @@ class _HostWork:
 
     def run(self) -> tuple[float, float, float]:
         """Seconds of each, once."""
-        copying = _timed(lambda: [self._host.run(self._copy)])
-        stepping = _timed(lambda: [self._host.run(self._step)])
-        return copying, stepping, _timed(lambda: [self._host.run(_nothing)])
+        copying = _timed(lambda: [self._host.run(self._copy)], self._clock)
+        stepping = _timed(lambda: [self._host.run(self._step)], self._clock)
+        return copying, stepping, _timed(lambda: [self._host.run(_nothing)], self._clock)
 
     def _copy(self) -> None:
         self._left.copy_(self._right)
@@ -312,11 +319,11 @@ def optimizer_step() -> tuple[Callable[[], None], int]:
     return step, 32 * sum(master.numel() for master in masters)
 
 
-def _timed(submit: Callable[[], Sequence[Event]]) -> float:
-    start = time.perf_counter()
+def _timed(submit: Callable[[], Sequence[Event]], clock: Callable[[], float] = time.perf_counter) -> float:
+    start = clock()
     for event in submit():
         event.wait()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def _nothing() -> None:

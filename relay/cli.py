@@ -1,4 +1,4 @@
-"""The command line: `relay devices | train | sample | simulate`.
+"""The command line: `relay devices | train | sample | simulate | plan | calibrate`.
 
 This file puts the commands together and holds the small ones. It is not the place of any training logic, and
 imports neither torch nor a device until a command runs, so that `--help` is quick. How commands answer and
@@ -8,7 +8,9 @@ fail is in `relay.console`.
 import click
 
 from hal.memory import format_size
+from relay.calibrate_command import calibrate
 from relay.console import Commands, json_option, print_json
+from relay.plan_command import plan
 from relay.sample import sample
 from relay.simulate_command import simulate
 from relay.train_command import train
@@ -25,6 +27,8 @@ def main() -> None:
       relay train        train a small GPT on text that is on every machine
       relay sample       let the trained model write
       relay simulate     what a run would need and cost on hardware that is not here
+      relay plan         how to run it there, for the most tokens a second that fit
+      relay calibrate    measure a device here, for the simulator
     """
 
 
@@ -57,3 +61,5 @@ def devices(as_json: bool) -> None:
 main.add_command(train)
 main.add_command(sample)
 main.add_command(simulate)
+main.add_command(plan)
+main.add_command(calibrate)

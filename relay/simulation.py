@@ -235,7 +235,7 @@ def simulate(
     sensitivity: bool = False,
     record: bool = False,
     precision: str | None = None,
-    must_fit: bool = True,
+    must_fit: bool | None = True,
     **run: Any,
 ) -> Simulation:
     """Simulate one training step.
@@ -243,8 +243,9 @@ def simulate(
     The model is a name, a `config.json`, or numbers; `device`, `link` and `host` are presets or TOML files (or one
     `Machine`); `host_memory` and `capacity` (of the device) are bytes. `run` takes `sequence`, `batch`,
     `microbatches`, `state_dtype`, `stash`, `slots`, `clip_grad_norm`, `loss_scale`, `optimizer`, as `RunShape` has
-    them. Raises DoesNotFit, with ledgers and what would fit, unless `must_fit` is False; SpecError for arithmetic
-    that the device does not have; ShapeError for a model or batch that cannot be.
+    them. Raises DoesNotFit, with ledgers and what would fit, unless `must_fit` is False (or None, which does not look
+    for what would fit either); SpecError for arithmetic that the device does not have; ShapeError for a model or batch
+    that cannot be.
     """
     shape = resolve(model, config, layers, hidden, heads, vocabulary, ffn)
     described = device if isinstance(device, Machine) else machine(device, link, host, software)
@@ -260,7 +261,8 @@ def simulate(
             prepared.record()
         step = prepared.step()
     prepared.close()
-    suggestions = _suggestions(shape, wanted, described, *limits) if shortfalls else ()
+    seeks = bool(shortfalls) and must_fit is not None
+    suggestions = _suggestions(shape, wanted, described, *limits) if seeks else ()
     gains: dict[str, float] = {}
     if step is not None and sensitivity:
         gains = _sensitivity(shape, wanted, described, step.timeline.now)

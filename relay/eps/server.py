@@ -27,6 +27,7 @@ from hal.host import Host, HostWork
 from hal.slot import DeviceSlot
 from relay.eps.bound import BoundOptimizer
 from relay.eps.store import LayerStore
+from relay.errors import GradientOverflow
 
 STAGING = "gradients in transit"
 TIED_SUMS = "gradient sums of tied parameters"
@@ -166,7 +167,11 @@ class ParameterServer:
         def arrive() -> None:
             self._arrive(plan, gradients, unscale, record)
             if not self.held:
-                self._update(plan, gradients, groups, None)
+                if unscale != 1.0 and not all(
+                    bool(torch.isfinite(record.norms[plan.names[place]])) for place in plan.updates
+                ):
+                    raise GradientOverflow(plan.name, 1.0 / unscale)
+                self._update(plan, gradients, groups, None if unscale == 1.0 else torch.tensor(unscale))
 
         # Host tasks run in order, so sums that other segments started are there.
         label = f"{'arrival' if self.held else 'update'} of {plan.name}"
