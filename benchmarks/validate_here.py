@@ -2,7 +2,8 @@
 
 The device is calibrated in the same run and in turn with the steps, since machines drift: a round times every kernel
 once and makes one real training step of each shape; medians over the rounds are compared. Where others keep the
-machine busy, `--clock cpu` compares processor seconds of one thread, which their load does not stretch. Memory is compared byte for byte.
+machine busy, `--clock cpu` compares processor seconds of one thread, which their load does not stretch. Memory is
+compared byte for byte.
 
     python benchmarks/validate_here.py [--rounds 7] [--clock cpu] [--json out.json]
 """

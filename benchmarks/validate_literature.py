@@ -176,7 +176,7 @@ NOT_EXPRESSED = {
     "l2l-capacity": "the limit of another implementation, not of a machine",
     "zi-10b": "sixteen GPUs with states partitioned between them; the simulator has one device",
     "zi-100b": "sixteen GPUs and NVMe",
-    "zi-peak": "a range over unnamed shapes of compute alone (62 to 78 TFLOPS; the V100 preset sustains 105 in products)",
+    "zi-peak": "a range over unnamed shapes of compute alone (62 to 78 TFLOPS; the preset sustains 105 in products)",
 }
 """Rows that are not simulated, and why."""
 
@@ -218,10 +218,10 @@ def page(rows: dict[str, dict[str, str]]) -> str:
     lines = [
         "# Predicted against published",
         "",
-        "Written by `python benchmarks/validate_literature.py` from `benchmarks/data/validation.csv`. Each family has one",
-        "factor on the device's compute and memory rates, set by the row marked *calibrates*; every other row is predicted.",
-        "Conditions differ from ours (other software, other kernels), so this tests how the model carries over from one",
-        "shape or machine to another, not whether it knows somebody's kernels.",
+        "Written by `python benchmarks/validate_literature.py` from `benchmarks/data/validation.csv`. Each family has",
+        "one factor on the device's compute and memory rates, set by the row marked *calibrates*; every other row is",
+        "predicted. Conditions differ from ours (other software, other kernels), so this tests how the model carries",
+        "over from one shape or machine to another, not whether it knows somebody's kernels.",
     ]
     errors: list[float] = []
     for family in FAMILIES:
@@ -238,7 +238,8 @@ def page(rows: dict[str, dict[str, str]]) -> str:
             if not mark and not (in_sample and (case == "adam-2b" or case.startswith("gemm"))):
                 errors.append(abs(error))
             text = mark or (EXPLAINED.get(case, "") if abs(error) > 0.1 else "")
-            lines.append(f"| {case} | {row['metric']} | {value:.4g} {row['unit']} | {found:.4g} | {error:+.1%} | {text} |")
+            figures = f"{value:.4g} {row['unit']} | {found:.4g} | {error:+.1%}"
+            lines.append(f"| {case} | {row['metric']} | {figures} | {text} |")
         print("\n".join(lines[-len(family.rows) - 5 :]), flush=True)
     lines += ["", "## Not expressed", ""]
     lines += [f"* {case}: {reason}." for case, reason in NOT_EXPRESSED.items()]

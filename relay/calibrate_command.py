@@ -38,6 +38,7 @@ def calibrate(device: str, precision: str, out: Path | None, as_json: bool) -> N
         print_json({"file": str(path), **tables})
         return
     figures = tables["device"]
-    click.echo(f"{figures['title']}: products {figures[f'achieved_{precision}']['value']}, memory "
-               f"{figures['bandwidth_achieved']['value']}, optimizer {tables['host']['optimizer_bandwidth']['value']}")  # fmt: skip
+    products, memory = figures[f"achieved_{precision}"]["value"], figures["bandwidth_achieved"]["value"]
+    optimizer = tables["host"]["optimizer_bandwidth"]["value"]
+    click.echo(f"{figures['title']}: products {products}, memory {memory}, optimizer {optimizer}")
     click.echo(f"written: {path}; the fit is off by {tables['kernels_mean_error']:.0%} in the mean over the kernels")

@@ -60,8 +60,8 @@ class GradientOverflow(RelayError):
 
     def __init__(self, layer: str, scale: float) -> None:
         super().__init__(
-            f"The gradients of {layer!r} overflowed under the fixed loss scale {scale:g}. That layer was not updated, but "
-            "layers after it may have been. Load a checkpoint and lower loss_scale, or use loss_scale='dynamic'."
+            f"The gradients of {layer!r} overflowed under the fixed loss scale {scale:g}. That layer was not updated, "
+            "but layers after it may have been. Load a checkpoint and lower loss_scale, or use loss_scale='dynamic'."
         )
         self.layer = layer
 

@@ -78,10 +78,14 @@ class RunShape:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the device by purpose, as accounted with the allocator's rounding, and on the host by state."""
+    """Bytes on the device by purpose, as accounted with the allocator's rounding, and on the host by state.
+
+    `page_locked` is the part of the host's that crosses the link, in whole pages.
+    """
 
     device: dict[str, int]
     host: list[tuple[str, str, int]]
+    page_locked: int
     largest_layer: int
     parameters: int
 
@@ -152,7 +156,8 @@ class SimulatedRun:
         rows["scalars and rounding"] = peak - sum(rows.values())
         ledger = self._session.host.ledger.rows()
         host = [(state, str(dtype).removeprefix("torch."), size) for state, dtype, size in ledger]
-        return Memory(rows, host, max(content.size for content in self._contents), self._parameters)
+        locked = self._session.host.page_locked
+        return Memory(rows, host, locked, max(content.size for content in self._contents), self._parameters)
 
     def record(self) -> None:
         """Keep a span of every call from now on."""

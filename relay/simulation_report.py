@@ -43,6 +43,7 @@ def as_json(found: Simulation, tokens: float | None) -> dict[str, Any]:
             "name": found.machine.host.name,
             "capacity_bytes": found.host_capacity,
             "needed_bytes": memory.host_total,
+            "page_locked_bytes": memory.page_locked,
             "ledger": [{"state": state, "dtype": dtype, "bytes": size} for state, dtype, size in memory.host],
         },
         "link": found.machine.link.name,
@@ -116,6 +117,8 @@ def as_text(found: Simulation, tokens: float | None) -> str:
     for state, dtype, size in memory.host:
         if size >= 1e6 or size * 1000 > memory.host_total:
             lines.append(f"  {state:<28} {dtype:<9} {format_size(size):>10} {size / 2**30:>9.1f} GiB")
+    if memory.page_locked:
+        lines.append(f"  of which page-locked {'':<17} {format_size(memory.page_locked):>10}")
     if run.precision == "fp16" and run.loss_scale == "fixed":
         held = 4 * memory.parameters
         lines.append(f"  (fixed loss scale; a dynamic one holds all gradients: {format_size(held)} more)")
@@ -129,8 +132,8 @@ def as_text(found: Simulation, tokens: float | None) -> str:
     lines += [
         f"speed           {found.tokens_per_second:,.1f} tokens/s; MFU {found.mfu:.1%}, hardware utilisation"
         f" {found.hardware_utilisation:.1%}, overlap {found.overlap_efficiency:.1%}",
-        f"energy          {middle:.3g} J a token ({low:.3g} to {high:.3g}), {found.flops_per_watt / 1e12:.3f} TFLOPS/W, "
-        f"{found.wasted_energy:.0%} of it while compute waits",
+        f"energy          {middle:.3g} J a token ({low:.3g} to {high:.3g}), {found.flops_per_watt / 1e12:.3f} TFLOPS/W,"
+        f" {found.wasted_energy:.0%} of it while compute waits",
     ]
     if tokens is not None:
         low, middle, high = found.kilowatt_hours(tokens)

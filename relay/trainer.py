@@ -53,9 +53,10 @@ class Trainer:
     stream to the `host`. `seed` decides every dropout mask.
 
     `precision` `"bf16"` or `"fp16"` computes as PyTorch's autocast does, with master weights and optimizer state on
-    the host in fp32. fp16 has a loss scale: `"dynamic"` keeps all gradients of a step on the host until they
-    are known to be finite, and skips the step if not; a number (a power of two) is fixed, updates each layer as soon as it may
-    be, and an overflow is an error (`GradientOverflow`). `state_dtype` is what the optimizer's moments are kept in:
+    the host in fp32. fp16 has a loss scale: `"dynamic"` keeps all gradients of a step on the host until they are known
+    to be finite, and skips the step if not; a number (a power of two) is fixed, updates each layer as soon as it may
+    be, and an overflow is an error (`GradientOverflow`).
+    `state_dtype` is what the optimizer's moments are kept in:
     `"fp32"`, `"bf16"` or `"int8"`. `clip_grad_norm` and `clip_grad_value` are exact, as torch.nn.utils' are.
     `parameter_groups` are mappings with `params` (name patterns such as `"*.bias"`, or the parameters themselves)
     and hyperparameters that differ from the optimizer's own.

@@ -1,4 +1,4 @@
-"""A fixed loss scale gives the numbers of a dynamic one that never overflows, holds no gradients, and says overflows."""
+"""A fixed loss scale gives the numbers of a dynamic one that never overflows, and holds no gradients."""
 
 from typing import Any
 

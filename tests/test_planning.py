@@ -41,7 +41,7 @@ def test_states_are_those_allowed_and_the_widest_where_speed_does_not_tell_them_
 
 
 def test_where_nothing_fits_the_closest_is_named() -> None:
-    with pytest.raises(relay.NoPlan, match="The closest .* still lacks: The device needs"):
+    with pytest.raises(relay.NoPlan, match=r"The closest .* still lacks: The device needs"):
         relay.plan(**SMALL, device="v100-sxm2-16gb", capacity=10**6, state_dtypes=["fp32"])
 
 

@@ -34,6 +34,8 @@ from hal.virtual import Timeline, VirtualDevice
 POISON = 0xFF
 """Every byte of poisoned memory: NaN in all floating-point formats, -1 in the integers."""
 
+PAGE = 4096
+
 _DTYPES = frozenset(
     {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16}
     | {torch.int8, torch.uint8, torch.bool}
@@ -252,8 +254,13 @@ class SimulatedHost(Host):
         super().__init__(memory if capacity is None else capacity)
         self._device = device
         self._last: SimulatedEvent | None = None
+        self._page_locked = 0
+        self._crossing: set[str] = set()
 
     def alloc(self, count: int, dtype: torch.dtype, state: str, crosses: bool = False) -> torch.Tensor:
+        if crosses and not self._device.info.unified:
+            self._crossing.add(state)
+            self._page_locked += self._pages(count * dtype.itemsize)
         if self._device.options.numerics:
             tensor = super().alloc(count, dtype, state, crosses)
             if self._device.options.poison:
@@ -276,9 +283,24 @@ class SimulatedHost(Host):
         self._last = self._device.submit(HOST, label, cost, wait, call, self._last)
         return self._last
 
+    def free(self, tensor: torch.Tensor, state: str) -> None:
+        crosses = state in self._crossing
+        super().free(tensor, state)
+        if crosses:
+            self._page_locked -= self._pages(tensor.numel() * tensor.dtype.itemsize)
+
+    @property
+    def page_locked(self) -> int:
+        return self._page_locked
+
     def close(self) -> None:
         if self._last is not None:
             self._device.demand(self._last)
+
+    @staticmethod
+    def _pages(size: int) -> int:
+        """Page-locked memory is mapped piece by piece, in whole pages."""
+        return -(-size // PAGE) * PAGE
 
 
 class SimulatedDevice(VirtualDevice, Owner):
