@@ -39,6 +39,7 @@ class Plan:
     def as_toml(self) -> str:
         """A run file for `relay train`."""
         shape, run = self.expected.shape, self.expected.run
+        assert isinstance(shape, ModelShape)
         rows: dict[str, Any] = {
             "layers": shape.layers,
             "hidden": shape.hidden,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,23 @@ class ModelShape:
         """Elements of one layer's matrices."""
         attention = 2 * self.hidden * self.hidden + 2 * self.hidden * (self.hidden // self.heads) * self.key_heads
         return attention + (3 if self.gated else 2) * self.hidden * self.wide
+
+    @property
+    def title(self) -> str:
+        """In a few words."""
+        return f"{self.layers} layers x hidden {self.hidden}"
+
+    def described(self) -> dict[str, Any]:
+        """What `--json` says of it."""
+        return asdict(self)
+
+    def stations(self, sequences: int, sequence: int, compute: torch.dtype) -> Stations:
+        """See `stations_of`."""
+        return stations_of(self, sequences, sequence, compute)
+
+    def model(self, sequence: int) -> nn.Module:
+        """See `model_of`."""
+        return model_of(self, sequence)
 
     def model_flops(self, sequence: int) -> float:
         """FLOPs of forward and backward for a token, recompute not counted (Chowdhery et al. 2022, appendix B)."""

@@ -25,9 +25,10 @@ from relay.eps.bound import bind
 from relay.eps.optimizers import AdamW
 from relay.eps.server import Clipping, ParameterServer
 from relay.eps.store import LayerStore
+from relay.meta_models import MetaModel
 from relay.schedule import Ran, Relay, TrainingStep
 from relay.session import Session
-from relay.shapes import ModelShape, ShapeError, model_of, stations_of
+from relay.shapes import ModelShape, ShapeError
 from relay.stash import Key, Stash
 from relay.stations import Stations
 from relay.workspace import kernel_workspace, plan_for, slot_sizes
@@ -95,6 +96,11 @@ class Memory:
         return sum(self.device.values())
 
     @property
+    def slots(self) -> int:
+        """Bytes of the device's that are slots."""
+        return sum(size for what, size in self.device.items() if what.startswith("slots"))
+
+    @property
     def host_total(self) -> int:
         """All bytes on the host."""
         return sum(size for _, _, size in self.host)
@@ -112,14 +118,14 @@ class Step:
 class SimulatedRun:
     """A model on a machine, ready for steps."""
 
-    def __init__(self, shape: ModelShape, run: RunShape, machine: Machine) -> None:
+    def __init__(self, shape: ModelShape | MetaModel, run: RunShape, machine: Machine) -> None:
         self.run = run
         compute = COMPUTE_DTYPES[run.precision]
         sizes = run.pieces()
-        self._stations = [stations_of(shape, size, run.sequence, compute) for size in sizes]
+        self._stations = [shape.stations(size, run.sequence, compute) for size in sizes]
         self._device = _open(replace(machine, device=machine.device.with_values(memory=float(UNLIMITED))))
         host = self._device.host(UNLIMITED)
-        model = model_of(shape, run.sequence)
+        model = shape.model(run.sequence)
         self._groups = [run.optimizer.defaults()]
         order = [name for name, _ in model.named_parameters()]
         store = LayerStore(host)

@@ -9,13 +9,18 @@ because board power says little about the power drawn (published comparisons are
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
+from torch import nn
 
 from hal.memory import format_size
 from hal.spec import Machine, SpecError, machine
 from hal.virtual import Timeline
 from relay.errors import RelayError
+from relay.meta_models import MetaModel
 from relay.shapes import MODELS, ModelShape, ShapeError, shape_of_config
 from relay.simulated_step import Memory, RunShape, SimulatedRun, Step
 
@@ -52,7 +57,7 @@ class Simulation:
     Where it does not fit, `step` is None, every figure that needs it is too, and `shortfalls` says why.
     """
 
-    shape: ModelShape
+    shape: ModelShape | MetaModel
     run: RunShape
     machine: Machine
     memory: Memory
@@ -183,21 +188,21 @@ class Simulation:
 
 
 def resolve(
-    model: str | ModelShape | None = None,
+    model: str | ModelShape | MetaModel | None = None,
     config: str | None = None,
     layers: int | None = None,
     hidden: int | None = None,
     heads: int | None = None,
     vocabulary: int = 50257,
     ffn: int = 0,
-) -> ModelShape:
+) -> ModelShape | MetaModel:
     """The shape meant: a name, a Hugging Face `config.json`, or numbers. ShapeError for none or several of these."""
     given = [model is not None, config is not None, layers is not None or hidden is not None]
     if sum(given) != 1:
         raise ShapeError(
             f"Say which model: one of a name ({', '.join(MODELS)}), a config.json, or layers and hidden."
         )
-    if isinstance(model, ModelShape):
+    if isinstance(model, (ModelShape, MetaModel)):
         return model
     if model is not None:
         if model not in MODELS:
@@ -218,8 +223,9 @@ def default_precision(described: Machine) -> str:
 
 
 def simulate(
-    model: str | ModelShape | None = None,
+    model: str | ModelShape | MetaModel | nn.Module | None = None,
     *,
+    example: Mapping[str, torch.Tensor] | None = None,
     config: str | None = None,
     layers: int | None = None,
     hidden: int | None = None,
@@ -240,13 +246,19 @@ def simulate(
 ) -> Simulation:
     """Simulate one training step.
 
-    The model is a name, a `config.json`, or numbers; `device`, `link` and `host` are presets or TOML files (or one
+    The model is a name, a `config.json`, numbers, or an `nn.Module` (on torch's meta device it takes no memory) with
+    an `example` of a step's batch; `device`, `link` and `host` are presets or TOML files (or one
     `Machine`); `host_memory` and `capacity` (of the device) are bytes. `run` takes `sequence`, `batch`,
     `microbatches`, `state_dtype`, `stash`, `slots`, `clip_grad_norm`, `loss_scale`, `optimizer`, as `RunShape` has
     them. Raises DoesNotFit, with ledgers and what would fit, unless `must_fit` is False (or None, which does not look
     for what would fit either); SpecError for arithmetic that the device does not have; ShapeError for a model or batch
     that cannot be.
     """
+    if isinstance(model, nn.Module):
+        if example is None:
+            raise ShapeError("A module needs an example= of a step's batch, for its shapes.")
+        model = MetaModel(model, example)
+        run = {"batch": model.sequences, "sequence": model.sequence, **run}
     shape = resolve(model, config, layers, hidden, heads, vocabulary, ffn)
     described = device if isinstance(device, Machine) else machine(device, link, host, software)
     wanted = RunShape(precision=precision or default_precision(described), **run)
@@ -254,7 +266,7 @@ def simulate(
     limits = _capacities(described, capacity, host_memory)
     prepared = SimulatedRun(shape, wanted, described)
     memory = prepared.memory()
-    shortfalls = _shortfalls(memory, *limits)
+    shortfalls = _shortfalls(memory, *limits, described.device.unified)
     step: Step | None = None
     if not shortfalls:
         if record:
@@ -288,8 +300,17 @@ def _capacities(described: Machine, capacity: int | None, host_memory: int | Non
     return min(capacity or usable, usable), host_memory or int(host["memory"])
 
 
-def _shortfalls(memory: Memory, device: int, host: int) -> tuple[str, ...]:
+def _shortfalls(memory: Memory, device: int, host: int, unified: bool) -> tuple[str, ...]:
     found = []
+    if unified:
+        # One memory for both; what a slot would hold is the host's own.
+        together = memory.host_total + memory.device_total - memory.slots
+        if together > host:
+            found.append(
+                f"Host and device share {format_size(host)} and need {format_size(together)}: "
+                f"{format_size(together - host)} too little."
+            )
+        return tuple(found)
     if memory.device_total > device:
         found.append(
             f"The device needs {format_size(memory.device_total)} and has {format_size(device)} to use: "
@@ -303,7 +324,9 @@ def _shortfalls(memory: Memory, device: int, host: int) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _suggestions(shape: ModelShape, run: RunShape, described: Machine, device: int, host: int) -> tuple[str, ...]:
+def _suggestions(
+    shape: ModelShape | MetaModel, run: RunShape, described: Machine, device: int, host: int
+) -> tuple[str, ...]:
     """The smallest changes that fit, of those that can be made: one alone where one does, else several together."""
     changes: list[dict[str, Any]] = []
     states: list[dict[str, Any]] = [{}, *({"state_dtype": kind} for kind in ("bf16", "int8"))]
@@ -326,14 +349,14 @@ def _suggestions(shape: ModelShape, run: RunShape, described: Machine, device: i
         prepared = SimulatedRun(shape, replace(run, **change), described)
         memory = prepared.memory()
         prepared.close()
-        if not _shortfalls(memory, device, host):
+        if not _shortfalls(memory, device, host, described.device.unified):
             found.append(change)
         if len(found) == 3:
             break
     return tuple(" with ".join(f"{key}={value}" for key, value in change.items()) for change in found)
 
 
-def _sensitivity(shape: ModelShape, run: RunShape, described: Machine, seconds: float) -> dict[str, float]:
+def _sensitivity(shape: ModelShape | MetaModel, run: RunShape, described: Machine, seconds: float) -> dict[str, float]:
     """By how much the step shortens when one figure grows by ten per cent, as a share of the step."""
     gains = {}
     for label, (part, figures) in SENSITIVE.items():

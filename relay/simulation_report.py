@@ -28,7 +28,7 @@ def as_json(found: Simulation, tokens: float | None) -> dict[str, Any]:
         "shortfalls": list(found.shortfalls),
         "would_fit": list(found.suggestions),
         "parameters": memory.parameters,
-        "model": {key: getattr(shape, key) for key in ("layers", "hidden", "heads", "vocabulary", "gated", "tied")},
+        "model": shape.described(),
         "run": {
             key: getattr(run, key)
             for key in ("sequence", "batch", "microbatches", "precision", "state_dtype", "stash", "slots", "loss_scale")
@@ -100,8 +100,8 @@ def as_text(found: Simulation, tokens: float | None) -> str:
     machine, run, memory = found.machine, found.run, found.memory
     shape = found.shape
     lines = [
-        f"{memory.parameters / 1e9:.2f} G parameters: {shape.layers} layers x hidden {shape.hidden}, {run.precision}, "
-        f"AdamW with {run.state_dtype} states",
+        f"{memory.parameters / 1e9:.2f} G parameters: {shape.title}, {run.precision}, AdamW with {run.state_dtype} "
+        "states",
         f"{machine.device.title}, {machine.link.title}, {machine.host.title}",
         f"{run.tokens:,} tokens a step: {run.batch} sequences of {run.sequence} in {len(run.pieces())} micro-batches, "
         f"stash on the {run.stash}, {run.slots} slots",

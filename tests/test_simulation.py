@@ -242,6 +242,26 @@ def test_simulated_memory_is_that_of_a_real_run() -> None:
 # **** shapes ****
 
 
+def test_a_module_on_the_meta_device_is_simulated_as_its_shape_is() -> None:
+    import torch
+
+    from relay.models import GPT
+
+    with torch.device("meta"):
+        module = GPT(vocabulary=256, layers=5, hidden=64, heads=2, sequence=32, tied=True)
+        ids = torch.zeros(8, 32, dtype=torch.int64)
+    example = {"input_ids": ids, "labels": ids}
+    options: dict[str, Any] = {"device": "rtx-4090", "microbatches": 4}
+    found = relay.simulate(module, example=example, **options)
+    shape = ModelShape(5, 64, 2, 256, tied=True)
+    same = relay.simulate(shape, batch=8, sequence=32, **options)
+    assert found.step_seconds == pytest.approx(same.step_seconds, rel=0.02)
+    assert found.memory.parameters == same.memory.parameters
+    assert all(parameter.is_meta for parameter in module.parameters())
+    with pytest.raises(ShapeError, match="needs an example"):
+        relay.simulate(module)
+
+
 def test_a_hugging_face_configuration_gives_its_shape(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     config = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
