@@ -65,8 +65,8 @@ def plan(
     state_dtypes: Sequence[str] = ("fp32", "bf16", "int8"),
     stashes: Sequence[str] = ("device", "host"),
     slots: Sequence[int] = (2, 3),
-    host_memory: int | None = None,
-    capacity: int | None = None,
+    host_memory: int | str | None = None,
+    capacity: int | str | None = None,
     sequence: int = 1024,
     **shape: Any,
 ) -> Plan:

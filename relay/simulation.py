@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hal.memory import format_size
+from hal.memory import format_size, parse_size
 from hal.spec import Machine, SpecError, machine
 from hal.virtual import Timeline
 from relay.errors import RelayError
@@ -236,8 +236,8 @@ def simulate(
     link: str | None = None,
     host: str | None = None,
     software: str = "eager",
-    host_memory: int | None = None,
-    capacity: int | None = None,
+    host_memory: int | str | None = None,
+    capacity: int | str | None = None,
     sensitivity: bool = False,
     record: bool = False,
     precision: str | None = None,
@@ -248,7 +248,7 @@ def simulate(
 
     The model is a name, a `config.json`, numbers, or an `nn.Module` (on torch's meta device it takes no memory) with
     an `example` of a step's batch; `device`, `link` and `host` are presets or TOML files (or one
-    `Machine`); `host_memory` and `capacity` (of the device) are bytes. `run` takes `sequence`, `batch`,
+    `Machine`); `host_memory` and `capacity` (of the device) are bytes, or such as "512GB". `run` takes `sequence`, `batch`,
     `microbatches`, `state_dtype`, `stash`, `slots`, `clip_grad_norm`, `loss_scale`, `optimizer`, as `RunShape` has
     them. Raises DoesNotFit, with ledgers and what would fit, unless `must_fit` is False (or None, which does not look
     for what would fit either); SpecError for arithmetic that the device does not have; ShapeError for a model or batch
@@ -294,10 +294,13 @@ def check_precision(described: Machine, precision: str) -> None:
         raise SpecError(f"{device.title} does not compute in {precision}; it has {here}.{notes} Choose one of these.")
 
 
-def _capacities(described: Machine, capacity: int | None, host_memory: int | None) -> tuple[int, int]:
+def _capacities(
+    described: Machine, capacity: int | str | None, host_memory: int | str | None
+) -> tuple[int, int]:
     device, host = described.device, described.host
     usable = int(device["memory"] - device["reserved"])
-    return min(capacity or usable, usable), host_memory or int(host["memory"])
+    limit = usable if capacity is None else min(parse_size(capacity), usable)
+    return limit, int(host["memory"]) if host_memory is None else parse_size(host_memory)
 
 
 def _shortfalls(memory: Memory, device: int, host: int, unified: bool) -> tuple[str, ...]:

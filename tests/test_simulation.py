@@ -189,7 +189,7 @@ def test_the_schedule_hides_nearly_everything_above_break_even(device: str, stas
 
 # **** what fits ****
 
-FIFTY: dict[str, Any] = {"layers": 62, "hidden": 8192, "device": "v100-sxm2-16gb", "host_memory": 512 * 10**9}
+FIFTY: dict[str, Any] = {"layers": 62, "hidden": 8192, "device": "v100-sxm2-16gb", "host_memory": "512GB"}
 FIFTY |= {"stash": "host", "microbatches": 8}
 
 
