@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -18,6 +19,15 @@ from hal.event import Event
 from hal.memory import MemoryAccount, MemoryUse, format_size
 from hal.pages import LockedMemory
 from hal.worker import Worker
+
+
+@dataclass(frozen=True)
+class HostWork:
+    """What a host task costs: `bytes` read and written in host memory, and `flops`. A hint for hosts that model time;
+    hosts that run tasks do not look at it."""
+
+    bytes: int = 0
+    flops: int = 0
 
 
 class Ledger:
@@ -104,8 +114,17 @@ class Host:
         self._account.release(size)
         self.ledger.add(state, tensor.dtype, -size)
 
-    def run(self, task: Callable[[], None], wait: Sequence[Event] = (), label: str = "host task") -> Event:
-        """Run a task after the events of `wait`, in order with the tasks before it. Its error travels along."""
+    def run(
+        self,
+        task: Callable[[], None],
+        wait: Sequence[Event] = (),
+        label: str = "host task",
+        work: HostWork | None = None,
+    ) -> Event:
+        """Run a task after the events of `wait`, in order with the tasks before it. Its error travels along.
+
+        `work` says what it costs, for hosts that model time instead of spending it.
+        """
         return self._worker.submit(task, wait, label)
 
     @property

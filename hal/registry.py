@@ -48,6 +48,14 @@ def open(name: str, capacity: int | None = None) -> Device:
         raise Unavailable(f"Opening {name!r} failed: {type(failure).__name__}: {failure}") from failure
 
 
+def backend(family: str) -> Backend:
+    """The backend of that name. Raises Unavailable where there is none."""
+    for point in entry_points(group=GROUP):
+        if point.name == family:
+            return _load(point)
+    raise Unavailable(f"No backend is called {family!r} here: is the distribution installed?")
+
+
 def devices() -> list[Probe]:
     """What every backend finds on this machine: each device with its self-test, or the reason it is not there."""
     found, broken = backends()

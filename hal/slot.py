@@ -33,6 +33,18 @@ ALIGNMENT = 64
 """Bytes: tensors in a flat region start at multiples of it (a cache line, and a SIMD vector)."""
 
 
+CHUNK = 32 * 2**20
+"""Bytes: a transfer longer than this is cut, so that small ones (activations) are not stuck behind it on the link."""
+
+
+def _chunks(flat: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    """A flat tensor of bytes in pieces of CHUNK, with the offset of each."""
+    size = flat.numel()
+    if size <= CHUNK:
+        return [(0, flat)]
+    return [(start, flat[start : start + CHUNK]) for start in range(0, size, CHUNK)]
+
+
 class SlotState(enum.Enum):
     """Where a slot is in its life, by what was submitted last (the work itself may still be under way)."""
 
@@ -132,15 +144,16 @@ class DeviceSlot:
         self.parameters, self.gradients = self._views_of(content)
         if self._device.info.unified:
             targets = [self._device.adopt(piece) for _, piece in content.pieces]
+            sources = [piece for _, piece in content.pieces]
         else:
-            targets = [self._parameters.view(at, piece.shape, piece.dtype) for at, piece in content.pieces]
-        self._loaded = [
-            queue.write(target, piece, before) for target, (_, piece) in zip(targets, content.pieces, strict=True)
-        ]
-        if self._loaded:
-            self._readers = []
-        else:
-            self._readers = before  # nothing was overwritten, so the next load still waits for whoever reads
+            sources, targets = [], []
+            for at, piece in content.pieces:
+                for start, part in _chunks(piece):
+                    sources.append(part)
+                    targets.append(self._parameters.view(at + start, part.shape, part.dtype))
+        self._loaded = [queue.write(target, source, before) for target, source in zip(targets, sources, strict=True)]
+        # Where nothing was overwritten the next load still waits for whoever reads.
+        self._readers = [] if self._loaded else before
         self.content = content
         self.version = version
         self.state = SlotState.READY
@@ -203,9 +216,12 @@ class DeviceSlot:
         """Forget the events of work that is known to have ended."""
         self._loaded, self._readers, self._writers, self._drained = [], [], [], []
 
-    def flat_gradients(self, content: SlotContent) -> View:
-        """The gradient region of a content as one flat view of bytes."""
-        return self._gradients.view(0, (content.gradient_size,), torch.uint8)
+    def flat_gradients(self, content: SlotContent, flat: torch.Tensor) -> list[tuple[torch.Tensor, View]]:
+        """The gradient region of a content with the host memory (bytes) that it goes to, in chunks for `drain`."""
+        return [
+            (part, self._gradients.view(start, part.shape, torch.uint8))
+            for start, part in _chunks(flat[: content.gradient_size])
+        ]
 
     def free(self) -> None:
         """Give the memory back."""

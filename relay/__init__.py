@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         BatchError,
         CaptureError,
         CheckpointError,
+        GradientOverflow,
         InconsistentState,
         LossScaleExhausted,
         ModelChanged,
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     )
     from relay.loading import Batches, Shuffle
     from relay.metrics import Metrics
+    from relay.planning import NoPlan, Plan, plan
+    from relay.simulation import DoesNotFit, Simulation, simulate
     from relay.trace import Trace
     from relay.trainer import Trainer
 
@@ -49,15 +52,22 @@ _HOMES = {
     "Terminated": "relay.checkpoints",
     "CaptureError": "relay.errors",
     "Device": "hal.device",
+    "DoesNotFit": "relay.simulation",
+    "GradientOverflow": "relay.errors",
     "InconsistentState": "relay.errors",
     "Metrics": "relay.metrics",
     "NonFiniteLoss": "relay.errors",
     "PartitionError": "relay.errors",
     "Probe": "hal.device",
     "RelayError": "relay.errors",
+    "Simulation": "relay.simulation",
     "Trainer": "relay.trainer",
     "devices": "hal.registry",
+    "NoPlan": "relay.planning",
+    "Plan": "relay.planning",
     "open": "hal.registry",
+    "plan": "relay.planning",
+    "simulate": "relay.simulation",
 }
 
 __all__ = [
@@ -72,21 +82,28 @@ __all__ = [
     "CheckpointError",
     "Checkpoints",
     "Device",
+    "DoesNotFit",
+    "GradientOverflow",
     "InconsistentState",
     "Lion",
     "LossScaleExhausted",
     "Metrics",
     "ModelChanged",
+    "NoPlan",
     "NonFiniteLoss",
     "PartitionError",
+    "Plan",
     "Probe",
     "RelayError",
     "Shuffle",
+    "Simulation",
     "Terminated",
     "Trace",
     "Trainer",
     "devices",
     "open",
+    "plan",
+    "simulate",
 ]
 
 

@@ -1,4 +1,4 @@
-"""The command line: `relay devices | train | sample | inspect | export`.
+"""The command line: `relay devices | train | sample | inspect | export | simulate | plan | calibrate`.
 
 This file puts the commands together and holds the small ones. It is not the place of any training logic, and
 imports neither torch nor a device until a command runs, so that `--help` is quick. How commands answer and
@@ -8,9 +8,12 @@ fail is in `relay.console`.
 import click
 
 from hal.memory import format_size
+from relay.calibrate_command import calibrate
 from relay.checkpoint_commands import export, inspect
 from relay.console import Commands, json_option, print_json
+from relay.plan_command import plan
 from relay.sample import sample
+from relay.simulate_command import simulate
 from relay.train_command import train
 
 
@@ -25,6 +28,9 @@ def main() -> None:
       relay train        train a small GPT on text that is on every machine
       relay sample       let the trained model write
       relay inspect      show what is in a checkpoint, and whether it is whole
+      relay simulate     what a run would need and cost on hardware that is not here
+      relay plan         how to run it there, for the most tokens a second that fit
+      relay calibrate    measure a device here, for the simulator
     """
 
 
@@ -63,3 +69,6 @@ main.add_command(train)
 main.add_command(sample)
 main.add_command(inspect)
 main.add_command(export)
+main.add_command(simulate)
+main.add_command(plan)
+main.add_command(calibrate)

@@ -54,6 +54,20 @@ class NonFiniteLoss(RelayError):
         self.step = step
 
 
+class GradientOverflow(RelayError):
+    """A gradient of a layer is not finite under a fixed loss scale. That layer was not updated; others may have been.
+
+    What to do: load a checkpoint and lower `loss_scale`, or use `loss_scale="dynamic"`, which skips such steps.
+    """
+
+    def __init__(self, layer: str, scale: float) -> None:
+        super().__init__(
+            f"The gradients of {layer!r} overflowed under the fixed loss scale {scale:g}. That layer was not updated, "
+            "but layers after it may have been. Load a checkpoint and lower loss_scale, or use loss_scale='dynamic'."
+        )
+        self.layer = layer
+
+
 class InconsistentState(RelayError):
     """A step failed while layers were being updated: some have taken it, others not.
 

@@ -122,9 +122,10 @@ SAMPLE_BYTES = 300
 @click.option(
     "--sample/--no-sample", default=True, show_default=True, help="Let the model write some text at the end."
 )
+@click.option("--plan", type=click.Path(path_type=Path), help="A run file as `relay plan --out` writes it.")
 @json_option
 @click.pass_context
-def train(context: click.Context, run_file: Path | None, as_json: bool, **options: Any) -> None:
+def train(context: click.Context, run_file: Path | None, plan: Path | None, as_json: bool, **options: Any) -> None:
     """Train a byte-level GPT on text, relaying its layers through a device.
 
     RUN.TOML may give any of the options by name, such as `layers = 12`; the command line wins over it. Paths
@@ -138,8 +139,9 @@ def train(context: click.Context, run_file: Path | None, as_json: bool, **option
       relay train --steps 20 --no-sample --json
       relay train --out runs/long --checkpoint-every 100 --resume
     """
-    if run_file is not None:
-        options |= _from_file(context, run_file)
+    for file in (plan, run_file):
+        if file is not None:
+            options |= _from_file(context, file)
     _check_together(options)
     result = _run(options)
     if as_json:
@@ -158,7 +160,7 @@ def _from_file(context: click.Context, run_file: Path) -> dict[str, Any]:
     known = {
         parameter.name: parameter
         for parameter in context.command.params
-        if isinstance(parameter, click.Option) and parameter.name != "as_json"
+        if isinstance(parameter, click.Option) and parameter.name not in ("as_json", "plan")
     }
     chosen: dict[str, Any] = {}
     for key, value in given.items():

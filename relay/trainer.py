@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -89,7 +90,10 @@ class Trainer:
     stream to the `host`. `seed` decides every dropout mask.
 
     `precision` `"bf16"` or `"fp16"` computes as PyTorch's autocast does, with master weights and optimizer state on
-    the host in fp32 (fp16 with a dynamic loss scale). `state_dtype` is what the optimizer's moments are kept in:
+    the host in fp32. fp16 has a loss scale: `"dynamic"` keeps all gradients of a step on the host until they are known
+    to be finite, and skips the step if not; a number (a power of two) is fixed, updates each layer as soon as it may
+    be, and an overflow is an error (`GradientOverflow`).
+    `state_dtype` is what the optimizer's moments are kept in:
     `"fp32"`, `"bf16"` or `"int8"`. `clip_grad_norm` and `clip_grad_value` are exact, as torch.nn.utils' are.
     `parameter_groups` are mappings with `params` (name patterns such as `"*.bias"`, or the parameters themselves)
     and hyperparameters that differ from the optimizer's own. `shared_inputs` names inputs of a whole model that
@@ -128,6 +132,7 @@ class Trainer:
         on_nonfinite: str = "stop",
         on_device_lost: str = "raise",
         stall_seconds: float | None = None,
+        loss_scale: str | float = "dynamic",
     ) -> None:
         self._whole = isinstance(model, nn.Module)
         if isinstance(model, (nn.Sequential, nn.ModuleList)) and loss is not None:
@@ -163,7 +168,8 @@ class Trainer:
         self._compute = _COMPUTE[precision]
         self._seed = seed
         self._step = 0
-        self._scale = LossScale() if precision == "fp16" else None
+        self._scale = LossScale() if precision == "fp16" and loss_scale == "dynamic" else None
+        self._fixed_scale = _fixed_scale(loss_scale) if precision == "fp16" else 1.0
         self._cache: OrderedDict[Any, Stations] = OrderedDict()
         self._programs = programs
         self._buckets = buckets
@@ -238,7 +244,7 @@ class Trainer:
         loss_row, losses, seed_row, seeds = session.scalars(len(weights), dtype)
         weights_on_host = torch.tensor(weights, dtype=dtype)
         losses_on_host = torch.zeros(len(weights), dtype=dtype)
-        scale = self._scale.value if self._scale is not None else 1.0
+        scale = self.loss_scale
         seeds_on_host = weights_on_host * scale
 
         def verdict(ran: Ran) -> Event:
@@ -506,7 +512,7 @@ class Trainer:
     @property
     def loss_scale(self) -> float:
         """The fp16 loss scale; 1 in other precisions."""
-        return self._scale.value if self._scale is not None else 1.0
+        return self._scale.value if self._scale is not None else self._fixed_scale
 
     @property
     def ledger(self) -> Ledger:
@@ -742,6 +748,14 @@ def _size_or_none(size: int | str | None) -> int | None:
 def _check_choice(name: str, value: Any, choices: Any) -> None:
     if value not in choices:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}")
+
+
+def _fixed_scale(scale: str | float) -> float:
+    if scale == "dynamic":
+        return 1.0
+    if isinstance(scale, str) or not scale > 0 or math.frexp(scale)[0] != 0.5:
+        raise ValueError(f"loss_scale={scale!r} must be 'dynamic' or a power of two, so that unscaling is exact")
+    return float(scale)
 
 
 def _check_positive(name: str, value: float | None) -> None:

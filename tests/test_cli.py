@@ -59,7 +59,9 @@ def trained(tmp_path: Path) -> Path:
 # **** all commands ****
 
 
-@pytest.mark.parametrize("command", [[], ["devices"], ["train"], ["sample"]])
+@pytest.mark.parametrize(
+    "command", [[], ["devices"], ["train"], ["sample"], ["simulate"], ["plan"], ["calibrate"]]
+)
 def test_help_explains_and_shows_how(command: list[str]) -> None:
     result = relay(*command, "--help")
     assert result.exit_code == 0

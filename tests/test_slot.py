@@ -110,8 +110,7 @@ class Bench:
 
     def drain(self, target: torch.Tensor, wait: Sequence[Event] = (), queue: str = "drain") -> list[Event]:
         assert self.slot.content is not None
-        flat = self.slot.flat_gradients(self.slot.content)
-        return self.slot.drain(self.device.queue(queue), [(target, flat)], wait)
+        return self.slot.drain(self.device.queue(queue), self.slot.flat_gradients(self.slot.content, target), wait)
 
     def fetch(self, view: View) -> torch.Tensor:
         back = torch.empty(view.shape, dtype=view.dtype)

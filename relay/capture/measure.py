@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
 from hal.kernel import Port
+from hal.work import work_of
 
 aten = torch.ops.aten
 
@@ -40,13 +40,9 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def count_flops(graph: fx.Graph) -> int:
-    total = 0
-    for node in graph.nodes:
-        packet = getattr(node.target, "overloadpacket", None)
-        if node.op == "call_function" and packet in flop_registry:
-            values = fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta.get("val"))
-            total += int(flop_registry[packet](*values[0], **values[1], out_val=node.meta.get("val")))
-    return total
+    """Multiplications and additions of matrix products and attention."""
+    works = [work_of(node) for node in graph.nodes]
+    return int(sum(work.flops for work in works if work is not None))
 
 
 def count_moved(graph: fx.Graph) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
@@ -135,7 +136,8 @@ def trace(function: Callable[..., Any], arguments: Sequence[Any], name: str) -> 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # Fake tensors of our own: a mode without symbols, in which an op that depends on data says so at once.
-            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            # Arguments that are fake already keep theirs.
+            mode = detect_fake_mode(arguments) or FakeTensorMode(allow_non_fake_inputs=True)
             fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, tuple(arguments))
             return make_fx(function, tracing_mode="fake", pre_dispatch=True)(*fakes)
     except RelayError:

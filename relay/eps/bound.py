@@ -68,16 +68,24 @@ class BoundOptimizer(Protocol):
     def rename(self, names: Mapping[str, str | None]) -> None:
         """Call parameters by their new names, and drop the state of those whose new name is None."""
 
+    def state_bytes(self, name: str) -> int:
+        """The bytes of that state which an update reads and writes; two moments where it is not made yet."""
 
-def bind(optimizer: Any, host: Host, store: LayerStore, state_dtype: str) -> BoundOptimizer:
-    """Bind what `as_spec` gave. Raises ValueError for states that the optimizer cannot keep small."""
+
+def bind(
+    optimizer: Any, host: Host, store: LayerStore, state_dtype: str, computes: bool = True
+) -> BoundOptimizer:
+    """Bind what `as_spec` gave. Raises ValueError for states that the optimizer cannot keep small.
+
+    `computes` is False where updates are never run, so that nothing need be compiled for them.
+    """
     if isinstance(optimizer, TorchOptimizer):
         if state_dtype != "fp32":
             raise ValueError(
                 f"state_dtype={state_dtype!r} goes with relay's own optimizers; torch.optim's keep their own state"
             )
         return optimizer.bind(host, store)
-    if state_dtype != "fp32" and not fused.available():
+    if computes and state_dtype != "fp32" and not fused.available():
         raise ValueError(
             f"state_dtype={state_dtype!r} needs the fused optimizers, which are not here: {fused.reason()}"
         )
@@ -237,6 +245,13 @@ class _Bound:
 
     def state(self, name: str) -> State:
         return self._state.get(name) or self._waiting.get(name, {})
+
+    def state_bytes(self, name: str) -> int:
+        total = 0
+        for value in self.state(name).values():
+            parts = (value.codes, value.scales) if isinstance(value, Int8State) else (value,)
+            total += sum(part.numel() * part.dtype.itemsize for part in parts)
+        return total
 
     @property
     def kind(self) -> str:

@@ -23,11 +23,12 @@ import torch
 
 from hal.device import Device, Queue
 from hal.event import Event
-from hal.host import Host
+from hal.host import Host, HostWork
 from hal.slot import DeviceSlot
 from relay.eps.bound import BoundOptimizer
 from relay.eps.snapshot import Snapshot
 from relay.eps.store import LayerStore
+from relay.errors import GradientOverflow
 
 STAGING = "gradients in transit"
 TIED_SUMS = "gradient sums of tied parameters"
@@ -176,17 +177,22 @@ class ParameterServer:
             home = content.gradient_home
             flat = home if home is not None else self._staging[turn][: content.gradient_size]
             wait = [] if home is not None else self._staging_free[turn]
-            arrived = slot.drain(queue, [(flat, slot.flat_gradients(content))], wait)
+            arrived = slot.drain(queue, slot.flat_gradients(content, flat), wait)
             record.drains += arrived
             gradients = content.gradients_in(flat)
 
         def arrive() -> None:
             self._arrive(plan, gradients, unscale, record)
             if not self.held:
-                self._update(plan, gradients, groups, None, record)
+                if unscale != 1.0 and not all(
+                    bool(torch.isfinite(record.norms[plan.names[place]])) for place in plan.updates
+                ):
+                    raise GradientOverflow(plan.name, 1.0 / unscale)
+                self._update(plan, gradients, groups, None if unscale == 1.0 else torch.tensor(unscale), record)
 
         # Host tasks run in order, so sums that other segments started are there.
-        done = self._host.run(arrive, [*arrived, verdict], f"{'arrival' if self.held else 'update'} of {plan.name}")
+        label = f"{'arrival' if self.held else 'update'} of {plan.name}"
+        done = self._host.run(arrive, [*arrived, verdict], label, self._work(plan, gradients, True, not self.held))
         record.arrivals.append(done)
         if self._device.info.unified:
             slot.hold_gradients([done])
@@ -242,7 +248,10 @@ class ParameterServer:
         for plan, tensors in zip(plans, gradients, strict=True):
             if plan.updates:
                 done = self._host.run(
-                    self._held_update(plan, tensors, groups, record), [record.decision], f"update of {plan.name}"
+                    self._held_update(plan, tensors, groups, record),
+                    [record.decision],
+                    f"update of {plan.name}",
+                    self._work(plan, tensors, False, True),
                 )
                 self._note(plan, done, record)
 
@@ -258,6 +267,24 @@ class ParameterServer:
                 self._update(plan, gradients, groups, record.factor, record)
 
         return update
+
+    def _work(
+        self, plan: GradientPlan, gradients: Sequence[torch.Tensor], arrives: bool, updates: bool
+    ) -> HostWork:
+        """The host memory that `_arrive` and `_update` read and write: each operand once each way."""
+        moved = 0
+        if arrives:
+            for place in plan.partial:
+                moved += (2 if place in plan.first_arrivals else 3) * _size(gradients[place])
+            moved += sum(3 * _size(gradients[place]) for place in plan.joined)
+            moved += sum(_size(gradients[place]) for place in plan.updates)
+        if updates:
+            for place in plan.updates:
+                name = plan.names[place]
+                moved += _size(gradients[place]) + 2 * _size(self._store[name])
+                moved += sum(_size(copy) for copy in self._store.rounded(name))
+                moved += 2 * self._optimizer.state_bytes(name)
+        return HostWork(moved)
 
     def _note(self, plan: GradientPlan, done: Event, record: StepRecord) -> None:
         record.updates.append(done)
@@ -319,3 +346,7 @@ class ParameterServer:
         for place in plan.updates:
             by_group.setdefault(self._group_of[plan.names[place]], []).append(place)
         return by_group
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.dtype.itemsize

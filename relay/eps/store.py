@@ -60,6 +60,7 @@ class LayerStore:
         self._host = host
         self._stored: dict[Wanted, _Stored] = {}
         self._master: dict[str, torch.dtype] = {}
+        self._copies: dict[str, list[torch.Tensor]] = {}
         self._contents: dict[tuple[object, ...], SlotContent] = {}
         self._names_of: dict[SlotContent, tuple[str, ...]] = {}
         self._homes: dict[str, torch.Tensor] = {}
@@ -109,6 +110,8 @@ class LayerStore:
                         self._master[name] = dtype
                         tensor.data = home  # the original memory goes as soon as its module lets go of it
                         self._seen[name] = (tensor, tensor._version)
+                    else:
+                        self._copies.setdefault(name, []).append(home)
                 self._stored[(name, dtype)] = _Stored(home, raw, place.offset)
 
     @staticmethod
@@ -127,11 +130,7 @@ class LayerStore:
 
     def rounded(self, name: str) -> list[torch.Tensor]:
         """The copies of a master weight in other dtypes, to be written whenever it changes."""
-        return [
-            stored.tensor
-            for (other, dtype), stored in self._stored.items()
-            if other == name and dtype != self._master[name]
-        ]
+        return self._copies.get(name, [])
 
     def check(self, model: nn.Module) -> None:
         """Raise ModelChanged where the model does not hold the store's tensors any more."""

@@ -141,6 +141,13 @@ class BoundTorchOptimizer:
         self._waiting = {name: state for name, state in waiting if name is not None}
         self._optimizers.clear()  # made again for the new sets of names, around the same states
 
+    def state_bytes(self, name: str) -> int:
+        made = [value for value in self.state(name).values() if isinstance(value, torch.Tensor)]
+        parameter = self._store[name]
+        if not made:
+            return 2 * parameter.numel() * parameter.dtype.itemsize
+        return sum(value.numel() * value.dtype.itemsize for value in made)
+
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
     return {label: value.clone() if isinstance(value, torch.Tensor) else value for label, value in state.items()}

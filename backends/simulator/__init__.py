@@ -1,0 +1,84 @@
+"""The simulator as a backend: described hardware behind the HAL, on a virtual clock.
+
+`sim` is a device of no make with numerics on; `sim:PRESET` one of the catalogue (`hal/presets`, or a file that ends
+in `.toml`). Options follow, parted by commas: `sim:v100-sxm2-16gb,order=late,poison=on`. They are `order` (eager,
+late or random), `seed`, `poison` (on or off), `numerics` (on or off), `link`, `host` and `software`.
+
+The relay and its parameter server run on it unchanged; nothing of them is imitated here.
+"""
+
+from __future__ import annotations
+
+from backends.simulator.device import Options, SimulatedDevice
+from hal import spec
+from hal.device import Device, Probe
+from hal.errors import Unavailable
+from hal.spec import Machine
+from hal.virtual import VirtualBackend, VirtualDevice
+
+DEFAULT = "generic"
+_SWITCH = {"on": True, "off": False}
+
+
+class SimulatorBackend(VirtualBackend):
+    """`sim` and `sim:PRESET[,option=value...]`."""
+
+    name = "sim"
+
+    def probe(self) -> list[Probe]:
+        try:
+            device = self.open("")
+            device.close()
+        except Exception as failure:  # contract 10: the reason is kept, not raised
+            return [Probe("sim", False, f"{type(failure).__name__}: {failure}")]
+        names = ", ".join(name for name in spec.presets("device") if name != DEFAULT)
+        note = f"sim:PRESET, with one of {names}"
+        return [Probe("sim", True, "", device.info.description, device.info.memory, device.info.tags, (note,))]
+
+    def open(self, selector: str, capacity: int | None = None) -> Device:
+        preset, parts, options = _parse(selector)
+        try:
+            machine = spec.machine(preset, parts.get("link"), parts.get("host"), parts.get("software", "eager"))
+        except spec.SpecError as wrong:
+            raise Unavailable(f"'sim:{selector}' cannot be opened: {wrong}") from wrong
+        return SimulatedDevice(f"sim:{selector}" if selector else "sim", machine, capacity, options)
+
+    def open_machine(self, machine: Machine, capacity: int | None = None, numerics: bool = True) -> VirtualDevice:
+        return SimulatedDevice(f"sim:{machine.device.name}", machine, capacity, Options(numerics=numerics))
+
+
+def _parse(selector: str) -> tuple[str, dict[str, str], Options]:
+    """The preset, the names of other parts, and the options of a selector."""
+    preset = DEFAULT
+    parts: dict[str, str] = {}
+    chosen: dict[str, str] = {}
+    for place, word in enumerate(filter(None, selector.split(","))):
+        key, equals, value = word.partition("=")
+        if not equals and place == 0:
+            preset = word
+        elif key in ("link", "host", "software") and value:
+            parts[key] = value
+        elif key in ("order", "seed", "poison", "numerics") and value:
+            chosen[key] = value
+        else:
+            raise Unavailable(
+                f"'sim:{selector}': {word!r} is no option. Expected order=, seed=, poison=, numerics=, link=, host= or "
+                "software=, each with a value, after the preset."
+            )
+    try:
+        options = Options(
+            numerics=_SWITCH[chosen.get("numerics", "on")],
+            order=chosen.get("order", "eager"),
+            seed=int(chosen.get("seed", "0")),
+            poison=_SWITCH[chosen.get("poison", "off")],
+        )
+        if options.order not in ("eager", "late", "random"):
+            raise ValueError(options.order)
+    except (KeyError, ValueError) as wrong:
+        raise Unavailable(
+            f"'sim:{selector}': {wrong} is not a value there. order is eager, late or random; seed a whole number; "
+            "poison and numerics are on or off."
+        ) from wrong
+    return preset, parts, options
+
+

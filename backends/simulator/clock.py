@@ -1,0 +1,232 @@
+"""The virtual clock: when each submitted call would start and end on the hardware that is described.
+
+It is a discrete-event simulation of a few serial lanes (downward link, upward link, compute, host) whose calls draw
+on shared rates (host memory, device memory, both directions of the link together). It runs no numbers: that is
+`backends.simulator.orders`, which the clock never asks.
+
+Invariant: the clock stands at the virtual time of the thread that submits. It moves only when that thread waits for
+an event, and then no further than that event, so nothing submitted later can come too late to count.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from backends.simulator.sharing import speeds
+from hal.event import Event
+from hal.virtual import LANES, Span, Timeline
+
+DOWN, UP, COMPUTE, HOST = range(4)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a call asks for: `seconds` were it alone, and the bytes it moves over each shared rate meanwhile.
+
+    `launch` is the part of `seconds` that is neither arithmetic nor bytes; `flops` is told on, not used.
+    """
+
+    seconds: float = 0.0
+    host_bytes: float = 0.0
+    device_bytes: float = 0.0
+    link_bytes: float = 0.0
+    launch: float = 0.0
+    flops: float = 0.0
+
+
+NOTHING = Cost()
+
+
+class SimulatedEvent(Event):
+    """One call: its place in virtual time, and, where numbers are computed, its place among the calls to run."""
+
+    __slots__ = (
+        "call",
+        "cost",
+        "demand",
+        "end",
+        "error",
+        "finished",
+        "followers",
+        "heirs",
+        "label",
+        "lane",
+        "left",
+        "number",
+        "owner",
+        "parents",
+        "ran",
+        "start",
+        "unrun",
+        "waits",
+        "waits_for",
+    )
+
+    def __init__(self, owner: Owner, number: int, lane: int, label: str, cost: Cost) -> None:
+        self.owner = owner
+        self.number = number
+        self.lane = lane
+        self.label = label
+        self.cost = cost
+        self.demand: tuple[float, float, float] = (0.0, 0.0, 0.0)
+        self.left = cost.seconds
+        self.start = 0.0
+        self.end = 0.0
+        self.finished = False
+        self.waits = 0
+        self.waits_for: Sequence[SimulatedEvent] = ()
+        self.followers: list[SimulatedEvent] = []
+        self.call: Callable[[], None] | None = None
+        self.ran = False
+        self.error: BaseException | None = None
+        self.parents: Sequence[SimulatedEvent] = ()
+        self.heirs: list[SimulatedEvent] = []
+        self.unrun = 0
+
+    def done(self) -> bool:
+        return self.finished and self.ran
+
+    def wait(self) -> None:
+        self.owner.demand(self)
+        if self.error is not None:
+            raise self.error
+
+    def span(self) -> tuple[float, float]:
+        return self.start, self.end
+
+
+class Owner:
+    """Who brings an event about when somebody waits for it."""
+
+    def demand(self, event: SimulatedEvent) -> None:
+        """See that the call has run and that the clock has reached its end."""
+        raise NotImplementedError
+
+
+class Clock:
+    """Virtual time. `rates` are bytes a second of host memory, device memory and the link's two directions together.
+
+    With `one_lane` host tasks run on the compute lane: a device that computes on the host's own cores.
+    """
+
+    def __init__(self, rates: tuple[float, float, float], one_lane: bool) -> None:
+        self.now = 0.0
+        self.recording = False
+        self._rates = rates
+        self._one_lane = one_lane
+        self._ready: list[deque[SimulatedEvent]] = [deque() for _ in LANES]
+        self._active: list[SimulatedEvent | None] = [None] * len(LANES)
+        self._next_compute: deque[SimulatedEvent] = deque()
+        self._busy = [0.0] * len(LANES)
+        self._stalled = [0.0] * len(LANES)
+        self._bytes = [0.0] * len(LANES)
+        self._host_bytes = 0.0
+        self._device_bytes = 0.0
+        self._launch = 0.0
+        self._flops = 0.0
+        self._calls = 0
+        self._spans: list[Span] = []
+
+    def submit(self, event: SimulatedEvent, waits: Sequence[SimulatedEvent]) -> None:
+        """Take a call in, to start after the events of `waits`."""
+        if event.lane == HOST and self._one_lane:
+            event.lane = COMPUTE
+        pending = [other for other in waits if not other.finished]
+        event.waits = len(pending)
+        event.waits_for = pending
+        for other in pending:
+            other.followers.append(event)
+        cost = event.cost
+        if cost.seconds > 0:
+            seconds = cost.seconds
+            event.demand = cost.host_bytes / seconds, cost.device_bytes / seconds, cost.link_bytes / seconds
+        if event.lane == COMPUTE:
+            self._next_compute.append(event)
+        if not pending:
+            self._ready[event.lane].append(event)
+
+    def run_until(self, event: SimulatedEvent) -> None:
+        """Let time pass until a call has ended."""
+        while not event.finished:
+            active = self._start()
+            if event.finished:
+                break
+            pace = speeds([one.demand for one in active], self._rates)
+            ends = [one.left / speed for one, speed in zip(active, pace, strict=True)]
+            passed = min(ends)
+            self._account(active, passed, event)
+            self.now += passed
+            for one, speed, end in zip(active, pace, ends, strict=True):
+                if end <= passed * (1 + 1e-12):
+                    self._finish(one)
+                else:
+                    one.left -= passed * speed
+
+    def _start(self) -> list[SimulatedEvent]:
+        """Give free lanes their next calls; calls that take no time end at once and free others."""
+        again = True
+        while again:
+            again = False
+            for lane, ready in enumerate(self._ready):
+                while ready and self._active[lane] is None:
+                    one = ready.popleft()
+                    one.start = self.now
+                    self._active[lane] = one
+                    if one.left <= 0.0:
+                        self._finish(one)
+                        again = True
+        return [one for one in self._active if one is not None]
+
+    def _finish(self, one: SimulatedEvent) -> None:
+        self._active[one.lane] = None
+        one.end = self.now
+        one.finished = True
+        cost = one.cost
+        if one.lane in (DOWN, UP):
+            self._bytes[one.lane] += cost.link_bytes
+        self._host_bytes += cost.host_bytes
+        self._device_bytes += cost.device_bytes
+        self._launch += cost.launch
+        self._flops += cost.flops
+        self._calls += 1
+        if self.recording:
+            moved = cost.link_bytes or cost.host_bytes
+            self._spans.append(Span(LANES[one.lane], one.label, one.start, one.end, int(moved)))
+        for follower in one.followers:
+            follower.waits -= 1
+            if follower.waits == 0:
+                self._ready[follower.lane].append(follower)
+        one.followers = []
+        one.waits_for = ()
+
+    def _account(self, active: Sequence[SimulatedEvent], passed: float, target: SimulatedEvent) -> None:
+        for one in active:
+            self._busy[one.lane] += passed
+        if self._active[COMPUTE] is None:
+            waiting = self._next_compute
+            while waiting and waiting[0].finished:
+                waiting.popleft()
+            self._stalled[self._holding_up(waiting[0] if waiting else target)] += passed
+
+    def _holding_up(self, event: SimulatedEvent) -> int:
+        """The lane whose call an event waits for, directly or through others."""
+        while event.waits:
+            event = next(other for other in event.waits_for if not other.finished)
+        return event.lane
+
+    def timeline(self) -> Timeline:
+        """What has been so far."""
+        return Timeline(
+            now=self.now,
+            busy=dict(zip(LANES, self._busy, strict=True)),
+            stalled=dict(zip(LANES, self._stalled, strict=True)),
+            link_bytes={LANES[lane]: int(self._bytes[lane]) for lane in (DOWN, UP)},
+            host_memory_bytes=int(self._host_bytes),
+            device_memory_bytes=int(self._device_bytes),
+            launch=self._launch,
+            flops=self._flops,
+            calls=self._calls,
+            spans=tuple(self._spans),
+        )

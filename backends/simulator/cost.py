@@ -1,0 +1,83 @@
+"""What a program costs on a described device: seconds for each op, summed, and the bytes it moves.
+
+An op takes `launch + max((flops + ramp) / sustained, bytes / bandwidth)`: `ramp` is what makes small matrix products
+slow; a kernel takes `call` besides. Attention has an efficiency of its own beside the matrix products'. Everything
+else moves bytes only, of which `pointwise` is the share that reaches memory where software fuses such ops. Views cost
+nothing.
+
+Figures come from shapes; nothing is run. Sustained rates are those of large products, measured where anybody did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from hal.errors import Unsupported
+from hal.kernel import Program
+from hal.spec import Machine, SpecError
+from hal.work import OpWork, work_of
+
+_KINDS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True)
+class Work:
+    """A program's demands: `seconds` of compute, of which `launch` is neither arithmetic nor bytes."""
+
+    seconds: float
+    launch: float
+    flops: float
+    moved: float
+
+
+class CostModel:
+    """Costs of programs on one machine."""
+
+    def __init__(self, machine: Machine) -> None:
+        device = machine.device
+        self._device = device
+        self._pointwise = machine.pointwise
+        self._launch = device["launch"]
+        self._call = device["call"]
+        self._ramp = device["ramp"]
+        self.bandwidth = device["bandwidth_achieved"]
+
+    def of(self, program: Program) -> Work:
+        """The work of a program. Raises Unsupported for arithmetic that the device does not have."""
+        launch = moved = flops = 0.0
+        seconds = self._call
+        for node in program.graph.nodes:
+            op = work_of(node)
+            if op is None:
+                continue
+            op_bytes = op.moved
+            launch += self._launch
+            flops += op.flops
+            if op.flops:
+                rate = self._rate(op, node, program) * (self._device["attention"] if op.attention else 1.0)
+                busy = max((op.flops + self._ramp) / rate, op_bytes / self.bandwidth)
+            else:
+                op_bytes *= self._pointwise
+                busy = op_bytes / self.bandwidth
+            moved += op_bytes
+            seconds += self._launch + busy
+        return Work(seconds, launch + self._call, flops, moved)
+
+    def added(self, sizes: Sequence[int]) -> Work:
+        """What it costs to add outputs of these sizes to what is there: two reads and a write, each an op."""
+        launch = self._launch * len(sizes)
+        moved = 3.0 * sum(sizes)
+        return Work(launch + moved / self.bandwidth, launch, 0.0, moved)
+
+    def _rate(self, op: OpWork, node: fx.Node, program: Program) -> float:
+        kind = _KINDS.get(op.dtype, "fp32")
+        try:
+            return self._device.sustained(kind)
+        except SpecError as missing:
+            raise Unsupported(
+                f"{program.name}: {missing}", op=str(node.target), dtype=kind, device=self._device.name
+            ) from missing

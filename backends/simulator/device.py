@@ -1,0 +1,472 @@
+"""The simulated device: a description of hardware behind the HAL, on a virtual clock.
+
+With numerics on, calls compute with torch what they would compute on the CPU, to the bit, in memory of the device's
+own; with numerics off nothing is computed and no memory is taken, neither here nor on the host. In both the clock
+and the accounts of memory are the same. It models one device on one host.
+
+Memory can be poisoned: filled with bytes that are NaN as floats and out of range as indices, when it is allocated
+and again when it is freed and the last call that uses it has run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from backends.simulator.clock import COMPUTE, DOWN, HOST, NOTHING, UP, Clock, Cost, Owner, SimulatedEvent
+from backends.simulator.cost import CostModel, Work
+from backends.simulator.orders import make_order
+from backends.torch_program import lower
+from hal.device import HOST_CORES, NATIVE, UNIFIED, Buffer, DeviceInfo, Queue, View
+from hal.errors import HalError, Unsupported
+from hal.event import Event
+from hal.host import Host, HostWork
+from hal.kernel import Kernel, Program
+from hal.memory import MemoryAccount, MemoryUse
+from hal.random import RandomKey
+from hal.spec import Machine
+from hal.virtual import Timeline, VirtualDevice
+
+POISON = 0xFF
+"""Every byte of poisoned memory: NaN in all floating-point formats, -1 in the integers."""
+
+PAGE = 4096
+
+_DTYPES = frozenset(
+    {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16}
+    | {torch.int8, torch.uint8, torch.bool}
+)
+_KINDS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a machine is simulated: whether numbers are computed, in which `order` (with its `seed`), and poisoned."""
+
+    numerics: bool = True
+    order: str = "eager"
+    seed: int = 0
+    poison: bool = False
+
+
+@dataclass(eq=False)
+class SimulatedView(View):
+    """A view that knows its buffer, or None for host memory that was adopted."""
+
+    buffer: SimulatedBuffer | None = None
+
+
+class SimulatedBuffer(Buffer):
+    """Device memory, accounted in the allocator's granularity, and there only where numbers are computed."""
+
+    def __init__(self, device: SimulatedDevice, size: int, what: str) -> None:
+        granularity = int(device.machine.device["granularity"])
+        self._charged = -(-size // granularity) * granularity
+        device.account.charge(self._charged, what)
+        self.size = size
+        self.users: list[SimulatedEvent] = []
+        self._device = device
+        self._freed = False
+        self._memory: torch.Tensor | None = None
+        if device.options.numerics:
+            try:
+                self._memory = torch.empty(size, dtype=torch.uint8)
+            except RuntimeError as failure:
+                raise device.account.refused(self._charged, what) from failure
+            if device.options.poison:
+                self._memory.fill_(POISON)
+
+    def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> View:
+        if self._freed:
+            raise HalError("this buffer was freed; allocate a new one")
+        view = SimulatedView(None, tuple(shape), dtype, self)
+        if offset < 0 or offset + view.size > self.size or offset % dtype.itemsize:
+            raise ValueError(
+                f"a view of {view.size} bytes ({tuple(shape)} of {dtype}) at offset {offset} does not lie, aligned,"
+                f" in a buffer of {self.size} bytes"
+            )
+        if self._memory is not None:
+            view.native = self._memory[offset : offset + view.size].view(dtype).view(view.shape)
+        return view
+
+    def free(self) -> None:
+        if self._freed:
+            return
+        self._freed = True
+        self._device.account.release(self._charged)
+        memory, self._memory = self._memory, None
+        if memory is not None and self._device.options.poison:
+            last = [event for event in self.users if not event.ran]
+            self._device.submit(COMPUTE, "poison of freed memory", NOTHING, last, lambda: memory.fill_(POISON), None)
+        self.users = []
+
+
+class SimulatedKernel(Kernel):
+    """A program with its cost for each pattern of accumulation, lowered only where numbers are computed."""
+
+    def __init__(self, program: Program, model: CostModel, unified: bool) -> None:
+        super().__init__(program)
+        self._model = model
+        self._plain = model.of(program)
+        self._unified = unified
+        self._costs: dict[tuple[bool, ...], Cost] = {}
+        self._functions: dict[tuple[bool, ...], Callable[..., Any]] = {}
+
+    def cost(self, accumulate: tuple[bool, ...]) -> Cost:
+        cost = self._costs.get(accumulate)
+        if cost is None:
+            sizes = [port.size for port, adds in zip(self.program.outputs, accumulate, strict=False) if adds]
+            more = self._model.added(sizes) if sizes else Work(0.0, 0.0, 0.0, 0.0)
+            moved = self._plain.moved + more.moved
+            cost = self._costs[accumulate] = Cost(
+                seconds=self._plain.seconds + more.seconds,
+                host_bytes=moved if self._unified else 0.0,
+                device_bytes=moved,
+                launch=self._plain.launch + more.launch,
+                flops=self._plain.flops,
+            )
+        return cost
+
+    def function(self, accumulate: tuple[bool, ...]) -> Callable[..., Any]:
+        function = self._functions.get(accumulate)
+        if function is None:
+            function = self._functions[accumulate] = lower(self.program, accumulate)
+        return function
+
+
+class SimulatedQueue(Queue):
+    """Calls in order; the lane a call takes is that of what it does."""
+
+    def __init__(self, device: SimulatedDevice, name: str) -> None:
+        self.name = name
+        self._device = device
+        self._last: SimulatedEvent | None = None
+
+    def write(self, target: View, source: torch.Tensor, wait: Sequence[Event] = ()) -> Event:
+        self._check("write", target, source)
+        return self._transfer(DOWN, "write", target, target.native, source, wait)
+
+    def read(self, target: torch.Tensor, source: View, wait: Sequence[Event] = ()) -> Event:
+        self._check("read", source, target)
+        return self._transfer(UP, "read", source, target, source.native, wait)
+
+    def copy(self, target: View, source: View, wait: Sequence[Event] = ()) -> Event:
+        if target.dtype != source.dtype or _count(target.shape) != _count(source.shape):
+            sides = f"{target.shape} of {target.dtype} from {source.shape} of {source.dtype}"
+            raise ValueError(f"copy needs two sides alike; got {sides}")
+        call = _copying(target.native, source.native) if self._device.options.numerics else None
+        cost = self._device.moving(2 * target.size)
+        return self._submit(COMPUTE, "copy", cost, wait, call, (target, source))
+
+    def fill(self, target: View, value: float, wait: Sequence[Event] = ()) -> Event:
+        tensor = target.native
+        call = (lambda: tensor.fill_(value)) if self._device.options.numerics else None
+        return self._submit(COMPUTE, "fill", self._device.moving(target.size), wait, call, (target,))
+
+    def run(
+        self,
+        kernel: Kernel,
+        inputs: Sequence[View],
+        outputs: Sequence[View],
+        accumulate: tuple[bool, ...] = (),
+        key: RandomKey | None = None,
+        wait: Sequence[Event] = (),
+    ) -> Event:
+        program = kernel.program
+        if len(inputs) != len(program.inputs) or len(outputs) != len(program.outputs):
+            raise ValueError(
+                f"{program.name} takes {len(program.inputs)} inputs and {len(program.outputs)} outputs, "
+                f"got {len(inputs)} and {len(outputs)}"
+            )
+        if accumulate and len(accumulate) != len(outputs):
+            raise ValueError(f"{program.name} has {len(outputs)} outputs, and accumulate speaks of {len(accumulate)}")
+        if program.draws and key is None:
+            raise ValueError(f"{program.name} draws random numbers and was run without a key")
+        assert isinstance(kernel, SimulatedKernel)
+        call = None
+        views: Sequence[View] = ()
+        if self._device.options.numerics:
+            function = kernel.function(accumulate)
+            keys = [key] if program.draws else []
+            views = [*inputs, *outputs]
+            arguments = [*(view.native for view in inputs), *keys, *(view.native for view in outputs)]
+
+            def call() -> None:
+                function(*arguments)
+
+        return self._submit(COMPUTE, program.name, kernel.cost(accumulate), wait, call, views)
+
+    def _transfer(
+        self, lane: int, label: str, view: View, target: Any, source: Any, wait: Sequence[Event]
+    ) -> SimulatedEvent:
+        device = self._device
+        call = None
+        cost = device.crossing(lane, view.size)
+        if device.info.unified and target is not None and source is not None:
+            aliased = target.data_ptr() == source.data_ptr() if not target.is_meta else True
+            if aliased:
+                return self._submit(lane, label, NOTHING, wait, None, ())
+        if device.options.numerics:
+            call = _copying(target, source)
+        return self._submit(lane, label, cost, wait, call, (view,))
+
+    def _submit(
+        self,
+        lane: int,
+        label: str,
+        cost: Cost,
+        wait: Sequence[Event],
+        call: Callable[[], Any] | None,
+        views: Sequence[View],
+    ) -> SimulatedEvent:
+        device = self._device
+        event = device.submit(lane, label, cost, wait, call, self._last)
+        self._last = event
+        if device.options.poison:
+            for view in views:
+                if isinstance(view, SimulatedView) and view.buffer is not None:
+                    users = view.buffer.users
+                    users.append(event)
+                    if len(users) > 64:
+                        users[:] = [user for user in users if not user.ran]
+        return event
+
+    @staticmethod
+    def _check(label: str, view: View, tensor: torch.Tensor) -> None:
+        if view.dtype != tensor.dtype or _count(view.shape) != tensor.numel():
+            raise ValueError(
+                f"{label} needs two sides alike; got {view.shape} of {view.dtype} and {tuple(tensor.shape)} of "
+                f"{tensor.dtype}"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(f"{label} needs contiguous memory on both sides")
+
+
+class SimulatedHost(Host):
+    """The described host: tasks take the time that their work takes there. Without numerics memory is only counted."""
+
+    def __init__(self, device: SimulatedDevice, capacity: int | None) -> None:
+        memory = int(device.machine.host["memory"])
+        super().__init__(memory if capacity is None else capacity)
+        self._device = device
+        self._last: SimulatedEvent | None = None
+        self._page_locked = 0
+        self._crossing: set[str] = set()
+
+    def alloc(self, count: int, dtype: torch.dtype, state: str, crosses: bool = False) -> torch.Tensor:
+        if crosses and not self._device.info.unified:
+            self._crossing.add(state)
+            self._page_locked += self._pages(count * dtype.itemsize)
+        if self._device.options.numerics:
+            tensor = super().alloc(count, dtype, state, crosses)
+            if self._device.options.poison:
+                tensor.view(torch.uint8).fill_(POISON)
+            return tensor
+        size = count * dtype.itemsize
+        self._account.charge(size, f"{state} ({str(dtype).removeprefix('torch.')})")
+        self.ledger.add(state, dtype, size)
+        return torch.empty(count, dtype=dtype, device="meta")
+
+    def run(
+        self,
+        task: Callable[[], None],
+        wait: Sequence[Event] = (),
+        label: str = "host task",
+        work: HostWork | None = None,
+    ) -> Event:
+        call = task if self._device.options.numerics else None
+        cost = self._device.host_cost(work)
+        self._last = self._device.submit(HOST, label, cost, wait, call, self._last)
+        return self._last
+
+    def free(self, tensor: torch.Tensor, state: str) -> None:
+        crosses = state in self._crossing
+        super().free(tensor, state)
+        if crosses:
+            self._page_locked -= self._pages(tensor.numel() * tensor.dtype.itemsize)
+
+    @property
+    def page_locked(self) -> int:
+        return self._page_locked
+
+    def close(self) -> None:
+        if self._last is not None:
+            self._device.demand(self._last)
+
+    @staticmethod
+    def _pages(size: int) -> int:
+        """Page-locked memory is mapped piece by piece, in whole pages."""
+        return -(-size // PAGE) * PAGE
+
+
+class SimulatedDevice(VirtualDevice, Owner):
+    """An opened machine."""
+
+    def __init__(self, name: str, machine: Machine, capacity: int | None, options: Options) -> None:
+        spec = machine.device
+        tags = {NATIVE}
+        tags |= {UNIFIED} if spec.unified else set()
+        tags |= {HOST_CORES} if spec.host_cores else set()
+        compute = frozenset(_KINDS[kind] for kind in _KINDS if spec.computes(kind))
+        memory = int(spec["memory"] - spec["reserved"])
+        self.machine = machine
+        self.options = options
+        self.info = DeviceInfo(name, f"simulated {spec.title}", frozenset(tags), _DTYPES, compute, memory)
+        self.account = MemoryAccount(f"device {name!r}", memory if capacity is None else min(capacity, memory))
+        self.clock = Clock(_rates(machine), spec.host_cores)
+        self.model = CostModel(machine)
+        self._order = make_order(options.order, options.seed)
+        self._queues: dict[str, SimulatedQueue] = {}
+        self._kernels: dict[str, SimulatedKernel] = {}
+        self._workspace = 0
+        self._number = 0
+        self._lock = threading.RLock()
+        self._closed = False
+        self._crossings: dict[tuple[int, int], Cost] = {}
+
+    # -- the device -------------------------------------------------------------------------------------------
+
+    def alloc(self, size: int, what: str = "buffer") -> Buffer:
+        self._check_open()
+        return SimulatedBuffer(self, size, what)
+
+    def queue(self, name: str) -> Queue:
+        self._check_open()
+        with self._lock:
+            if name not in self._queues:
+                self._queues[name] = SimulatedQueue(self, name)
+            return self._queues[name]
+
+    def compile(self, program: Program) -> Kernel:
+        self._check_open()
+        with self._lock:
+            kernel = self._kernels.get(program.fingerprint)
+            if kernel is None:
+                kernel = SimulatedKernel(program, self.model, self.info.unified)
+                growth = program.workspace - self._workspace
+                if growth > 0:
+                    self.account.charge(growth, f"workspace of {program.name}")
+                    self._workspace = program.workspace
+                self._kernels[program.fingerprint] = kernel
+            return kernel
+
+    def host(self, capacity: int | None = None, pinned: int | None = None) -> Host:
+        self._check_open()
+        return SimulatedHost(self, capacity)
+
+    def memory(self) -> MemoryUse:
+        return self.account.use()
+
+    def reset_peak(self) -> None:
+        self.account.reset_peak()
+
+    def adopt(self, tensor: torch.Tensor) -> View:
+        self._check_unified()
+        if not tensor.is_contiguous():
+            raise ValueError(f"only contiguous memory can be adopted, got strides {tensor.stride()}")
+        return SimulatedView(tensor, tuple(tensor.shape), tensor.dtype)
+
+    def host_tensor(self, view: View) -> torch.Tensor:
+        self._check_unified()
+        if view.native is None:
+            return torch.empty(view.shape, dtype=view.dtype, device="meta")
+        tensor: torch.Tensor = view.native
+        return tensor
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        with self._lock:
+            self._order.finish()
+            self._closed = True
+            self._queues.clear()
+            self._kernels.clear()
+            self.account.release(self.account.use().in_use)
+
+    # -- virtual time -----------------------------------------------------------------------------------------
+
+    def timeline(self) -> Timeline:
+        return self.clock.timeline()
+
+    def record(self) -> None:
+        self.clock.recording = True
+
+    def submit(
+        self,
+        lane: int,
+        label: str,
+        cost: Cost,
+        wait: Sequence[Event],
+        call: Callable[[], Any] | None,
+        after: SimulatedEvent | None,
+    ) -> SimulatedEvent:
+        """Take a call in: after the events of `wait` and after the call before it on its queue."""
+        with self._lock:
+            self._check_open()
+            self._number += 1
+            event = SimulatedEvent(self, self._number, lane, label, cost)
+            waits = list(wait) if after is None else [*wait, after]
+            self.clock.submit(event, waits)  # type: ignore[arg-type]
+            if self.options.numerics:
+                event.call = call
+                event.parents = waits  # type: ignore[assignment]
+                self._order.submitted(event)
+            else:
+                event.ran = True
+            return event
+
+    def demand(self, event: SimulatedEvent) -> None:
+        with self._lock:
+            if not event.ran:
+                self._order.demand(event)
+            if not event.finished:
+                self.clock.run_until(event)
+
+    def crossing(self, lane: int, size: int) -> Cost:
+        """The cost of a transfer of that many bytes."""
+        cost = self._crossings.get((lane, size))
+        if cost is None:
+            link = self.machine.link
+            seconds = link["latency"] + size / link["down" if lane == DOWN else "up"]
+            cost = self._crossings[(lane, size)] = Cost(seconds, size, size, size)
+        return cost
+
+    def moving(self, size: int) -> Cost:
+        """The cost of bytes moved within the device."""
+        launch = self.machine.device["launch"]
+        shared = size if self.info.unified else 0
+        return Cost(launch + size / self.model.bandwidth, shared, size, 0, launch)
+
+    def host_cost(self, work: HostWork | None) -> Cost:
+        """The cost of a task on the host."""
+        host = self.machine.host
+        size = 0 if work is None else work.bytes
+        return Cost(host["task"] + size / host["optimizer_bandwidth"], size)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise HalError(f"device {self.info.name!r} is closed. Open it again.")
+
+    def _check_unified(self) -> None:
+        if not self.info.unified:
+            raise Unsupported(f"device {self.info.name!r} has memory of its own: write and read instead of aliasing")
+
+
+def _rates(machine: Machine) -> tuple[float, float, float]:
+    return machine.host["bandwidth_achieved"], machine.device["bandwidth_achieved"], machine.link["both"]
+
+
+def _count(shape: Sequence[int]) -> int:
+    count = 1
+    for extent in shape:
+        count *= extent
+    return count
+
+
+def _copying(target: torch.Tensor, source: torch.Tensor) -> Callable[[], Any]:
+    flat, other = target.view(-1), source.view(-1)
+    return lambda: flat.copy_(other)

@@ -1,0 +1,132 @@
+"""Predicted against measured step times on this machine's CPU device, over shapes that the calibration did not see.
+
+The device is calibrated in the same run and in turn with the steps, since machines drift: a round times every kernel
+once and makes one real training step of each shape; medians over the rounds are compared. Where others keep the
+machine busy, `--clock cpu` compares processor seconds of one thread, which their load does not stretch. Memory is
+compared byte for byte.
+
+    python benchmarks/validate_here.py [--rounds 7] [--clock cpu] [--json out.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import relay
+from hal import spec
+from relay.calibration import calibrate
+from relay.models import GPT
+from relay.shapes import ModelShape
+
+SHAPES = [
+    # layers, hidden, micro-batches, sequences, sequence, stash
+    (4, 128, 2, 8, 128, "device"),
+    (12, 128, 4, 8, 128, "device"),
+    (6, 160, 4, 8, 128, "host"),
+    (4, 256, 2, 8, 128, "device"),
+    (8, 256, 4, 8, 128, "host"),
+    (6, 320, 2, 4, 128, "device"),
+    (4, 320, 4, 8, 128, "host"),
+    (3, 512, 2, 4, 128, "device"),
+    (4, 512, 4, 8, 128, "host"),
+    (6, 192, 8, 16, 128, "device"),
+    (10, 192, 2, 8, 64, "device"),
+    (4, 384, 1, 4, 128, "device"),
+    (16, 128, 2, 4, 128, "host"),
+]
+
+
+class Real:
+    """A real run of a shape, a step at a time."""
+
+    def __init__(self, shape: tuple[int, int, int, int, int, str], clock: Callable[[], float]) -> None:
+        self.clock = clock
+        layers, hidden, pieces, sequences, sequence, stash = shape
+        torch.manual_seed(0)
+        model = GPT(layers=layers, hidden=hidden, heads=hidden // 32, sequence=sequence, tied=False)
+        ids = torch.randint(0, 256, (sequences, sequence))
+        self.batch = {"input_ids": ids, "labels": ids}
+        self.trainer = relay.Trainer(model, microbatches=pieces, stash=stash)
+        self.metrics = self.trainer.step(self.batch)
+        self.seconds: list[float] = []
+
+    def step(self) -> None:
+        start = self.clock()
+        self.trainer.step(self.batch)
+        self.seconds.append(self.clock() - start)
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "seconds": statistics.median(self.seconds),
+            "device_bytes": self.metrics.device_peak_bytes,
+            "host_bytes": self.metrics.host_bytes,
+        }
+
+
+def predicted(shape: tuple[int, int, int, int, int, str], machine: spec.Machine) -> dict[str, float]:
+    """The simulator's step of the same shape."""
+    layers, hidden, pieces, sequences, sequence, stash = shape
+    found = relay.simulate(
+        ModelShape(layers, hidden, hidden // 32, 256), device=machine, batch=sequences, microbatches=pieces,
+        sequence=sequence, precision="fp32", stash=stash,
+    )  # fmt: skip
+    return {
+        "seconds": found.step_seconds,
+        "device_bytes": found.memory.device_total,
+        "host_bytes": found.memory.host_total,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7, help="steps of each shape, in turn with the calibration")
+    parser.add_argument("--threads", type=int, default=1, help="of torch; several on busy cores measure the others")
+    parser.add_argument("--clock", choices=("cpu", "wall"), default="wall", help="cpu: leaves out what others take")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    clock = time.process_time if options.clock == "cpu" else time.perf_counter
+    runs = [Real(shape, clock) for shape in SHAPES]
+
+    def between() -> None:
+        for run in runs:
+            run.step()
+        print(".", end="", file=sys.stderr, flush=True)
+
+    tables = calibrate("cpu", rounds=options.rounds, between=between, clock=clock)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cpu.json"
+        path.write_text(json.dumps(tables), encoding="utf-8")
+        machine = spec.machine(str(path))
+    rows: list[dict[str, Any]] = []
+    for shape, run in zip(SHAPES, runs, strict=True):
+        real, simulated = run.figures(), predicted(shape, machine)
+        run.trainer.close()
+        error = simulated["seconds"] / real["seconds"] - 1
+        rows.append({"shape": shape, "measured": real, "predicted": simulated, "error": error})
+        print(
+            f"{shape!s:<36} measured {real['seconds'] * 1e3:8.1f} ms, predicted {simulated['seconds'] * 1e3:8.1f} ms"
+            f" ({error:+.1%}); device {real['device_bytes']:,} / {simulated['device_bytes']:,} bytes, host "
+            f"{real['host_bytes']:,} / {simulated['host_bytes']:,} bytes"
+        )
+    errors = [abs(row["error"]) for row in rows]
+    kinds = ("device_bytes", "host_bytes")
+    memory = [abs(row["predicted"][kind] / row["measured"][kind] - 1) for row in rows for kind in kinds]
+    print(f"step time: mean error {statistics.mean(errors):.1%}, worst {max(errors):.1%}; memory: {max(memory):.2%}")
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,92 @@
+"""Devices whose time is virtual: what a simulator offers beyond a device.
+
+It says how time and traffic are reported, and how a described machine is opened. It models nothing itself.
+Invariant of a timeline: the seconds that compute was busy and the seconds it was held up by each lane add up to the
+time that passed while somebody waited.
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass, field
+
+from hal.device import Backend, Device
+from hal.spec import Machine
+
+LANES = ("down", "up", "compute", "host")
+"""The serial resources: the link to the device, the link from it, the device's compute, the host's tasks."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """One call on a lane, in virtual seconds; `moved` is the bytes it moved over the link or in host memory."""
+
+    lane: str
+    label: str
+    start: float
+    end: float
+    moved: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a virtual device has done since it was opened. Times in seconds, traffic in bytes.
+
+    `busy` is by lane. `stalled` is the time in which compute stood still, by the lane that held it up. `launch` is
+    the part of the compute lane's busy time that is neither arithmetic nor bytes.
+    """
+
+    now: float
+    busy: dict[str, float]
+    stalled: dict[str, float]
+    link_bytes: dict[str, int]
+    host_memory_bytes: int
+    device_memory_bytes: int
+    launch: float
+    flops: float
+    calls: int
+    spans: tuple[Span, ...] = field(repr=False)
+
+    def since(self, earlier: Timeline) -> Timeline:
+        """What has happened between two timelines of one device."""
+
+        def minus(now: dict[str, float], then: dict[str, float]) -> dict[str, float]:
+            return {key: value - then[key] for key, value in now.items()}
+
+        return Timeline(
+            self.now - earlier.now,
+            minus(self.busy, earlier.busy),
+            minus(self.stalled, earlier.stalled),
+            {key: value - earlier.link_bytes[key] for key, value in self.link_bytes.items()},
+            self.host_memory_bytes - earlier.host_memory_bytes,
+            self.device_memory_bytes - earlier.device_memory_bytes,
+            self.launch - earlier.launch,
+            self.flops - earlier.flops,
+            self.calls - earlier.calls,
+            self.spans[len(earlier.spans) :],
+        )
+
+
+class VirtualDevice(Device):
+    """A device on a virtual clock."""
+
+    machine: Machine
+
+    @abc.abstractmethod
+    def timeline(self) -> Timeline:
+        """What has happened so far."""
+
+    @abc.abstractmethod
+    def record(self) -> None:
+        """Keep a span of every call from now on."""
+
+
+class VirtualBackend(Backend):
+    """A backend that opens machines from their description."""
+
+    @abc.abstractmethod
+    def open_machine(self, machine: Machine, capacity: int | None = None, numerics: bool = True) -> VirtualDevice:
+        """Open a described machine. Without `numerics` nothing is computed and nothing is allocated.
+
+        `capacity` is a limit in bytes below the machine's own memory.
+        """

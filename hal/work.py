@@ -1,0 +1,73 @@
+"""What one op of a program works on: FLOPs and bytes, from the shapes in the graph's meta data. Nothing is run.
+
+FLOPs are multiplications and additions of matrix products and attention (2 a multiply-add), as
+torch.utils.flop_counter counts them; the CPU's fused attention, which it leaves out, is counted here. Causal attention
+counts in full. Bytes are operands and results, each once.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+aten = torch.ops.aten
+
+_FREE = {operator.getitem, aten._unsafe_view.default, aten.detach.default, aten.alias.default}
+_ATTENTION = ("attention", "sdpa")
+
+
+@dataclass(frozen=True)
+class OpWork:
+    """`flops` is 0 for ops that only move bytes; `attention` tells which kind of product it is."""
+
+    flops: float
+    moved: float
+    attention: bool
+    dtype: torch.dtype
+
+
+def work_of(node: fx.Node) -> OpWork | None:
+    """The work of a node; None for nodes that compute nothing (inputs, views)."""
+    if node.op != "call_function" or _is_view(node):
+        return None
+    operands = [value for argument in node.all_input_nodes for value in _tensors_of(argument)]
+    results = _tensors_of(node)
+    moved = float(sum(value.numel() * value.dtype.itemsize for value in [*operands, *results]))
+    flops, attention = _flops_of(node)
+    tensors = operands or results
+    return OpWork(flops, moved, attention, tensors[0].dtype if tensors else torch.float32)
+
+
+def _flops_of(node: fx.Node) -> tuple[float, bool]:
+    packet = getattr(node.target, "overloadpacket", None)
+    name = getattr(packet, "__name__", "")
+    attention = any(part in name for part in _ATTENTION)
+    if packet in flop_registry:
+        arguments, options = fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta.get("val"))
+        return float(flop_registry[packet](*arguments, **options, out_val=node.meta.get("val"))), attention
+    if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
+        shapes = [argument.meta["val"].shape for argument in node.args if isinstance(argument, fx.Node)]
+        if name.endswith("backward"):
+            return float(sdpa_backward_flop_count(*shapes[:4])), True  # type: ignore[no-untyped-call]
+        return float(sdpa_flop_count(*shapes[:3])), True  # type: ignore[no-untyped-call]
+    return 0.0, attention
+
+
+def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [item for item in value if isinstance(item, torch.Tensor)]
+    return []
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.target in _FREE:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(result.alias_info is not None for result in schema.returns)

@@ -1,0 +1,44 @@
+"""The command `relay calibrate`: measure a device here, for the simulator to use here or elsewhere.
+
+It holds the options; what is measured is in `relay.calibration`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from relay.console import json_option, print_json
+
+
+@click.command()
+@click.option("--device", default="cpu", show_default=True, help="A name from `relay devices`.")
+@click.option("--precision", default="fp32", show_default=True, type=click.Choice(["fp32", "bf16", "fp16"]))
+@click.option("--out", type=click.Path(path_type=Path), help="Where to write.  [default: DEVICE.json]")
+@json_option
+def calibrate(device: str, precision: str, out: Path | None, as_json: bool) -> None:
+    """Time kernels, transfers, host memory and an optimizer step of a device here, and write its description.
+
+    The file takes a preset's place, here or on another machine.
+
+    \b
+    Examples:
+      relay calibrate
+      relay calibrate --device cpu --out mine.json
+      relay simulate --model gpt2 --device mine.json --precision fp32
+    """
+    from relay.calibration import calibrate as measure
+
+    tables = measure(device, precision, tell=lambda text: click.echo(f"measuring {text}", err=True))
+    path = out if out is not None else Path(f"{device.replace(':', '-')}.json")
+    path.write_text(json.dumps(tables, indent=1), encoding="utf-8")
+    if as_json:
+        print_json({"file": str(path), **tables})
+        return
+    figures = tables["device"]
+    products, memory = figures[f"achieved_{precision}"]["value"], figures["bandwidth_achieved"]["value"]
+    optimizer = tables["host"]["optimizer_bandwidth"]["value"]
+    click.echo(f"{figures['title']}: products {products}, memory {memory}, optimizer {optimizer}")
+    click.echo(f"written: {path}; the fit is off by {tables['kernels_mean_error']:.0%} in the mean over the kernels")

@@ -1,0 +1,71 @@
+"""The command `relay plan`: how to run a model on a machine, chosen by simulating every combination.
+
+It holds the options; the choice is made in `relay.planning`. Exit code 1 where nothing fits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from relay.console import Size, json_option, print_json
+
+AT_LEAST_ONE = click.IntRange(min=1)
+
+
+@click.command()
+@click.option("--model", help="A model by name, such as llama-3-8b.")
+@click.option("--config", type=click.Path(), help="A Hugging Face config.json.")
+@click.option("--layers", type=AT_LEAST_ONE, help="How many blocks.")
+@click.option("--hidden", type=AT_LEAST_ONE, help="Width of the model.")
+@click.option("--heads", type=AT_LEAST_ONE, help="Attention heads.  [default: hidden / 128]")
+@click.option("--vocab", default=50257, show_default=True, type=AT_LEAST_ONE, help="Size of the vocabulary.")
+@click.option("--seq", default=1024, show_default=True, type=AT_LEAST_ONE, help="Tokens in a sequence.")
+@click.option("--batch", default=8, show_default=True, type=AT_LEAST_ONE, help="Sequences in a step.")
+@click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="[default: bf16, else fp16]")
+@click.option(
+    "--state-dtype",
+    "state_dtypes",
+    multiple=True,
+    type=click.Choice(["fp32", "bf16", "int8"]),
+    help="Allow only these; may be given several times.",
+)
+@click.option("--device", default="generic", show_default=True, help="A preset, or a .toml or .json file.")
+@click.option("--link", help="A preset or file.  [default: the device's own]")
+@click.option("--host", help="A preset or file.  [default: the device's own]")
+@click.option("--software", default="eager", show_default=True, type=click.Choice(["eager", "compiled", "fused"]))
+@click.option("--host-memory", type=Size(), help="Such as 512GB.  [default: the host preset's]")
+@click.option("--capacity", type=Size(), help="Device memory to keep within.  [default: all of it]")
+@click.option("--out", type=click.Path(path_type=Path), help="Write a run file for `relay train --plan`.")
+@json_option
+@click.pass_context
+def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any) -> None:
+    """Choose micro-batches, slots, stash and state dtype for the most tokens a second that fit.
+
+    \b
+    Examples:
+      relay plan --layers 62 --hidden 8192 --device v100-sxm2-16gb --host-memory 512GB
+      relay plan --model llama-3-8b --device rtx-4090 --batch 32 --out plan.toml
+      relay train --plan plan.toml
+    """
+    from relay.planning import plan as choose
+
+    options["vocabulary"] = options.pop("vocab")
+    options["sequence"] = options.pop("seq")
+    if not options["state_dtypes"]:
+        del options["state_dtypes"]
+    try:
+        chosen = choose(options.pop("model"), **options)
+    except ValueError as wrong:
+        raise click.UsageError(str(wrong), context) from wrong
+    if out is not None:
+        out.write_text(chosen.as_toml(), encoding="utf-8")
+    if as_json:
+        from relay.simulation_report import as_json as figures
+
+        print_json({"options": chosen.options, "reasons": list(chosen.reasons), "tried": chosen.tried,
+                    "expected": figures(chosen.expected, None)})  # fmt: skip
+    else:
+        click.echo("\n".join(chosen.reasons))

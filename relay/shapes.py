@@ -1,0 +1,282 @@
+"""Models described by shape: transformers of any size, for runs in which no number is computed.
+
+A shape is turned into segments as `relay.partition` would cut the model: embedding, repeated layers, head with the
+loss. The layers are real modules, captured by the real capture, over tensors that take no memory; layers built alike
+are captured once. It is not a model to train: see `relay.models` for that.
+
+B sequences, T positions, H hidden size, A heads, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from relay.errors import RelayError
+from relay.models import Block, Embedding, Head, cross_entropy
+from relay.segments import Partition, Segment, Value
+from relay.stations import Stations, build_stations
+from relay.trees import tensor_leaves
+
+
+class ShapeError(RelayError, ValueError):
+    """A shape that no model can have, or that is not known. The message says what is expected."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A transformer. `kv_heads` below `heads` is grouped-query attention, `gated` a feed-forward network of three
+    matrices and RMSNorm, as Llama has; otherwise it is GPT-2's layer. `tied` shares embedding and head."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int = 50257
+    ffn: int = 0
+    kv_heads: int = 0
+    gated: bool = False
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "vocabulary"):
+            if getattr(self, name) < 1:
+                raise ShapeError(f"{name} must be at least 1; received {getattr(self, name)}.")
+        if self.hidden % self.heads:
+            raise ShapeError(
+                f"hidden must be a multiple of heads; received hidden={self.hidden}, heads={self.heads}. "
+                f"Heads of 128 would be {max(1, self.hidden // 128)}."
+            )
+        if self.heads % self.key_heads:
+            raise ShapeError(f"heads must be a multiple of kv_heads; received {self.heads} and {self.kv_heads}.")
+
+    @property
+    def wide(self) -> int:
+        """Width of the feed-forward network."""
+        return self.ffn or 4 * self.hidden
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.kv_heads or self.heads
+
+    @property
+    def layer_matrices(self) -> int:
+        """Elements of one layer's matrices."""
+        attention = 2 * self.hidden * self.hidden + 2 * self.hidden * (self.hidden // self.heads) * self.key_heads
+        return attention + (3 if self.gated else 2) * self.hidden * self.wide
+
+    @property
+    def title(self) -> str:
+        """In a few words."""
+        return f"{self.layers} layers x hidden {self.hidden}"
+
+    def described(self) -> dict[str, Any]:
+        """What `--json` says of it."""
+        return asdict(self)
+
+    def stations(self, sequences: int, sequence: int, compute: torch.dtype) -> Stations:
+        """See `stations_of`."""
+        return stations_of(self, sequences, sequence, compute)
+
+    def model(self, sequence: int) -> nn.Module:
+        """See `model_of`."""
+        return model_of(self, sequence)
+
+    def model_flops(self, sequence: int) -> float:
+        """FLOPs of forward and backward for a token, recompute not counted (Chowdhery et al. 2022, appendix B)."""
+        matrices = self.layers * self.layer_matrices + self.hidden * self.vocabulary
+        return 6.0 * matrices + 12.0 * self.layers * self.hidden * sequence
+
+
+MODELS = {
+    "gpt2": ModelShape(12, 768, 12, tied=True),
+    "gpt2-medium": ModelShape(24, 1024, 16, tied=True),
+    "gpt2-large": ModelShape(36, 1280, 20, tied=True),
+    "gpt2-xl": ModelShape(48, 1600, 25, tied=True),
+    "gpt3-6.7b": ModelShape(32, 4096, 32),
+    "gpt3-13b": ModelShape(40, 5120, 40),
+    "gpt3-175b": ModelShape(96, 12288, 96),
+    "bert-large": ModelShape(24, 1024, 16, vocabulary=30522, tied=True),
+    "llama-2-7b": ModelShape(32, 4096, 32, vocabulary=32000, ffn=11008, gated=True),
+    "llama-2-13b": ModelShape(40, 5120, 40, vocabulary=32000, ffn=13824, gated=True),
+    "llama-2-70b": ModelShape(80, 8192, 64, vocabulary=32000, ffn=28672, kv_heads=8, gated=True),
+    "llama-3-8b": ModelShape(32, 4096, 32, vocabulary=128256, ffn=14336, kv_heads=8, gated=True),
+    "llama-3-70b": ModelShape(80, 8192, 64, vocabulary=128256, ffn=28672, kv_heads=8, gated=True),
+}
+"""Shapes by name, from the models' papers and configurations."""
+
+_CONFIG_NAMES = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head"),
+    "vocabulary": ("vocab_size",),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim"),
+    "kv_heads": ("num_key_value_heads",),
+}
+_GATED = ("silu", "swish", "swiglu")
+
+
+def shape_of_config(path: str | Path) -> ModelShape:
+    """The shape that a Hugging Face `config.json` describes. ShapeError where it lacks something."""
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as failure:
+        raise ShapeError(f"The configuration {str(path)!r} cannot be read: {failure.strerror}.") from failure
+    except ValueError as wrong:
+        raise ShapeError(f"{path} is not JSON: {wrong}") from wrong
+    if not isinstance(config, dict):
+        raise ShapeError(f"{path} should hold one object, as a Hugging Face config.json does.")
+    config = {**config, **(config.get("text_config") or {})}
+    found: dict[str, Any] = {}
+    for field, names in _CONFIG_NAMES.items():
+        value = next((config[name] for name in names if config.get(name) is not None), None)
+        if value is not None:
+            found[field] = value
+        elif field in ("layers", "hidden", "heads", "vocabulary"):
+            raise ShapeError(f"{path} does not say {field}: expected one of {', '.join(names)}.")
+    activation = str(config.get("hidden_act", config.get("activation_function", "gelu")))
+    return ModelShape(**found, gated=activation in _GATED, tied=bool(config.get("tie_word_embeddings", True)))
+
+
+class GatedBlock(nn.Module):
+    """A layer as Llama has it: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        size = shape.hidden // shape.heads
+        self.heads, self.key_heads, self.size = shape.heads, shape.key_heads, size
+        self.attention_norm = nn.RMSNorm(shape.hidden)
+        self.query = nn.Linear(shape.hidden, shape.heads * size, bias=False)
+        self.key = nn.Linear(shape.hidden, shape.key_heads * size, bias=False)
+        self.value = nn.Linear(shape.hidden, shape.key_heads * size, bias=False)
+        self.attention_out = nn.Linear(shape.hidden, shape.hidden, bias=False)
+        self.feed_norm = nn.RMSNorm(shape.hidden)
+        self.gate = nn.Linear(shape.hidden, shape.wide, bias=False)
+        self.feed_in = nn.Linear(shape.hidden, shape.wide, bias=False)
+        self.feed_out = nn.Linear(shape.wide, shape.hidden, bias=False)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        normed = self.attention_norm(stream)  # (B, T, H)
+        query = self._turned(self.query(normed), self.heads)  # (B, A, T, H/A)
+        key = self._turned(self.key(normed), self.key_heads)
+        value = self._split(self.value(normed), self.key_heads)
+        groups = self.heads // self.key_heads
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        stream = stream + self.attention_out(mixed.transpose(1, 2).flatten(2))
+        normed = self.feed_norm(stream)
+        return stream + self.feed_out(F.silu(self.gate(normed)) * self.feed_in(normed))
+
+    def _split(self, states: Tensor, heads: int) -> Tensor:
+        return states.unflatten(2, (heads, self.size)).transpose(1, 2)  # (B, T, A S) -> (B, A, T, S)
+
+    def _turned(self, states: Tensor, heads: int) -> Tensor:
+        """Rotary positions (Su et al. 2021)."""
+        split = self._split(states, heads)
+        half = self.size // 2
+        rates = 10000.0 ** (-torch.arange(half, dtype=torch.float32) / half)
+        angles = torch.arange(split.shape[2], dtype=torch.float32)[:, None] * rates  # (T, S/2)
+        cosine, sine = angles.cos().to(split.dtype), angles.sin().to(split.dtype)
+        first, second = split[..., :half], split[..., half:]
+        return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
+
+
+class _Start(nn.Module):
+    def __init__(self, shape: ModelShape, sequence: int) -> None:
+        super().__init__()
+        if shape.gated:
+            self.embedding: nn.Module = nn.Embedding(shape.vocabulary, shape.hidden)
+        else:
+            self.embedding = Embedding(shape.vocabulary, shape.hidden, sequence, 0.0)
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor]:
+        return (self.embedding(input_ids),)
+
+
+class _Layer(nn.Module):
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        if shape.gated:
+            self.block: nn.Module = GatedBlock(shape)
+        else:
+            block = Block(shape.hidden, shape.heads, 0.0)
+            block.feed_in = nn.Linear(shape.hidden, shape.wide)
+            block.feed_out = nn.Linear(shape.wide, shape.hidden)
+            self.block = block
+
+    def forward(self, stream: Tensor) -> tuple[Tensor]:
+        return (self.block(stream),)
+
+
+class _End(nn.Module):
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.head = Head(shape.vocabulary, shape.hidden)
+
+    def forward(self, stream: Tensor, labels: Tensor) -> tuple[Tensor]:
+        return (cross_entropy(self.head(stream), labels),)
+
+
+def model_of(shape: ModelShape, sequence: int) -> nn.Module:
+    """A module with the parameters of the whole model by name, on torch's meta device. It cannot be called."""
+    model = nn.Module()
+    start, layer, end = _templates(shape, sequence)
+    parts = [("embedding", start), *((f"layer_{n}", layer) for n in range(shape.layers)), ("head", end)]
+    for name, template in parts:
+        part = nn.Module()
+        for own, parameter in template.named_parameters():
+            if not (name == "head" and shape.tied and own.endswith("projection.weight")):
+                made = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                part.register_parameter(own.replace(".", "__"), nn.Parameter(made))
+        model.add_module(name, part)
+    return model
+
+
+@functools.lru_cache(maxsize=16)
+def stations_of(shape: ModelShape, sequences: int, sequence: int, compute: torch.dtype) -> Stations:
+    """The stations for training on a micro-batch of `sequences` x `sequence` tokens, captured in `compute`."""
+    mode = FakeTensorMode()
+    with mode:
+        partition = _partition(shape, sequences, sequence, _templates(shape, sequence, mode))
+        return build_stations(partition, True, False, compute)
+
+
+def _templates(shape: ModelShape, sequence: int, mode: FakeTensorMode | None = None) -> list[nn.Module]:
+    with mode or FakeTensorMode():
+        start, layer, end = _Start(shape, sequence), _Layer(shape), _End(shape)
+        if shape.tied:
+            words = start.embedding if shape.gated else start.embedding.token
+            end.head.projection.weight = words.weight
+    return [start, layer, end]
+
+
+def _partition(shape: ModelShape, sequences: int, sequence: int, templates: Sequence[nn.Module]) -> Partition:
+    start, layer, end = templates
+    tokens, stream = (sequences, sequence), (sequences, sequence, shape.hidden)
+    last = shape.layers + 1
+    values = [Value(0, tokens, torch.int64, None, [0]), Value(1, tokens, torch.int64, None, [last])]
+    values += [Value(2 + n, stream, torch.float32, n, [n + 1]) for n in range(last)]
+    values.append(Value(2 + last, (), torch.float32, last))
+    words = "embedding__weight" if shape.gated else "embedding__token__weight"
+    segments = []
+    for index in range(last + 1):
+        name = "embedding" if index == 0 else "head" if index == last else f"layer_{index - 1}"
+        module = start if index == 0 else end if index == last else layer
+        names = {own: f"{name}.{own.replace('.', '__')}" for own, _ in module.named_parameters()}
+        if index == last and shape.tied:
+            names["head.projection.weight"] = f"embedding.{words}"
+        inputs = (0,) if index == 0 else (1 + index, 1) if index == last else (1 + index,)
+        alike = (module, "layer") if module is layer else None
+        segments.append(Segment(index, name, module, inputs, (2 + index,), names, {}, alike))
+    _, nothing = tensor_leaves(())
+    return Partition(segments, values, (0, 1), True, (), nothing, None)

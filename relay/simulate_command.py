@@ -1,0 +1,191 @@
+"""The command `relay simulate`: what a run would need and cost on hardware that is not here.
+
+It holds the options and nothing else: the answer is worked out by `relay.simulation`, and written by
+`relay.simulation_report`. Exit code 1, with both ledgers, where the run does not fit.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+
+from relay.console import Size, json_option, print_json
+
+AT_LEAST_ONE = click.IntRange(min=1)
+
+
+class Count(click.ParamType):
+    """A number with an optional letter: `1e9`, `300M`, `1.5T` (k, M, G or B, T are powers of a thousand)."""
+
+    name = "count"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> float:
+        if isinstance(value, (int, float)):
+            return float(value)
+        match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?\d+)?)\s*([kMGBT]?)\s*", str(value))
+        try:
+            number = float(match.group(1)) if match else 0.0
+        except ValueError:
+            number = 0.0
+        if match is None or number <= 0:
+            text = f"{value!r} is not a count above zero. Expected a number such as 1e9, 300M or 1.5T."
+            self.fail(text, param, context)
+        return number * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}[match.group(2)]
+
+
+SWEPT = (
+    "device", "link", "host", "software", "layers", "hidden", "heads", "seq", "batch", "microbatches", "precision",
+    "state-dtype", "stash", "slots",
+)  # fmt: skip
+
+
+@click.command()
+@click.option("--model", help="A model by name, such as llama-3-8b.")
+@click.option("--config", type=click.Path(), help="A Hugging Face config.json.")
+@click.option("--layers", type=AT_LEAST_ONE, help="How many blocks.")
+@click.option("--hidden", type=AT_LEAST_ONE, help="Width of the model.")
+@click.option("--heads", type=AT_LEAST_ONE, help="Attention heads.  [default: hidden / 128]")
+@click.option("--ffn", type=click.IntRange(min=0), default=0, help="Feed-forward width.  [default: 4 x hidden]")
+@click.option("--vocab", default=50257, show_default=True, type=AT_LEAST_ONE, help="Size of the vocabulary.")
+@click.option("--seq", default=1024, show_default=True, type=AT_LEAST_ONE, help="Tokens in a sequence.")
+@click.option("--batch", default=8, show_default=True, type=AT_LEAST_ONE, help="Sequences in a step.")
+@click.option("--microbatches", default=None, type=AT_LEAST_ONE, help="Pieces of a batch.  [default: one a sequence]")
+@click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="[default: bf16, else fp16]")
+@click.option("--state-dtype", default="fp32", show_default=True, type=click.Choice(["fp32", "bf16", "int8"]))
+@click.option("--stash", default="host", show_default=True, type=click.Choice(["device", "host"]))
+@click.option("--slots", default=2, show_default=True, type=AT_LEAST_ONE, help="Layers on the device at a time.")
+@click.option("--clip", type=click.FloatRange(min=0, min_open=True), help="Clip the gradients' global norm.")
+@click.option(
+    "--loss-scale",
+    default="fixed",
+    show_default=True,
+    type=click.Choice(["fixed", "dynamic"]),
+    help="Of fp16; a dynamic one holds all gradients on the host until they are known to be finite.",
+)
+@click.option("--device", default="generic", show_default=True, help="A preset, or a .toml file of the same form.")
+@click.option("--link", help="A preset or file.  [default: the device's own]")
+@click.option("--host", help="A preset or file.  [default: the device's own]")
+@click.option("--software", default="eager", show_default=True, type=click.Choice(["eager", "compiled", "fused"]))
+@click.option("--host-memory", type=Size(), help="Such as 512GB.  [default: the host preset's]")
+@click.option("--capacity", type=Size(), help="Device memory to keep within.  [default: all of it]")
+@click.option("--tokens", type=Count(), help="Tokens of the whole run, such as 1e9 or 300G, for days and kWh.")
+@click.option("--trace", type=click.Path(), help="Write the step for https://ui.perfetto.dev.")
+@click.option(
+    "--sweep",
+    multiple=True,
+    metavar="OPTION=A,B,...",
+    help=f"Vary an option; give it twice for a heat map. One of {', '.join(SWEPT)}.",
+)
+@click.option("--out", default="sweep", show_default=True, help="Name of the sweep's .csv and .png.")
+@click.option("--presets", is_flag=True, help="List the presets and end.")
+@json_option
+@click.pass_context
+def simulate(context: click.Context, as_json: bool, **options: Any) -> None:
+    """Predict a run on hardware you do not have: does it fit, how fast, how many joules, what would help.
+
+    The real schedule and parameter server run on a virtual clock; nothing is computed and no memory is taken.
+
+    \b
+    Examples:
+      relay simulate --layers 62 --hidden 8192 --device v100-sxm2-16gb --host-memory 512GB --state-dtype int8
+      relay simulate --model llama-3-8b --seq 512 --batch 64 --device rtx-4090 --tokens 1e9
+      relay simulate --config config.json --device h200-sxm --trace step.json
+      relay simulate --layers 24 --hidden 4096 --sweep batch=8,16,32 --sweep device=rtx-3090,rtx-4090
+      relay simulate --presets
+    """
+    if options["presets"]:
+        _list_presets(as_json)
+        return
+    try:
+        if options["sweep"]:
+            _sweep(options, as_json)
+            return
+        _one(context, options, as_json)
+    except ValueError as wrong:
+        raise click.UsageError(str(wrong), context) from wrong
+
+
+def _one(context: click.Context, options: dict[str, Any], as_json: bool) -> None:
+    from relay import simulation_report as report
+
+    found = _simulate(options, sensitivity=True, record=options["trace"] is not None)
+    if options["trace"] is not None and found.fits:
+        report.write_trace(found, options["trace"])
+    if as_json:
+        print_json(report.as_json(found, options["tokens"]))
+    else:
+        click.echo(report.as_text(found, options["tokens"]))
+    if not found.fits:
+        context.exit(1)
+
+
+def _simulate(options: dict[str, Any], sensitivity: bool = False, record: bool = False) -> Any:
+    from relay.simulation import simulate as ask
+
+    return ask(
+        options["model"],
+        **{name: options[name] for name in ("config", "layers", "hidden", "heads", "ffn", "precision")},
+        **{name: options[name] for name in ("device", "link", "host", "software", "host_memory", "capacity")},
+        **{name: options[name] for name in ("batch", "state_dtype", "stash", "slots", "loss_scale")},
+        vocabulary=options["vocab"],
+        sequence=options["seq"],
+        microbatches=options["microbatches"] or options["batch"],
+        clip_grad_norm=options["clip"],
+        sensitivity=sensitivity,
+        record=record,
+        must_fit=False,
+    )
+
+
+def _sweep(options: dict[str, Any], as_json: bool) -> None:
+    from relay import simulation_report as report
+
+    axes = [_axis(text) for text in options["sweep"]]
+    if len(axes) > 2:
+        raise ValueError(f"--sweep is for one or two options; received {len(axes)}.")
+    if len(axes) == 1:
+        axes.insert(0, ("stash", [options["stash"]]))
+    (first, rows), (second, columns) = axes
+    speeds = []
+    for row in rows:
+        line = []
+        for column in columns:
+            changed = {**options, first: row, second: column}
+            found = _simulate(changed)
+            line.append(found.tokens_per_second if found.fits else float("nan"))
+        speeds.append(line)
+    names = tuple([str(value) for value in values] for values in (rows, columns))
+    table, picture = report.write_sweep(options["out"], (first, second), (names[0], names[1]), speeds)
+    if as_json:
+        print_json({"rows": {first: rows}, "columns": {second: columns}, "tokens_per_second": speeds,
+                    "csv": str(table), "png": str(picture)})  # fmt: skip
+    else:
+        click.echo(Path(table).read_text(encoding="utf-8").rstrip())
+        click.echo(f"written: {table}, {picture}", err=True)
+
+
+def _axis(text: str) -> tuple[str, list[Any]]:
+    name, equals, values = text.partition("=")
+    if not equals or name not in SWEPT or not values:
+        raise ValueError(f"--sweep {text!r} should be OPTION=A,B,... with one of {', '.join(SWEPT)}.")
+    parameter = next(one for one in simulate.params if f"--{name}" in one.opts)
+    assert parameter.name is not None
+    return parameter.name, [parameter.type.convert(value, parameter, None) for value in values.split(",")]
+
+
+def _list_presets(as_json: bool) -> None:
+    from hal.spec import presets
+    from relay.shapes import MODELS
+
+    catalogue = {kind: presets(kind) for kind in ("device", "link", "host")}
+    if as_json:
+        print_json({kind: {name: spec.title for name, spec in specs.items()} for kind, specs in catalogue.items()})
+        return
+    for kind, specs in catalogue.items():
+        click.echo(f"{kind}s")
+        for name, spec in specs.items():
+            click.echo(f"  {name:<22} {spec.title}")
+    click.echo("models\n  " + ", ".join(MODELS))

@@ -1,0 +1,373 @@
+"""What a run would need and cost on hardware that is not here: fits, how fast, how many joules, what to change.
+
+The figures come from the real schedule on a virtual clock (`relay.simulated_step`); this file asks it the right
+questions and says what the answers mean. It prints nothing: that is `relay.simulate_report`.
+
+Every figure rests on the machine's description: specification sheets, presets, or a calibration. Energy is a range,
+because board power says little about the power drawn (published comparisons are 27 to 37 % off).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from hal.memory import format_size, parse_size
+from hal.spec import Machine, SpecError, machine
+from hal.virtual import Timeline
+from relay.errors import RelayError
+from relay.meta_models import MetaModel
+from relay.shapes import MODELS, ModelShape, ShapeError, shape_of_config
+from relay.simulated_step import Memory, RunShape, SimulatedRun, Step
+
+ENERGY_ERROR = 0.37
+"""Energy from board power is off by up to this share, either way."""
+
+SENSITIVE = {
+    "device compute": ("device", ("achieved_fp32", "achieved_fp16", "achieved_bf16")),
+    "device memory bandwidth": ("device", ("bandwidth_achieved",)),
+    "link down": ("link", ("down", "both")),
+    "link up": ("link", ("up", "both")),
+    "host memory bandwidth": ("host", ("bandwidth_achieved", "optimizer_bandwidth")),
+}
+"""What `sensitivity` makes ten per cent faster, one at a time."""
+
+_LABELS = {"compute": "compute", "down": "link down", "up": "link up", "host": "host optimizer"}
+
+
+class DoesNotFit(RelayError):
+    """The run does not fit. `simulation` holds both ledgers, `suggestions` what would fit.
+
+    What to do: one of the suggestions, or more memory.
+    """
+
+    def __init__(self, message: str, simulation: Simulation) -> None:
+        super().__init__(message)
+        self.simulation = simulation
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The answer. Bytes, seconds, joules; `waterfall` adds up to `step_seconds`.
+
+    Where it does not fit, `step` is None, every figure that needs it is too, and `shortfalls` says why.
+    """
+
+    shape: ModelShape | MetaModel
+    run: RunShape
+    machine: Machine
+    memory: Memory
+    device_capacity: int
+    host_capacity: int
+    shortfalls: tuple[str, ...]
+    suggestions: tuple[str, ...]
+    step: Step | None
+    sensitivity: dict[str, float]
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits on device and host."""
+        return not self.shortfalls
+
+    @property
+    def timeline(self) -> Timeline:
+        """The step in virtual time. RelayError where it does not fit."""
+        if self.step is None:
+            raise RelayError("A run that does not fit has no step: " + " ".join(self.shortfalls))
+        return self.step.timeline
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of one training step."""
+        return self.timeline.now
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens a second."""
+        return self.run.tokens / self.step_seconds
+
+    @property
+    def waterfall(self) -> dict[str, float]:
+        """Where the step's seconds go: compute, launches, and what compute waited for."""
+        timeline = self.timeline
+        stalled = timeline.stalled
+        return {
+            "compute": timeline.busy["compute"] - timeline.launch,
+            "launch": timeline.launch,
+            "exposed down": stalled["down"],
+            "exposed up": stalled["up"],
+            "exposed optimizer": stalled["host"],
+            "other": stalled["compute"],
+        }
+
+    @property
+    def lower_bound(self) -> float:
+        """The busiest resource's seconds: no schedule is faster."""
+        return max(self.timeline.busy.values())
+
+    @property
+    def overlap_efficiency(self) -> float:
+        """The lower bound over the step."""
+        return self.lower_bound / self.step_seconds
+
+    @property
+    def bottleneck(self) -> str:
+        """The busiest resource."""
+        busy = self.timeline.busy
+        return _LABELS[max(busy, key=lambda lane: busy[lane])]
+
+    @property
+    def peak_flops(self) -> float:
+        """The device's dense peak in the run's precision, or what it achieves where no peak is known."""
+        device, precision = self.machine.device, self.run.precision
+        return device[f"peak_{precision}"] if device.has(f"peak_{precision}") else device.sustained(precision)
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs (recompute not counted) over the dense peak."""
+        done = self.shape.model_flops(self.run.sequence) * self.run.tokens
+        return done / self.step_seconds / self.peak_flops
+
+    @property
+    def hardware_utilisation(self) -> float:
+        """FLOPs that are done, recompute included, over the dense peak."""
+        return self.timeline.flops / self.step_seconds / self.peak_flops
+
+    @property
+    def joules_per_token(self) -> tuple[float, float, float]:
+        """Low, middle and high estimate: idle power throughout, busy power while something runs."""
+        device, host = self.machine.device, self.machine.host
+        busy, whole = self.timeline.busy, self.step_seconds
+        joules = device["power_idle"] * whole + (device["power_busy"] - device["power_idle"]) * busy["compute"]
+        moving = min(whole, max(busy["host"], busy["down"], busy["up"]))
+        joules += host["power_idle"] * whole + (host["power_busy"] - host["power_idle"]) * moving
+        middle = joules / self.run.tokens
+        return middle * (1 - ENERGY_ERROR), middle, middle * (1 + ENERGY_ERROR)
+
+    @property
+    def flops_per_watt(self) -> float:
+        """Model FLOP/s for each watt of device and host."""
+        return self.shape.model_flops(self.run.sequence) / self.joules_per_token[1]
+
+    @property
+    def wasted_energy(self) -> float:
+        """The share of energy spent while compute stood still."""
+        device, host = self.machine.device, self.machine.host
+        still = self.step_seconds - self.timeline.busy["compute"]
+        return still * (device["power_idle"] + host["power_idle"]) / (self.joules_per_token[1] * self.run.tokens)
+
+    @property
+    def break_even(self) -> dict[str, float]:
+        """Tokens a layer visit from which each kind of work hides behind compute (closed forms, one middle layer).
+
+        forward: b R / 2H; backward with recompute: the larger of loads and gradients, b R / 6H; optimizer: C R / 6.
+        """
+        rate = self.machine.device.sustained(self.run.precision)
+        link = self.machine.link
+        width = 4 if self.run.precision == "fp32" else 2
+        assert self.step is not None
+        optimizer = self.timeline.busy["host"] / self.memory.parameters
+        return {
+            "forward": width * rate / (2 * link["down"]),
+            "backward": max(width / link["down"], 4 / link["up"]) * rate / 6,
+            "optimizer": optimizer * rate / 6,
+        }
+
+    def days(self, tokens: float) -> float:
+        """Days for that many tokens."""
+        return tokens / self.tokens_per_second / 86400
+
+    def kilowatt_hours(self, tokens: float) -> tuple[float, float, float]:
+        """kWh for that many tokens: low, middle, high."""
+        low, middle, high = (joules * tokens / 3.6e6 for joules in self.joules_per_token)
+        return low, middle, high
+
+
+def resolve(
+    model: str | ModelShape | MetaModel | None = None,
+    config: str | None = None,
+    layers: int | None = None,
+    hidden: int | None = None,
+    heads: int | None = None,
+    vocabulary: int = 50257,
+    ffn: int = 0,
+) -> ModelShape | MetaModel:
+    """The shape meant: a name, a Hugging Face `config.json`, or numbers. ShapeError for none or several of these."""
+    given = [model is not None, config is not None, layers is not None or hidden is not None]
+    if sum(given) != 1:
+        raise ShapeError(
+            f"Say which model: one of a name ({', '.join(MODELS)}), a config.json, or layers and hidden."
+        )
+    if isinstance(model, (ModelShape, MetaModel)):
+        return model
+    if model is not None:
+        if model not in MODELS:
+            known = ", ".join(MODELS)
+            raise ShapeError(f"There is no model {model!r} here. Known: {known}; or give layers and hidden.")
+        return MODELS[model]
+    if config is not None:
+        return shape_of_config(config)
+    if layers is None or hidden is None:
+        raise ShapeError("A model by shape needs both layers and hidden.")
+    return ModelShape(layers, hidden, heads or max(1, hidden // 128), vocabulary, ffn)
+
+
+def default_precision(described: Machine) -> str:
+    """bf16 where the device has it, else fp16, else fp32."""
+    device = described.device
+    return next(kind for kind in ("bf16", "fp16", "fp32") if device.computes(kind))
+
+
+def simulate(
+    model: str | ModelShape | MetaModel | nn.Module | None = None,
+    *,
+    example: Mapping[str, torch.Tensor] | None = None,
+    config: str | None = None,
+    layers: int | None = None,
+    hidden: int | None = None,
+    heads: int | None = None,
+    vocabulary: int = 50257,
+    ffn: int = 0,
+    device: str | Machine = "generic",
+    link: str | None = None,
+    host: str | None = None,
+    software: str = "eager",
+    host_memory: int | str | None = None,
+    capacity: int | str | None = None,
+    sensitivity: bool = False,
+    record: bool = False,
+    precision: str | None = None,
+    must_fit: bool | None = True,
+    **run: Any,
+) -> Simulation:
+    """Simulate one training step.
+
+    The model is a name, a `config.json`, numbers, or an `nn.Module` (on torch's meta device it takes no memory) with
+    an `example` of a step's batch. `device`, `link` and `host` are presets or TOML files (or one `Machine`);
+    `host_memory` and `capacity` (of the device) are bytes, or such as "512GB". `run` takes `sequence`, `batch`,
+    `microbatches`, `state_dtype`, `stash`, `slots`, `clip_grad_norm`, `loss_scale` and `optimizer`, as `RunShape` has
+    them.
+
+    Raises DoesNotFit, with ledgers and what would fit, unless `must_fit` is False (or None, which does not look for
+    what would fit either); SpecError for arithmetic that the device does not have; ShapeError for a model or batch
+    that cannot be.
+    """
+    if isinstance(model, nn.Module):
+        if example is None:
+            raise ShapeError("A module needs an example= of a step's batch, for its shapes.")
+        model = MetaModel(model, example)
+        run = {"batch": model.sequences, "sequence": model.sequence, **run}
+    shape = resolve(model, config, layers, hidden, heads, vocabulary, ffn)
+    described = device if isinstance(device, Machine) else machine(device, link, host, software)
+    wanted = RunShape(precision=precision or default_precision(described), **run)
+    check_precision(described, wanted.precision)
+    limits = _capacities(described, capacity, host_memory)
+    prepared = SimulatedRun(shape, wanted, described)
+    memory = prepared.memory()
+    shortfalls = _shortfalls(memory, *limits, described.device.unified)
+    step: Step | None = None
+    if not shortfalls:
+        if record:
+            prepared.record()
+        step = prepared.step()
+    prepared.close()
+    seeks = bool(shortfalls) and must_fit is not None
+    suggestions = _suggestions(shape, wanted, described, *limits) if seeks else ()
+    gains: dict[str, float] = {}
+    if step is not None and sensitivity:
+        gains = _sensitivity(shape, wanted, described, step.timeline.now)
+    result = Simulation(shape, wanted, described, memory, *limits, shortfalls, suggestions, step, gains)
+    if shortfalls and must_fit:
+        advice = f" What would fit: {'; '.join(suggestions)}." if suggestions else " No smaller setting fits either."
+        raise DoesNotFit(" ".join(shortfalls) + advice, result)
+    return result
+
+
+def check_precision(described: Machine, precision: str) -> None:
+    """Raise SpecError where the device has no arithmetic of that precision."""
+    device = described.device
+    if not device.computes(precision):
+        here = ", ".join(kind for kind in ("fp32", "fp16", "bf16") if device.computes(kind))
+        notes = f" {device.notes}" if device.notes else ""
+        raise SpecError(f"{device.title} does not compute in {precision}; it has {here}.{notes} Choose one of these.")
+
+
+def _capacities(
+    described: Machine, capacity: int | str | None, host_memory: int | str | None
+) -> tuple[int, int]:
+    device, host = described.device, described.host
+    usable = int(device["memory"] - device["reserved"])
+    limit = usable if capacity is None else min(parse_size(capacity), usable)
+    return limit, int(host["memory"]) if host_memory is None else parse_size(host_memory)
+
+
+def _shortfalls(memory: Memory, device: int, host: int, unified: bool) -> tuple[str, ...]:
+    found = []
+    if unified:
+        # One memory for both; what a slot would hold is the host's own.
+        together = memory.host_total + memory.device_total - memory.slots
+        if together > host:
+            found.append(
+                f"Host and device share {format_size(host)} and need {format_size(together)}: "
+                f"{format_size(together - host)} too little."
+            )
+        return tuple(found)
+    if memory.device_total > device:
+        found.append(
+            f"The device needs {format_size(memory.device_total)} and has {format_size(device)} to use: "
+            f"{format_size(memory.device_total - device)} too little."
+        )
+    if memory.host_total > host:
+        found.append(
+            f"The host needs {format_size(memory.host_total)} and has {format_size(host)}: "
+            f"{format_size(memory.host_total - host)} too little."
+        )
+    return tuple(found)
+
+
+def _suggestions(
+    shape: ModelShape | MetaModel, run: RunShape, described: Machine, device: int, host: int
+) -> tuple[str, ...]:
+    """The smallest changes that fit, of those that can be made: one alone where one does, else several together."""
+    changes: list[dict[str, Any]] = []
+    states: list[dict[str, Any]] = [{}, *({"state_dtype": kind} for kind in ("bf16", "int8"))]
+    places: list[dict[str, Any]] = [{}, {"stash": "host"}, {"microbatches": run.batch}]
+    places += [{"stash": "host", "microbatches": run.batch}, {"stash": "host", "microbatches": run.batch, "slots": 1}]
+    scales: list[dict[str, Any]] = [{}]
+    if run.precision == "fp16" and run.loss_scale == "dynamic":
+        scales.append({"loss_scale": "fixed"})
+    for scale in scales:
+        for state in states:
+            for place in places:
+                together = {**scale, **state, **place}
+                change = {key: value for key, value in together.items() if getattr(run, key) != value}
+                if change and change not in changes:
+                    changes.append(change)
+    found: list[dict[str, Any]] = []
+    for change in sorted(changes, key=len):
+        if any(all(change.get(key) == value for key, value in other.items()) for other in found):
+            continue  # what already fits with less need not be told again
+        prepared = SimulatedRun(shape, replace(run, **change), described)
+        memory = prepared.memory()
+        prepared.close()
+        if not _shortfalls(memory, device, host, described.device.unified):
+            found.append(change)
+        if len(found) == 3:
+            break
+    return tuple(" with ".join(f"{key}={value}" for key, value in change.items()) for change in found)
+
+
+def _sensitivity(shape: ModelShape | MetaModel, run: RunShape, described: Machine, seconds: float) -> dict[str, float]:
+    """By how much the step shortens when one figure grows by ten per cent, as a share of the step."""
+    gains = {}
+    for label, (part, figures) in SENSITIVE.items():
+        spec = getattr(described, part)
+        known = {name: 1.1 for name in figures if not name.startswith("achieved") or spec.computes(name[9:])}
+        faster = SimulatedRun(shape, run, described.scaled(part, **known))
+        gains[label] = 1 - faster.step().timeline.now / seconds
+        faster.close()
+    return gains

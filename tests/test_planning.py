@@ -1,0 +1,96 @@
+"""The plan is the best of what fits, says why, and feeds `relay train`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import relay
+from hal import spec
+from relay import calibration
+from relay.cli import main
+from relay.shapes import ModelShape, stations_of
+from relay.simulated_step import COMPUTE_DTYPES
+
+SMALL: dict[str, Any] = {"layers": 4, "hidden": 256, "heads": 4, "vocabulary": 256, "sequence": 128, "batch": 4}
+
+
+def test_the_plan_fits_and_nothing_that_fits_is_much_faster() -> None:
+    options = {**SMALL, "device": "v100-sxm2-16gb", "capacity": 40 * 10**6}
+    chosen = relay.plan(**options)
+    assert chosen.expected.fits
+    assert chosen.expected.memory.device_total <= 40 * 10**6
+    for microbatches in (1, 2, 4):
+        for stash in ("device", "host"):
+            other = relay.simulate(**options, microbatches=microbatches, stash=stash, must_fit=False)
+            if other.fits:
+                assert other.tokens_per_second <= chosen.expected.tokens_per_second * 1.021
+    assert any("does not fit" in reason or "would give" in reason for reason in chosen.reasons)
+
+
+def test_states_are_those_allowed_and_the_widest_where_speed_does_not_tell_them_apart() -> None:
+    roomy = relay.plan(**SMALL, device="v100-sxm2-16gb", state_dtypes=["fp32"])
+    assert roomy.options["state_dtype"] == "fp32"
+    needed = roomy.expected.memory.host_total
+    tight = relay.plan(**SMALL, device="v100-sxm2-16gb", host_memory=int(needed * 0.75))
+    assert tight.options["state_dtype"] in ("bf16", "int8")
+    quick = spec.machine("v100-sxm2-16gb").with_values("host", optimizer_bandwidth=1e30, bandwidth_achieved=1e30)
+    assert relay.plan(**SMALL, device=quick).options["state_dtype"] == "fp32"
+
+
+def test_where_nothing_fits_the_closest_is_named() -> None:
+    with pytest.raises(relay.NoPlan, match=r"The closest .* still lacks: The device needs"):
+        relay.plan(**SMALL, device="v100-sxm2-16gb", capacity=10**6, state_dtypes=["fp32"])
+
+
+def test_a_plan_feeds_the_training(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    arguments = ["plan", "--layers", "2", "--hidden", "32", "--heads", "2", "--vocab", "256", "--seq", "16"]
+    arguments += ["--batch", "4", "--precision", "fp32", "--out", str(path), "--json"]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    options = json.loads(result.stdout)["options"]
+    data = tmp_path / "text.txt"
+    data.write_text("the quick brown fox jumps over the lazy dog. " * 200, encoding="utf-8")
+    arguments = ["train", "--plan", str(path), "--data", str(data), "--steps", "2", "--no-sample", "--json"]
+    trained = CliRunner().invoke(main, [*arguments, "--out", str(tmp_path / "run")])
+    assert trained.exit_code == 0, trained.output
+    used = json.loads(trained.stdout)["options"]
+    assert {name: used[name] for name in options} == options
+    assert (used["layers"], used["hidden"], used["seq"], used["batch"]) == (2, 32, 16, 4)
+
+
+# **** calibration ****
+
+
+def test_the_fit_finds_the_constants_that_made_the_times() -> None:
+    programs = calibration._programs(calibration.SHAPES, "fp32")
+    machine = spec.machine("generic").with_values(
+        "device", launch=3e-6, call=2e-5, ramp=1e6, attention=0.25, achieved_fp32=5e10, bandwidth_achieved=2e10
+    )
+    from backends.simulator.cost import CostModel
+
+    model = CostModel(machine)
+    found = calibration.fit(programs, [model.of(program).seconds for program in programs])
+    assert found["error"] < 0.05
+    assert found["rate"] == pytest.approx(5e10, rel=0.1)
+    assert found["bandwidth"] == pytest.approx(2e10, rel=0.1)
+    assert found["attention"] == pytest.approx(0.25, rel=0.15)
+
+
+def test_a_calibration_is_a_description_that_the_simulator_takes(tmp_path: Path) -> None:
+    path = tmp_path / "cpu.json"
+    path.write_text(json.dumps(calibration.calibrate("cpu", rounds=1)), encoding="utf-8")
+    found = relay.simulate(**SMALL, device=str(path), precision="fp32", microbatches=2)
+    assert found.step_seconds > 0
+    assert found.machine.device.unified
+    assert found.timeline.link_bytes["down"] == 2 * 8 * 4 * 128 + 2 * 4  # the batch and the seeds; no weights
+    with pytest.raises(spec.SpecError, match="does not compute in bf16"):
+        relay.simulate(**SMALL, device=str(path), precision="bf16")
+
+
+def test_layers_built_alike_are_captured_once() -> None:
+    stations = stations_of(ModelShape(5, 32, 2, 64), 2, 16, COMPUTE_DTYPES["fp32"]).stations
+    assert len({id(station.captured) for station in stations[1:-1]}) == 1
