@@ -1,17 +1,8 @@
 """The numpy device trains what plain PyTorch trains, to float32 rounding, with the same dropout masks."""
 
-from collections.abc import Iterator
 
 import pytest
 import small_models
-import torch
-
-import relay
-from hal import registry
-from hal.device import Device
-from hal.errors import OutOfMemory, Unavailable
-from hal.kernel import Program, Role
-from relay.capture import Lowering, capture
 
 DEVICES = ["numpy", "numpy:float64"]
 MODELS = ["gpt", "bert", "llama"]
