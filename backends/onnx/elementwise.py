@@ -74,7 +74,16 @@ def _trunc(m: Model, x: Value) -> str:
 
 
 def _gelu(m: Model, x: Value, *, approximate: str) -> str:
-    return m.call("Gelu", x, approximate=approximate)
+    """ONNX Runtime's, in float32. Its constants are float32 for float64 too, for which the formula is written out."""
+    if x.dtype is torch.float32:
+        return m.call("Gelu", x, approximate=approximate)
+    one, half = m.number(1, x.dtype), m.number(0.5, x.dtype)
+    if approximate == "tanh":
+        cube = m.call("Mul", m.call("Mul", x, x), m.call("Mul", x, m.number(0.044715, x.dtype)))
+        inner = m.call("Tanh", m.call("Mul", m.call("Add", x, cube), m.number(math.sqrt(2 / math.pi), x.dtype)))
+    else:
+        inner = m.call("Erf", m.call("Mul", x, m.number(math.sqrt(0.5), x.dtype)))
+    return m.call("Mul", m.call("Mul", x, half), m.call("Add", one, inner))
 
 
 def _relu(m: Model, x: Value) -> str:
@@ -128,6 +137,31 @@ def _remainder(m: Model, x: Value, number: Any) -> str:
     return m.call("Where", other_sign, m.call("Add", rest, divisor), rest)
 
 
+def _floor_divide(m: Model, x: Value, y: Value) -> str:
+    """Rounded towards minus infinity, from the remainder as PyTorch does; an integer by zero gives no error."""
+    zero, one = m.number(0, x.dtype), m.number(1, x.dtype)
+    if x.floating:
+        rest = m.call("Mod", x, y, fmod=1)
+        quotient = m.call("Div", m.call("Sub", x, rest), y)
+    else:
+        divisor = m.call("Where", m.call("Equal", y, zero), one, y)
+        quotient = m.call("Div", x, divisor)
+        rest = m.call("Sub", x, m.call("Mul", quotient, divisor))
+    other_sign = m.call("Xor", m.call("Less", rest, zero), m.call("Less", y, zero))
+    beyond = m.call("And", m.call("Not", m.call("Equal", rest, zero)), other_sign)
+    lower = m.call("Where", beyond, m.call("Sub", quotient, one), quotient)
+    if not x.floating:
+        return lower
+    # The difference above is rounded: half-even brings the quotient back to the whole number that it is.
+    return m.call("Where", m.call("Equal", y, zero), m.call("Div", x, y), m.call("Round", lower))
+
+
+def _sign(m: Model, x: Value) -> str:
+    """NaN has none, which is 0."""
+    sign = m.call("Sign", x)
+    return m.call("Where", m.call("IsNaN", x), m.number(0, x.dtype), sign) if x.floating else sign
+
+
 def _where(m: Model, condition: Value, x: Value, y: Value) -> str:
     if x.dtype is torch.bool:
         return m.call("Or", m.call("And", condition, x), m.call("And", m.call("Not", condition), y))
@@ -149,7 +183,7 @@ def _cast(m: Model, x: Value, *, dtype: torch.dtype) -> str:
 
 def functions() -> dict[str, Callable[..., Any]]:
     """By the names of `hal.ops.OPS`."""
-    named = "Exp Log Sqrt Reciprocal Sin Cos Tanh Sigmoid Erf Floor Ceil Round Neg Abs Sign".split()
+    named = "Exp Log Sqrt Reciprocal Sin Cos Tanh Sigmoid Erf Floor Ceil Round Neg Abs".split()
     table: dict[str, Callable[..., Any]] = {f"{op.lower()}.default": _unary(op) for op in named}
     table |= {f"{op.lower()}.Scalar": _with_number(op) for op in ("Add", "Mul", "Div")}
     for suffix in ("Tensor", "Scalar"):
@@ -167,6 +201,7 @@ def functions() -> dict[str, Callable[..., Any]]:
         "rsqrt.default": _rsqrt,
         "tan.default": _tan,
         "trunc.default": _trunc,
+        "sign.default": _sign,
         "gelu.default": _gelu,
         "relu.default": _relu,
         "logical_not.default": _unary("Not"),
@@ -186,6 +221,7 @@ def functions() -> dict[str, Callable[..., Any]]:
         "pow.Tensor_Scalar": _power,
         "pow.Scalar": _power_of_number,
         "atan2.default": _atan2,
+        "floor_divide.default": _floor_divide,
         "fmod.Scalar": _fmod,
         "remainder.Scalar": _remainder,
         "where.self": _where,

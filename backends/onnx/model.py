@@ -126,6 +126,8 @@ class Model:
         name = f"{self.asking}.{self._count}"
         names = [name if number == 0 else f"{name}.{number}" for number in range(results)]
         given = ["" if one is None else self._name(one) for one in operands]
+        while given and not given[-1]:
+            given.pop()
         self._nodes.append(self._onnx.helper.make_node(op, given, names, name=name, **attributes))
         return names
 
