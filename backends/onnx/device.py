@@ -5,8 +5,9 @@ they lie. On `onnx:cpu` that is the whole truth. Other execution providers have 
 to their device and its outputs back: every provider works the same and correctly, and one with a memory of its own
 pays for the transfers (NVIDIA's GPUs are served faster by the devices `cuda` and `cupy`).
 
-Storage is every dtype of the relay's; arithmetic is float32, float64, integers and booleans, half precision being
-rounded to in a model and computed with in float32.
+Storage is every dtype of the relay's; arithmetic is float32, integers and booleans, half precision being rounded to in
+a model and computed with in float32. float64 is computed with as far as ONNX Runtime has kernels for it, and is not
+promised: convolutions, erf and atan2 have none, and are refused when compiling.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from hal.ops import check
 from hal.random import RandomKey
 
 _STORAGE = frozenset(ELEMENT_TYPES)
-_COMPUTE = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.bool})
+_COMPUTE = frozenset({torch.float32, torch.int64, torch.int32, torch.bool})
 
 
 class OnnxKernel(Kernel):
