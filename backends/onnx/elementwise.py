@@ -183,8 +183,10 @@ def _cast(m: Model, x: Value, *, dtype: torch.dtype) -> str:
 
 def functions() -> dict[str, Callable[..., Any]]:
     """By the names of `hal.ops.OPS`."""
-    named = "Exp Log Sqrt Reciprocal Sin Cos Tanh Sigmoid Erf Floor Ceil Round Neg Abs".split()
-    table: dict[str, Callable[..., Any]] = {f"{op.lower()}.default": _unary(op) for op in named}
+    table: dict[str, Callable[..., Any]] = {}
+    for op in ("Exp", "Log", "Sqrt", "Reciprocal", "Sin", "Cos", "Tanh", "Sigmoid", "Erf", "Floor", "Ceil", "Round"):
+        table[f"{op.lower()}.default"] = _unary(op)
+    table |= {"neg.default": _unary("Neg"), "abs.default": _unary("Abs")}
     table |= {f"{op.lower()}.Scalar": _with_number(op) for op in ("Add", "Mul", "Div")}
     for suffix in ("Tensor", "Scalar"):
         table |= {

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from backends.onnx import elementwise, indexing, reductions, windows
@@ -224,4 +223,3 @@ def _stretched(node: fx.Node) -> bool:
     return node.op == "call_function" and (
         node.target is not operator.getitem and name_of(node.target) in ("aten.expand.default", "aten.full.default")
     )
-

@@ -61,7 +61,7 @@ class _Places:
         self.rest = tuple(x.shape[dim] for dim in rest)
         given = [index for index in indices if index is not None]
         self.picked = broadcast(*(index.shape for index in given))
-        last = self.picked + (1,)
+        last = (*self.picked, 1)
         columns = [m.expand(m.reshape(index, (*index.shape, 1)), last) for index in given]
         self.rows = columns[0] if len(columns) == 1 else m.call("Concat", *columns, axis=-1)
         together = self.used == list(range(self.used[0], self.used[-1] + 1))

@@ -39,8 +39,7 @@ class Provider:
 def runtime() -> Any:
     """The onnxruntime module. Raises Unavailable where it, or `onnx`, is not installed."""
     try:
-        import onnx.helper
-        import onnx.numpy_helper
+        import onnx  # noqa: F401 - models are made with it
         import onnxruntime
     except ImportError as failure:
         raise Unavailable(
@@ -101,6 +100,6 @@ def confirm(provider: Provider, session: Any) -> None:
     got = session.get_providers()
     if provider.full not in got:
         raise Unavailable(
-            f"Asked for {provider.full}, ONNX Runtime made a session on {', '.join(got)}: the provider is in this build "
-            "but does not start, mostly for want of its driver or of a library that it loads."
+            f"Asked for {provider.full}, ONNX Runtime made a session on {', '.join(got)}: the provider is listed but "
+            "does not start, mostly for want of its driver or of a library that it loads."
         )

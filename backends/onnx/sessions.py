@@ -114,8 +114,8 @@ def _explained(failure: Exception, emitted: Emitted, title: str, device: str) ->
         named = re.search(r"node with name '([^'.]+)", text)
         op, dtype = emitted.ops.get(named[1] if named else "", ("", ""))
         return Unsupported(
-            f"{title!r} needs the op {op or 'named below'}{f' for {dtype}' if dtype else ''}, for which {device!r} has no "
-            f"kernel ({text}). Use another dtype, or a device that has it (the CPU has all).",
+            f"{title!r} needs the op {op or 'named below'}{f' for {dtype}' if dtype else ''}, for which {device!r} has "
+            f"no kernel ({text}). Use another dtype, or a device that has it (the CPU has all).",
             op=op,
             dtype=dtype,
             device=device,

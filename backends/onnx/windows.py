@@ -15,7 +15,9 @@ import torch
 from backends.onnx.model import Model, Operand, Value
 
 
-def _conv(m: Model, x: Operand, weight: Operand, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int) -> str:
+def _conv(
+    m: Model, x: Operand, weight: Operand, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int
+) -> str:
     pads = [*padding, *padding]
     return m.call("Conv", x, weight, bias, strides=stride, pads=pads, dilations=dilation, group=groups)
 
