@@ -20,12 +20,12 @@ from pathlib import Path
 import torch
 
 from backends.host_memory import HostDevice, HostQueue, describe_processor, memory_size, self_test
-from backends.onnx.emit import emit
-from backends.onnx.model import ELEMENT_TYPES, held
+from backends.onnx.emit import emit, emitted_of
+from backends.onnx.model import ELEMENT_TYPES, Model, held
 from backends.onnx.providers import Provider, choose, known, runtime
 from backends.onnx.sessions import Session
 from hal.device import HOST_CORES, UNIFIED, Backend, Device, DeviceInfo, Probe, View
-from hal.errors import HalError, Unsupported
+from hal.errors import HalError, Unavailable, Unsupported
 from hal.kernel import Kernel, Program
 from hal.ops import check
 from hal.random import RandomKey
@@ -139,8 +139,28 @@ class OnnxBackend(Backend):
         return [self_test(self, f"onnx:{name}") for name in names]
 
     def open(self, selector: str, capacity: int | None = None) -> Device:
-        device = OnnxDevice(choose(selector), capacity)
-        return device
+        provider = choose(selector)
+        _prove(provider)
+        return OnnxDevice(provider, capacity)
+
+
+def _prove(provider: Provider) -> None:
+    """Add two numbers on a provider. Raises Unavailable where that fails, be it listed or not."""
+    model = Model("proof")
+    one = model.bind_input(0, (1,), torch.float32)
+    model.asking = "sum"
+    model.bind_output(0, model.call("Add", one, one), (1,), torch.float32)
+    title = f"the trial of {provider.full}"
+    given, found = torch.tensor([1.5]), torch.zeros(1)
+    try:
+        session = Session(emitted_of(model), provider, 1, title, f"onnx:{provider.short}")
+        session.run([given], [found], None)
+    except Unavailable:
+        raise
+    except Exception as failure:
+        raise Unavailable(f"{provider.full} is listed and does not work: {failure}") from failure
+    if found.item() != 3.0:
+        raise Unavailable(f"{provider.full} does not work: it says that 1.5 and 1.5 are {found.item()}.")
 
 
 def export(program: Program, path: str | Path) -> Path:

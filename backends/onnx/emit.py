@@ -52,6 +52,15 @@ def emit(program: Program, accumulate: tuple[bool, ...] = ()) -> Emitted:
     return _Emitter(program, accumulate).emitted()
 
 
+def emitted_of(
+    model: Model, late: frozenset[int] = frozenset(), ops: dict[str, tuple[str, str]] | None = None
+) -> Emitted:
+    """A finished model and what to bind it to."""
+    proto = model.finish()  # it drops inputs that nothing needs, so it comes first
+    bound = (tuple(model.inputs), tuple(model.held_outputs), tuple(model.draws), tuple(model.outputs))
+    return Emitted(proto, *bound, late, ops or {})
+
+
 _ROUNDED = {
     Kind.ELEMENTWISE,
     Kind.REDUCTION,
@@ -93,17 +102,7 @@ class _Emitter:
         for position, node in enumerate(results):
             self._store(position, node)
         late = {position for position, port in enumerate(self.program.outputs) if port.role is Role.BUFFER_UPDATE}
-        model = self.model
-        proto = model.finish()
-        return Emitted(
-            proto,
-            tuple(model.inputs),
-            tuple(model.held_outputs),
-            tuple(model.draws),
-            tuple(model.outputs),
-            frozenset(late),
-            self.ops,
-        )
+        return emitted_of(self.model, frozenset(late), self.ops)
 
     # -- values
 

@@ -111,6 +111,7 @@ class Model:
         self._tensors: dict[str, Any] = {}
         self._given: dict[str, Any] = {}
         self._returned: list[Any] = []
+        self._results: set[str] = set()
         self._renamed: dict[str, str] = {}
         self._count = 0
 
@@ -129,6 +130,7 @@ class Model:
         while given and not given[-1]:
             given.pop()
         self._nodes.append(self._onnx.helper.make_node(op, given, names, name=name, **attributes))
+        self._results.update(names)
         return names
 
     def constant(self, array: Any) -> str:
@@ -195,6 +197,9 @@ class Model:
 
     def finish(self) -> Any:
         """The onnx.ModelProto, without what no output needs."""
+        for node in self._nodes:
+            for operands in (node.input, node.output):
+                operands[:] = [self._renamed.get(operand, operand) for operand in operands]
         nodes, needed = self._needed()
         for kept in (self.inputs, self.held_outputs, self.draws):
             kept[:] = [one for one in kept if one.name in needed]  # type: ignore[attr-defined, index]
@@ -215,14 +220,9 @@ class Model:
 
     def _rename(self, old: str, new: str) -> bool:
         """Let a node write its result under the output's name, so that no copy is needed; False where none does."""
-        if old.startswith("output.") or not any(old in node.output for node in self._nodes):
+        if old not in self._results:
             return False
         self._renamed[old] = new
-        for node in self._nodes:
-            for names in (node.input, node.output):
-                for place, name in enumerate(names):
-                    if name == old:
-                        names[place] = new
         return True
 
     def _needed(self) -> tuple[list[Any], set[str]]:
