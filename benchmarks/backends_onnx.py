@@ -1,9 +1,9 @@
 """A GPT-2-small block on ONNX Runtime against eager PyTorch: forward and backward, on the same machine, paired.
 
-The block has hidden size 768 and runs on 4 sequences of 128. PyTorch runs forward and autograd's backward; the device
-runs the program that the relay gives it for a block's backward, which recomputes the forward, and that is the same
-work. The two take turns, so that a drift of the machine meets both. Both must give the same gradients: a figure of a
-broken run is worth nothing.
+The block has hidden size 768 and runs on 4 sequences of 128; the loss is the sum of its output times given numbers, so
+that the whole forward is needed. PyTorch runs forward and autograd's backward; the device runs the program that the
+relay gives it for a last segment, which is both in one. The two take turns, so that a drift of the machine meets both.
+Both must give the same gradients: a figure of a broken run is worth nothing.
 
     python benchmarks/backends_onnx.py [--device onnx:cpu] [--pairs 15] [--json out.json] [--accumulate]
 """
@@ -21,19 +21,22 @@ import torch
 from torch import Tensor, nn
 
 from hal import registry
+from hal.kernel import Role
 from relay.capture import Lowering, capture
 from relay.models import Block
 
+GRADIENTS = (Role.PARAMETER_GRADIENT, Role.VALUE_GRADIENT)
+
 
 class _AsSegment(nn.Module):
-    """A block whose result is a tuple, as segments have it."""
+    """A block and its loss, as segments have it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.block = Block(768, 12, 0.0)
 
-    def forward(self, stream: Tensor) -> tuple[Tensor, ...]:
-        return (self.block(stream),)
+    def forward(self, stream: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+        return ((self.block(stream) * weights).sum(),)
 
 
 def main() -> int:
@@ -48,8 +51,8 @@ def main() -> int:
     torch.manual_seed(0)
     module = _AsSegment()
     stream = torch.randn(4, 128, 768, requires_grad=True)
-    seed = torch.randn(4, 128, 768)
-    program = capture(module, [stream], "block", lowering=Lowering.CORE).backward
+    weights = torch.randn(4, 128, 768)
+    program = capture(module, [stream, weights], "block", ends_in_loss=True, lowering=Lowering.CORE).joint
     assert program is not None
     device = registry.open(options.device)
     queue = device.queue("compute")
@@ -59,7 +62,7 @@ def main() -> int:
     parameters = [parameter.detach() for parameter in module.parameters()]
     results = [torch.zeros(port.shape) for port in program.outputs]
     inputs, outputs = [], []
-    for tensor in (*parameters, stream.detach(), seed):
+    for tensor in (*parameters, stream.detach(), weights, torch.ones(())):
         view = device.alloc(tensor.numel() * 4).view(0, tuple(tensor.shape), tensor.dtype)
         queue.write(view, tensor).wait()
         inputs.append(view)
@@ -67,7 +70,7 @@ def main() -> int:
         view = device.alloc(tensor.numel() * 4).view(0, tuple(tensor.shape), tensor.dtype)
         queue.fill(view, 0.0).wait()
         outputs.append(view)
-    accumulate = tuple(options.accumulate for _ in outputs)
+    accumulate = tuple(options.accumulate and port.accumulates for port in program.outputs)
 
     def ours() -> float:
         start = time.perf_counter()
@@ -79,8 +82,8 @@ def main() -> int:
             for tensor in (*module.parameters(), stream):
                 tensor.grad = None
         start = time.perf_counter()
-        (result,) = module(stream)
-        result.backward(seed)
+        (loss,) = module(stream, weights)
+        loss.backward()
         return time.perf_counter() - start
 
     for _ in range(3):
@@ -89,7 +92,8 @@ def main() -> int:
     for view, tensor in zip(outputs, results, strict=True):
         queue.read(tensor, view).wait()
     wanted = [parameter.grad for parameter in module.parameters()] + [stream.grad]
-    error = max(float((a - b).norm() / b.norm()) for a, b in zip(results, wanted, strict=True) if b is not None)
+    gradients = [result for result, port in zip(results, program.outputs, strict=True) if port.role in GRADIENTS]
+    error = max(float((a - b).norm() / b.norm()) for a, b in zip(gradients, wanted, strict=True) if b is not None)
     report = {
         "device": options.device,
         "threads": torch.get_num_threads(),
