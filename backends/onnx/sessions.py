@@ -25,7 +25,9 @@ from backends.onnx.providers import Provider, attach, confirm, runtime
 from hal.errors import CompileError, HalError, Unsupported
 from hal.random import RandomKey
 
-_KEPT_BINDINGS = 256
+_KEPT_BINDINGS = 1024
+"""In a session. For a GPT-2 block one takes 12 kB and 50 microseconds to make, and 4 to find."""
+
 _KEPT_CONSTANT = str(2**20)
 """Bytes up to which a value without inputs is computed once and kept in the session."""
 
@@ -85,9 +87,9 @@ class Session:
     def _binding(
         self, inputs: Sequence[torch.Tensor], held: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> Any:
-        """A binding to these addresses. One with temporary memory in it (draws, late outputs) is not kept."""
+        """A binding to these addresses. One with temporary outputs in it is not kept; draws are bound anew each time."""
         emitted = self._emitted
-        passing = bool(emitted.late or emitted.draws)
+        passing = bool(emitted.late)
         addresses = tuple(memory.data_ptr() for memory in (*inputs, *outputs))
         if not passing:
             with self._lock:
