@@ -49,9 +49,9 @@ class Session:
         slot_count: int,
         stash_place: str,
         capacity: int | None,
-        build: Build,
-        precision: str,
-        state_dtype: str,
+        build: Build | None = None,
+        precision: str = "fp32",
+        state_dtype: str = "fp32",
     ) -> None:
         self.device = device
         self.host = host

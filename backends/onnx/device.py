@@ -1,0 +1,173 @@
+"""ONNX Runtime's devices: memory, queues and kernels by the contracts of `hal.device`.
+
+All devices of this backend work in host memory and are tagged UNIFIED, so weights, gradients and stash are used where
+they lie. On `onnx:cpu` that is the whole truth. Other execution providers have ONNX Runtime carry each run's inputs
+to their device and its outputs back: every provider works the same and correctly, and one with a memory of its own
+pays for the transfers (NVIDIA's GPUs are served faster by the devices `cuda` and `cupy`).
+
+Storage is every dtype of the relay's; arithmetic is float32, integers and booleans, half precision being rounded to in
+a model and computed with in float32. float64 is computed with as far as ONNX Runtime has kernels for it, and is not
+promised: convolutions, erf and atan2 have none, and are refused when compiling.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from backends.host_memory import HostDevice, HostQueue, describe_processor, memory_size, self_test
+from backends.onnx.emit import emit, emitted_of
+from backends.onnx.model import ELEMENT_TYPES, Model, held
+from backends.onnx.providers import Provider, choose, known, runtime
+from backends.onnx.sessions import Session
+from hal.device import HOST_CORES, UNIFIED, Backend, Device, DeviceInfo, Probe, View
+from hal.errors import HalError, Unavailable, Unsupported
+from hal.kernel import Kernel, Program
+from hal.ops import check
+from hal.random import RandomKey
+
+_STORAGE = frozenset(ELEMENT_TYPES)
+_COMPUTE = frozenset({torch.float32, torch.int64, torch.int32, torch.bool})
+
+
+class OnnxKernel(Kernel):
+    """A program's sessions, one for each pattern of accumulation and number of threads.
+
+    The session without accumulation is made at once, so that what the provider lacks is known when compiling.
+    """
+
+    def __init__(self, program: Program, provider: Provider, device: str) -> None:
+        super().__init__(program)
+        self._provider = provider
+        self._device = device
+        self._sessions: dict[tuple[tuple[bool, ...], int], Session] = {}
+        self._lock = threading.Lock()
+        self.session((), torch.get_num_threads())
+
+    def session(self, accumulate: tuple[bool, ...], threads: int) -> Session:
+        """The session for a pattern."""
+        if not any(accumulate):
+            accumulate = ()
+        with self._lock:
+            session = self._sessions.get((accumulate, threads))
+            if session is None:
+                emitted = emit(self.program, accumulate)
+                session = Session(emitted, self._provider, threads, self.program.name, self._device)
+                self._sessions[(accumulate, threads)] = session
+            return session
+
+
+class OnnxQueue(HostQueue):
+    """A worker thread that runs sessions."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._threads = 0
+
+    def prepare(
+        self,
+        kernel: Kernel,
+        inputs: Sequence[View],
+        outputs: Sequence[View],
+        accumulate: tuple[bool, ...],
+        key: RandomKey | None,
+    ) -> Callable[[], None]:
+        assert isinstance(kernel, OnnxKernel)
+        # The caller's number of threads decides, as on `cpu`, for the sessions and for the host's tasks beside them.
+        threads = torch.get_num_threads()
+        session = kernel.session(accumulate, threads)
+        given: list[torch.Tensor] = [view.native for view in inputs]
+        wanted: list[torch.Tensor] = [view.native for view in outputs]
+
+        def call() -> None:
+            if threads != self._threads:
+                torch.set_num_threads(threads)
+                self._threads = threads
+            session.run(given, wanted, key)
+
+        return call
+
+
+class OnnxDevice(HostDevice):
+    """An opened execution provider."""
+
+    def __init__(self, provider: Provider, capacity: int | None) -> None:
+        name = f"onnx:{provider.short}" + (f":{provider.number}" if provider.number else "")
+        tags = {UNIFIED, HOST_CORES} if provider.is_cpu else {UNIFIED}
+        description = f"ONNX Runtime {runtime().__version__}, {provider.full}, {describe_processor()}"
+        super().__init__(DeviceInfo(name, description, frozenset(tags), _STORAGE, _COMPUTE, memory_size()), capacity)
+        self._provider = provider
+
+    def make_queue(self, name: str) -> HostQueue:
+        return OnnxQueue(name)
+
+    def make_kernel(self, program: Program) -> Kernel:
+        check(program, self.info.name)
+        for port in (*program.inputs, *program.outputs):
+            if port.dtype not in _STORAGE:
+                dtype = str(port.dtype).removeprefix("torch.")
+                raise Unsupported(
+                    f"{program.name!r} has a tensor of {dtype}, which {self.info.name!r} does not store.",
+                    dtype=dtype,
+                    device=self.info.name,
+                )
+        return OnnxKernel(program, self._provider, self.info.name)
+
+    def workspace(self, program: Program) -> int:
+        """Half precision and small integers are held wider than the program says: charged as if all values were."""
+        ports = (*program.inputs, *program.outputs)
+        widest = max((held(port.dtype).itemsize / port.dtype.itemsize for port in ports), default=1.0)
+        return math.ceil(program.workspace * widest)
+
+
+class OnnxBackend(Backend):
+    """`onnx:PROVIDER`, for every execution provider of the ONNX Runtime that is installed."""
+
+    name = "onnx"
+
+    def probe(self) -> list[Probe]:
+        try:
+            names = list(known())
+        except HalError as failure:
+            return [Probe("onnx", False, str(failure))]
+        except Exception as failure:  # contract 10: the reason is kept, not raised
+            return [Probe("onnx", False, f"{type(failure).__name__}: {failure}")]
+        return [self_test(self, f"onnx:{name}") for name in names]
+
+    def open(self, selector: str, capacity: int | None = None) -> Device:
+        provider = choose(selector)
+        _prove(provider)
+        return OnnxDevice(provider, capacity)
+
+
+def _prove(provider: Provider) -> None:
+    """Add two numbers on a provider. Raises Unavailable where that fails, be it listed or not."""
+    model = Model("proof")
+    one = model.bind_input(0, (1,), torch.float32)
+    model.asking = "sum"
+    model.bind_output(0, model.call("Add", one, one), (1,), torch.float32)
+    title = f"the trial of {provider.full}"
+    given, found = torch.tensor([1.5]), torch.zeros(1)
+    try:
+        session = Session(emitted_of(model), provider, 1, title, f"onnx:{provider.short}")
+        session.run([given], [found], None)
+    except Unavailable:
+        raise
+    except Exception as failure:
+        raise Unavailable(f"{provider.full} is listed and does not work: {failure}") from failure
+    if found.item() != 3.0:
+        raise Unavailable(f"{provider.full} does not work: it says that 1.5 and 1.5 are {found.item()}.")
+
+
+def export(program: Program, path: str | Path) -> Path:
+    """Write the model of a core program as an .onnx file, for inspection. Returns the path.
+
+    Inputs and outputs are named after the program's ports. Random draws are inputs.
+    """
+    target = Path(path)
+    target.write_bytes(emit(program).proto.SerializeToString())
+    return target
