@@ -84,7 +84,7 @@ class Session:
         """Raise OutOfMemory, with the ledger and advice, where a pass needs more of the host than it may have."""
         capacity = self.host.memory().capacity
         stations = pieces[0]
-        if capacity is None or id(stations) in self._rehearsed:
+        if capacity is None or self._build is None or id(stations) in self._rehearsed:
             return
         counting = CountingHost(self.host.worker)
         wanted = _wanted(stations)

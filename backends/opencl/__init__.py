@@ -1,0 +1,52 @@
+"""OpenCL devices: kernels are generated from core programs, fused, and compiled by the driver.
+
+`opencl:N` is a device by its number and `opencl` the first that works. Nothing of pyopencl is imported before it is
+needed. Where to read: `lowering` (a program as tasks), `plan` (tasks as launches), `loops`, `gemm` and `scatters`
+(launches as C), `kernels` and `queues` (launches run), `platforms` (which devices there are).
+"""
+
+from __future__ import annotations
+
+from backends.opencl import platforms
+from hal.device import Backend, Device, Probe
+from hal.errors import HalError, Unavailable
+
+__all__ = ["OpenClBackend"]
+
+
+class OpenClBackend(Backend):
+    """`opencl` and `opencl:N`."""
+
+    name = "opencl"
+
+    def probe(self) -> list[Probe]:
+        try:
+            found = platforms.find()
+        except HalError as failure:
+            return [Probe("opencl", False, str(failure))]
+        return [self._probe(one) for one in found]
+
+    def _probe(self, found: platforms.Found) -> Probe:
+        name = f"opencl:{found.number}"
+        try:
+            reason = platforms.broken(found)
+            if reason:
+                return Probe(name, False, reason, found.description)
+            device = self.open(str(found.number))
+            info = device.info
+            device.close()
+        except Exception as failure:  # contract 10: the reason is kept, not raised
+            return Probe(name, False, f"{type(failure).__name__}: {failure}")
+        return Probe(name, True, "", info.description, info.memory, info.tags, info.notes)
+
+    def open(self, selector: str, capacity: int | None = None) -> Device:
+        from backends.opencl.device import OpenClDevice
+
+        found = platforms.choose(selector)
+        name = f"opencl:{selector}" if selector else "opencl"
+        try:
+            return OpenClDevice(name, found, capacity)
+        except HalError:
+            raise
+        except Exception as failure:
+            raise Unavailable(f"Device {name!r} ({found.description}) does not open: {failure}") from failure

@@ -1,0 +1,142 @@
+"""A program as a sequence of OpenCL kernels, compiled once for a device and shared by all programs that need them.
+
+`Library` keeps the device's kernels by their text: identical layers share everything, and different layers share
+what they have in common. What has to be compiled is compiled in one program; drivers keep the binaries on disk, and
+so does pyopencl. `OpenClKernel` knows which memory each launch is given.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from backends.opencl.emit import Argument, Launch
+from backends.opencl.faults import translated
+from backends.opencl.loops import Traits
+from backends.opencl.plan import plan
+from backends.opencl.prelude import PRELUDE
+from hal.kernel import Kernel, Program
+from hal.random import RandomKey, stream_words
+
+Memory = tuple[Any, int]
+"""A cl.Buffer, and where in it a view starts, in bytes."""
+
+
+class Library:
+    """The compiled kernels of a device, by name: a name is a hash of the text."""
+
+    def __init__(self, context: Any, device: Any, name: str) -> None:
+        self._context, self._device, self._name = context, device, name
+        self._programs: dict[str, Any] = {}
+        self._options = ["-cl-std=CL1.2"]
+        if "cl_khr_fp64" in device.extensions:
+            self._options.append("-DHAS_DOUBLE")
+        self.lock = threading.RLock()
+        self.built = 0
+        """Kernels compiled so far."""
+
+    def kernels(self, launches: Sequence[Launch], what: str) -> list[Any]:
+        """A cl.Kernel for each launch, for this caller alone. Raises CompileError with the compiler's log."""
+        import pyopencl
+
+        with self.lock:
+            new = {launch.name: launch.source for launch in launches if launch.name not in self._programs}
+            if new:
+                try:
+                    built = pyopencl.Program(self._context, PRELUDE + "\n".join(new.values()))
+                    built.build(self._options, [self._device])
+                except Exception as failure:
+                    raise translated(failure, what, self._name) from failure
+                for name in new:
+                    self._programs[name] = built
+                self.built += len(new)
+            return [pyopencl.Kernel(self._programs[launch.name], launch.name) for launch in launches]
+
+
+class OpenClKernel(Kernel):
+    """A program as one OpenCL device runs it."""
+
+    def __init__(self, program: Program, traits: Traits, library: Library) -> None:
+        super().__init__(program)
+        made = plan(program, traits)
+        self.launches = [launch for launch in made.launches if min(launch.size, default=1) > 0]
+        self.workspace = made.size
+        self._offsets = made.offsets
+        self._library = library
+        self._kernels = library.kernels(self.launches, repr(program.name))
+        self._constants: dict[str, Memory] = {}
+
+    def upload(self, queue: Any, context: Any) -> int:
+        """Put the program's constants onto the device; returns their bytes."""
+        import pyopencl
+
+        total = 0
+        for name, tensor in self.program.constants.items():
+            data = tensor.detach().contiguous().view(-1)
+            if not data.numel():
+                continue
+            host = data.view(torch.uint8).numpy()
+            flags = pyopencl.mem_flags
+            self._constants[name] = (
+                pyopencl.Buffer(context, flags.READ_ONLY | flags.COPY_HOST_PTR, hostbuf=host),
+                0,
+            )
+            total += host.nbytes
+        return total
+
+    def enqueue(
+        self,
+        queue: Any,
+        workspace: Any,
+        inputs: Sequence[Memory],
+        outputs: Sequence[Memory],
+        accumulate: tuple[bool, ...],
+        key: RandomKey | None,
+        wait: Sequence[Any],
+    ) -> tuple[Any, Any]:
+        """Queue all launches. Returns the events of the first and of the last, or a marker's twice."""
+        import pyopencl
+
+        first = last = None
+        with self._library.lock:  # arguments are set on shared objects
+            for launch, kernel in zip(self.launches, self._kernels, strict=True):
+                arguments: list[Any] = []
+                for argument in launch.arguments:
+                    arguments += self._given(argument, workspace, inputs, outputs, accumulate, key)
+                kernel.set_args(*arguments)
+                group = launch.group or None
+                event = pyopencl.enqueue_nd_range_kernel(
+                    queue, kernel, launch.size, group, wait_for=list(wait) if first is None else None
+                )
+                first, last = first or event, event
+        if first is None or last is None:
+            first = last = pyopencl.enqueue_marker(queue, wait_for=list(wait) or None)
+        return first, last
+
+    def _given(
+        self,
+        argument: Argument,
+        workspace: Any,
+        inputs: Sequence[Memory],
+        outputs: Sequence[Memory],
+        accumulate: tuple[bool, ...],
+        key: RandomKey | None,
+    ) -> list[Any]:
+        if argument.kind == "flag":
+            return [np.int32(bool(accumulate) and accumulate[argument.place])]
+        if argument.kind == "words":
+            assert key is not None
+            return [np.uint32(word) for word in stream_words(key, argument.place)]
+        buffer = argument.buffer
+        assert buffer is not None
+        if buffer.kind == "workspace":
+            memory, start = workspace, self._offsets[buffer]
+        elif buffer.kind == "constant":
+            memory, start = self._constants[buffer.name]
+        else:
+            memory, start = (inputs if buffer.kind == "input" else outputs)[buffer.place]
+        return [memory, np.uint64(start // buffer.dtype.itemsize)]

@@ -1,0 +1,289 @@
+"""Queues and events: one in-order OpenCL queue and one thread each.
+
+The thread submits and does not wait for completion. It is there because a call may wait for the host's tasks, which
+OpenCL knows nothing of; for calls of this device's other queues it only waits until they are submitted, and gives
+OpenCL their events. Errors of either kind, at submission or in the run, reach whoever waits as the first of them
+(contract 3), however the driver reports a failed dependency.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from backends.opencl.faults import failed_status, translated
+from backends.opencl.kernels import Memory, OpenClKernel
+from hal.device import Queue, View
+from hal.event import Event
+from hal.kernel import Kernel
+from hal.random import RandomKey
+from hal.worker import Worker, WorkerEvent
+
+Submission = Callable[[list[Any]], tuple[Any, Any]]
+"""Queues OpenCL commands after the given events; returns the first command's event and the last's."""
+
+
+class OpenClEvent(Event):
+    """A call on an OpenCL queue: first it is submitted, then it runs."""
+
+    def __init__(self, queue: OpenClQueue, label: str, after: Sequence[Event]) -> None:
+        self.queue = queue
+        self.submitted: WorkerEvent
+        self._label = label
+        self._after: tuple[Event, ...] = tuple(after)
+        self._native: tuple[Any, Any] | None = None
+        self._error: BaseException | None = None
+        self._ended = False
+        self._span = (0.0, 0.0)
+        self._lock = threading.Lock()
+
+    def begin(self, native: tuple[Any, Any]) -> None:
+        """Called by the queue's thread when OpenCL has the call."""
+        self._native = native
+        # Events form chains, and those of the past must not be kept alive.
+        self._after = tuple(event for event in self._after if not event.done() or _failed(event))
+
+    @property
+    def native(self) -> Any:
+        """The last command's event, once submitted."""
+        return self._native[1] if self._native is not None else None
+
+    def done(self) -> bool:
+        if self._ended:
+            return True
+        if not self.submitted.done():
+            return False
+        if self._native is None or self._native[1].command_execution_status <= 0:
+            self._end()
+            return True
+        return False
+
+    def wait(self) -> None:
+        if not self._ended:
+            self.submitted.settle()
+            self._end()
+        if self._error is not None:
+            raise self._error
+
+    def span(self) -> tuple[float, float]:
+        if not self._ended:
+            self.done()
+        return self._span
+
+    def _end(self) -> None:
+        """Wait for the command and keep what became of it."""
+        with self._lock:
+            if self._ended:
+                return
+            error = self.submitted.error
+            if self._native is not None:
+                first, last = self._native
+                try:
+                    last.wait()
+                    status = min(int(last.command_execution_status), int(first.command_execution_status))
+                    if status < 0:
+                        error = failed_status(status, self._label, self.queue.device_name)
+                    else:
+                        self._span = self.queue.clock.span(first, last)
+                except Exception as failure:
+                    error = translated(failure, self._label, self.queue.device_name)
+                if error is not None:
+                    error = _first_error(self._after) or error
+            self._error = error
+            self._after = ()
+            self._native = None
+            self._ended = True
+
+
+def _failed(event: Event) -> bool:
+    return _first_error((event,)) is not None
+
+
+def _first_error(events: Sequence[Event]) -> BaseException | None:
+    for event in events:
+        try:
+            event.wait()
+        except BaseException as failure:  # it belongs to the event
+            return failure
+    return None
+
+
+class Clock:
+    """OpenCL's profiling times as seconds of the host's clock."""
+
+    def __init__(self) -> None:
+        self._offset = 0.0
+
+    def set_by(self, event: Any) -> None:
+        """Take an event that has just ended for now."""
+        self._offset = perf_counter() - event.profile.end * 1e-9
+
+    def span(self, first: Any, last: Any) -> tuple[float, float]:
+        """Start of the first and end of the last."""
+        return first.profile.start * 1e-9 + self._offset, last.profile.end * 1e-9 + self._offset
+
+
+class OpenClQueue(Queue):
+    """See `hal.device.Queue`."""
+
+    def __init__(
+        self, name: str, native: Any, clock: Clock, device_name: str, context: Any, workspace: Callable[[int], Any]
+    ) -> None:
+        self.name = name
+        self.native = native
+        self.clock = clock
+        self.device_name = device_name
+        self.context = context
+        self._workspace_of = workspace
+        self._workspace: Any = None
+        self._worker = Worker(name)
+
+    def write(self, target: View, source: torch.Tensor, wait: Sequence[Event] = ()) -> Event:
+        _require_alike("write", target.shape, target.dtype, source)
+        memory, start = target.native
+        data = _bytes(source)
+
+        def submission(after: list[Any]) -> tuple[Any, Any]:
+            import pyopencl
+
+            if not data.nbytes:
+                return self._marker(after)
+            event = pyopencl.enqueue_copy(
+                self.native, memory, data, dst_offset=start, wait_for=after, is_blocking=False
+            )
+            return event, event
+
+        return self._submit(submission, wait, "write")
+
+    def read(self, target: torch.Tensor, source: View, wait: Sequence[Event] = ()) -> Event:
+        _require_alike("read", source.shape, source.dtype, target)
+        memory, start = source.native
+        data = _bytes(target)
+
+        def submission(after: list[Any]) -> tuple[Any, Any]:
+            import pyopencl
+
+            if not data.nbytes:
+                return self._marker(after)
+            event = pyopencl.enqueue_copy(
+                self.native, data, memory, src_offset=start, wait_for=after, is_blocking=False
+            )
+            return event, event
+
+        return self._submit(submission, wait, "read")
+
+    def copy(self, target: View, source: View, wait: Sequence[Event] = ()) -> Event:
+        if target.dtype != source.dtype or target.size != source.size:
+            raise ValueError(
+                f"copy needs two sides alike; got {target.shape} of {target.dtype} from {source.shape} of {source.dtype}"
+            )
+        (memory, start), (other, begin) = target.native, source.native
+
+        def submission(after: list[Any]) -> tuple[Any, Any]:
+            import pyopencl
+
+            if not target.size or (memory is other and start == begin):
+                return self._marker(after)
+            event = pyopencl.enqueue_copy(
+                self.native, memory, other, byte_count=target.size, src_offset=begin, dst_offset=start, wait_for=after
+            )
+            return event, event
+
+        return self._submit(submission, wait, "copy")
+
+    def fill(self, target: View, value: float, wait: Sequence[Event] = ()) -> Event:
+        pattern = torch.tensor([value], dtype=target.dtype).view(torch.uint8).numpy().copy()
+        memory, start = target.native
+
+        def submission(after: list[Any]) -> tuple[Any, Any]:
+            import pyopencl
+
+            if not target.size:
+                return self._marker(after)
+            event = pyopencl.enqueue_fill_buffer(self.native, memory, pattern, start, target.size, wait_for=after)
+            return event, event
+
+        return self._submit(submission, wait, "fill")
+
+    def run(
+        self,
+        kernel: Kernel,
+        inputs: Sequence[View],
+        outputs: Sequence[View],
+        accumulate: tuple[bool, ...] = (),
+        key: RandomKey | None = None,
+        wait: Sequence[Event] = (),
+    ) -> Event:
+        program = kernel.program
+        if len(inputs) != len(program.inputs) or len(outputs) != len(program.outputs):
+            raise ValueError(
+                f"{program.name} takes {len(program.inputs)} inputs and {len(program.outputs)} outputs, "
+                f"got {len(inputs)} and {len(outputs)}"
+            )
+        if accumulate and len(accumulate) != len(outputs):
+            raise ValueError(f"{program.name} has {len(outputs)} outputs, and accumulate speaks of {len(accumulate)}")
+        if program.draws and key is None:
+            raise ValueError(f"{program.name} draws random numbers and was run without a key")
+        assert isinstance(kernel, OpenClKernel)
+        workspace = self._workspace_for(kernel.workspace)
+        given: list[Memory] = [view.native for view in inputs]
+        results: list[Memory] = [view.native for view in outputs]
+
+        def submission(after: list[Any]) -> tuple[Any, Any]:
+            return kernel.enqueue(self.native, workspace, given, results, accumulate, key, after)
+
+        return self._submit(submission, wait, program.name)
+
+    def close(self) -> None:
+        """Run what is queued, then end."""
+        self._worker.close()
+        self.native.finish()
+        self._workspace = None
+
+    def _workspace_for(self, size: int) -> Any:
+        if size and (self._workspace is None or self._workspace.size < size):
+            self._workspace = self._workspace_of(size)  # runs that are queued keep the old one
+        return self._workspace
+
+    def _marker(self, after: list[Any]) -> tuple[Any, Any]:
+        import pyopencl
+
+        event = pyopencl.enqueue_marker(self.native, wait_for=after or None)
+        return event, event
+
+    def _submit(self, submission: Submission, wait: Sequence[Event], label: str) -> Event:
+        event = OpenClEvent(self, label, wait)
+        others = [one for one in wait if isinstance(one, OpenClEvent) and one.queue.context is self.context]
+        known = {id(one) for one in others}
+
+        def call() -> None:
+            after = [native for one in others if one.queue is not self and (native := one.native) is not None]
+            try:
+                begun = submission(after)
+                self.native.flush()
+            except Exception as failure:
+                raise translated(failure, label, self.device_name) from failure
+            event.begin(begun)
+
+        waits: list[Event] = [one.submitted if id(one) in known else one for one in wait]  # type: ignore[attr-defined]
+        event.submitted = self._worker.submit(call, waits, label)
+        return event
+
+
+def _require_alike(label: str, shape: Sequence[int], dtype: torch.dtype, tensor: torch.Tensor) -> None:
+    count = int(np.prod(shape, dtype=np.int64))
+    if tensor.dtype != dtype or tensor.numel() != count:
+        raise ValueError(
+            f"{label} needs two sides alike; got {tuple(shape)} of {dtype} and {tuple(tensor.shape)} of {tensor.dtype}"
+        )
+    if not tensor.is_contiguous():
+        raise ValueError(f"{label} needs contiguous memory on both sides")
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()

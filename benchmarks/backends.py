@@ -1,0 +1,213 @@
+"""Devices against eager PyTorch on the same machine: a GPT-2-small block, forward plus backward, and a matrix product.
+
+The two sides run in turn, pair by pair, for the machine's speed drifts; the median of the paired ratios counts. Before
+a figure is printed the device's results are compared with PyTorch's: a figure of a broken run is worth nothing.
+
+    python benchmarks/backends.py [--device opencl] [--pairs 9] [--json out.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from hal import registry
+from hal.device import NATIVE, Device, View
+from hal.kernel import Kernel, Port, Program, Role
+from relay.capture import Lowering, capture
+from relay.models import GPT
+
+HIDDEN, SEQUENCE, BATCH, HEADS = 768, 128, 4, 12
+
+
+class Ready:
+    """A kernel with its inputs on the device: `run` is one call, waited for."""
+
+    def __init__(self, device: Device, kernel: Kernel, inputs: Sequence[torch.Tensor]) -> None:
+        self._queue = device.queue("compute")
+        self._kernel = kernel
+        self._inputs = [self._place(device, port, tensor) for port, tensor in zip(kernel.program.inputs, inputs, strict=True)]
+        self._outputs = [self._place(device, port, None) for port in kernel.program.outputs]
+
+    def _place(self, device: Device, port: Port, tensor: torch.Tensor | None) -> View:
+        view = device.alloc(port.size).view(0, port.shape, port.dtype)
+        if tensor is not None:
+            self._queue.write(view, tensor.detach().contiguous()).wait()
+        return view
+
+    def run(self) -> None:
+        """Run the kernel and wait."""
+        self._queue.run(self._kernel, self._inputs, self._outputs).wait()
+
+    def results(self) -> list[torch.Tensor]:
+        """The outputs on the host."""
+        tensors = [torch.empty(view.shape, dtype=view.dtype) for view in self._outputs]
+        for tensor, view in zip(tensors, self._outputs, strict=True):
+            self._queue.read(tensor, view).wait()
+        return tensors
+
+
+def block_inputs() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """A block of GPT-2 small, its input and the gradient of its output."""
+    torch.manual_seed(0)
+    block = GPT(layers=1, hidden=HIDDEN, heads=HEADS, sequence=SEQUENCE, dropout=0.0).blocks[0]
+    shape = (BATCH, SEQUENCE, HIDDEN)
+    return block, torch.randn(shape), torch.randn(shape)
+
+
+class Segment(nn.Module):
+    """A block as the relay captures it: with a tuple of results."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (self.block(x),)
+
+
+def block_on(device: Device) -> tuple[Callable[[], None], Callable[[], list[torch.Tensor]]]:
+    """The block's forward and backward on a device: a call that runs both, and one that gives its results."""
+    block, x, seed = block_inputs()
+    lowering = Lowering.NATIVE if NATIVE in device.info.tags else Lowering.CORE
+    captured = capture(Segment(block), [x.requires_grad_()], lowering=lowering, name="block")
+    program = captured.backward  # it holds the forward: a segment's backward recomputes
+    assert program is not None
+    given = {Role.PARAMETER: list(block.parameters()), Role.BUFFER: list(block.buffers())}
+    given |= {Role.VALUE: [x], Role.SEED: [seed]}
+    inputs = [given[port.role][port.index] for port in program.inputs]
+    ready = Ready(device, device.compile(program), inputs)
+    return ready.run, ready.results
+
+
+def block_in_torch() -> tuple[Callable[[], None], Callable[[], list[torch.Tensor]]]:
+    """The same by autograd."""
+    block, x, seed = block_inputs()
+    x.requires_grad_()
+    leaves = [*block.parameters(), x]
+
+    def run() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        block(x).backward(seed)
+
+    return run, lambda: [leaf.grad for leaf in leaves]
+
+
+def product_program(size: int) -> Program:
+    """A matrix product of two squares."""
+    graph = fx.Graph()
+    left, right = graph.placeholder("left"), graph.placeholder("right")
+    result = graph.call_function(torch.ops.aten.mm.default, (left, right))
+    for node in (left, right, result):
+        node.meta["val"] = torch.empty((size, size), device="meta")
+    graph.output((result,))
+    ports = [Port(Role.VALUE, index, (size, size), torch.float32) for index in range(3)]
+    return Program(
+        f"product {size}", graph, tuple(ports[:2]), (ports[2],), {}, False, 2 * size**3, 0, 0, f"product {size}"
+    )
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Seconds of a call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def paired(ours: Callable[[], object], theirs: Callable[[], object], pairs: int) -> dict[str, Any]:
+    """Medians of both sides and of the ratios of pairs, after two runs to warm up."""
+    for _ in range(2):
+        ours()
+        theirs()
+    times = [(timed(ours), timed(theirs)) for _ in range(pairs)]
+    return {
+        "seconds": statistics.median(ours for ours, _ in times),
+        "torch_seconds": statistics.median(theirs for _, theirs in times),
+        "ratio": statistics.median(ours / theirs for ours, theirs in times),
+        "ratios": [ours / theirs for ours, theirs in times],
+    }
+
+
+def check_alike(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], what: str) -> float:
+    """The largest error by norm; ends the program where it is more than rounding."""
+    worst = max(float((a - b).norm() / b.norm().clamp(min=1e-3)) for a, b in zip(ours, theirs, strict=True))
+    if not worst < 1e-4:
+        sys.exit(f"{what}: the results differ from PyTorch's by {worst:.1e}")
+    return worst
+
+
+def measure_block(device: Device, pairs: int) -> dict[str, Any]:
+    """Forward plus backward of the block."""
+    run, results = block_on(device)
+    plain, expected = block_in_torch()
+    start = time.perf_counter()
+    run()
+    first = time.perf_counter() - start
+    plain()
+    error = check_alike(_sorted(results()), _sorted(expected()), "block")
+    return {**paired(run, plain, pairs), "error": error, "first_seconds": first}
+
+
+def _sorted(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients in an order that does not depend on who made them: by size, then by norm."""
+    return sorted(tensors, key=lambda tensor: (tensor.numel(), float(tensor.norm())))
+
+
+def measure_product(device: Device, pairs: int, size: int = 1024) -> dict[str, Any]:
+    """A matrix product; also in GFLOP/s and as a share of PyTorch's."""
+    torch.manual_seed(0)
+    left, right = torch.randn(size, size), torch.randn(size, size)
+    ready = Ready(device, device.compile(product_program(size)), [left, right])
+    ready.run()
+    error = check_alike(ready.results(), [left @ right], "product")
+    figures = paired(ready.run, lambda: left @ right, pairs)
+    flops = 2 * size**3 / 1e9
+    return {
+        **figures,
+        "error": error,
+        "gflops": flops / figures["seconds"],
+        "torch_gflops": flops / figures["torch_seconds"],
+        "share": 1 / figures["ratio"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", action="append", help="a device string; may be given several times")
+    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    # This file's folder would give `backends` this file's name.
+    sys.path[:] = [folder for folder in sys.path if Path(folder or ".").resolve() != Path(__file__).resolve().parent]
+    figures: dict[str, Any] = {"threads": torch.get_num_threads(), "torch": torch.__version__}
+    for name in options.device or ["opencl"]:
+        device = registry.open(name)
+        print(f"{name}: {device.info.description}")
+        block = measure_block(device, options.pairs)
+        print(
+            f"  block, forward plus backward: {block['seconds']:.3f} s, PyTorch {block['torch_seconds']:.3f} s, "
+            f"median of paired ratios {block['ratio']:.2f} (first run {block['first_seconds']:.1f} s)"
+        )
+        product = measure_product(device, options.pairs)
+        print(
+            f"  product of 1024: {product['gflops']:.1f} GFLOP/s, PyTorch {product['torch_gflops']:.1f}, "
+            f"{100 * product['share']:.0f} % of it by the median pair"
+        )
+        figures[name] = {"description": device.info.description, "block": block, "product": product}
+        device.close()
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
