@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from hal.event import Event
+from hal.gaps import Gap
 from hal.host import Host
 from hal.kernel import Kernel, Program
 from hal.memory import MemoryUse
@@ -195,9 +196,13 @@ class Probe:
 
 
 class Backend(abc.ABC):
-    """A family of devices under one name: the part of a device string before the colon."""
+    """A family of devices under one name: the part of a device string before the colon.
+
+    `gaps` are the conformance tests that its devices do not pass, with reasons (contract 7).
+    """
 
     name: str
+    gaps: tuple[Gap, ...] = ()
 
     @abc.abstractmethod
     def probe(self) -> list[Probe]:
