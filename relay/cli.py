@@ -1,4 +1,4 @@
-"""The command line: `relay devices | train | sample`.
+"""The command line: `relay devices | train | sample | conformance`.
 
 This file puts the commands together and holds the small ones. It is not the place of any training logic, and
 imports neither torch nor a device until a command runs, so that `--help` is quick. How commands answer and
@@ -8,6 +8,7 @@ fail is in `relay.console`.
 import click
 
 from hal.memory import format_size
+from relay.conformance.command import conformance
 from relay.console import Commands, json_option, print_json
 from relay.sample import sample
 from relay.train_command import train
@@ -23,6 +24,7 @@ def main() -> None:
       relay devices      which devices there are here, and why others are not
       relay train        train a small GPT on text that is on every machine
       relay sample       let the trained model write
+      relay conformance  hold a device to what it promises
     """
 
 
@@ -54,3 +56,4 @@ def devices(as_json: bool) -> None:
 
 main.add_command(train)
 main.add_command(sample)
+main.add_command(conformance)

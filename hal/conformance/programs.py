@@ -116,7 +116,8 @@ def _workspace(graph: fx.Graph) -> int:
     """Bytes of everything computed: no run needs more."""
     total = 0
     for node in calls(graph):
-        if OPS[name_of(node.target)].kind is not Kind.VIEW:
+        row = OPS.get(name_of(node.target))
+        if row is None or row.kind is not Kind.VIEW:
             value = spec_of(node.meta["val"])
             total += sum(part.size for part in (value if isinstance(value, tuple) else (value,)))
     return total
