@@ -45,7 +45,7 @@ def evaluate(
             result = call(node.target, args, kwargs)
             environment[node] = _raise_all(result) if exact else result
         else:
-            return [environment[value] for value in node.args[0]]  # type: ignore[index,union-attr]
+            return [environment[value] for value in node.args[0]]
     raise AssertionError("a graph without an output")
 
 

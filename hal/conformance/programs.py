@@ -97,7 +97,9 @@ class GraphBuilder:
             adds = accumulates and spec.dtype.is_floating_point and role is not Role.BUFFER_UPDATE
             ports.append(Port(role, place, spec.shape, spec.dtype, adds))
         text = f"{self.name} {self.inputs} {ports} {self.graph}"
-        constants = b"".join(tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in self.constants.values())
+        constants = b"".join(
+            tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in self.constants.values()
+        )
         return Program(
             name=self.name,
             graph=self.graph,

@@ -300,7 +300,11 @@ def _register() -> None:
     _row("sum.dim_IntList", _summed, counted)
     _row("mean.dim", _summed)
     _row("amax.default amin.default", _reduced(), counted)
-    _row("any.dim", lambda m: [(m.numbers(3, 5, 7) & m.numbers(3, 1, 7), 1, False), (m.numbers(40, 3), 0, True)], BOOLEANS)
+    _row(
+        "any.dim",
+        lambda m: [(m.numbers(3, 5, 7) & m.numbers(3, 1, 7), 1, False), (m.numbers(40, 3), 0, True)],
+        BOOLEANS,
+    )
     _row("argmax.default argmin.default", _along, counted)
     _row("prod.dim_int", lambda m: [(m.numbers(3, 5, 7), 1, False), (m.numbers(4, 6), 0, True)], counted)
     _row("cumsum.default", _of_dimension(), counted)
@@ -312,7 +316,10 @@ def _register() -> None:
     _row("bmm.default", _batched)
     _row("addmm.default", _addmm)
 
-    _row("embedding.default", lambda m: [(m.numbers(11, 6), m.places(3, 5, below=11)), (m.numbers(4, 3), m.places(9, below=4))])
+    _row(
+        "embedding.default",
+        lambda m: [(m.numbers(11, 6), m.places(3, 5, below=11)), (m.numbers(4, 3), m.places(9, below=4))],
+    )
     _row("index.Tensor", _indexed, counted)
     _row(
         "gather.default",
@@ -326,15 +333,35 @@ def _register() -> None:
     _row("index_put.default", _put)
     _row("scatter.src", _scattered(False), counted)
     _row("scatter_add.default", _scattered(True))
-    _row("scatter.value", lambda m: [(m.numbers(5, 7), 1, m.places(5, 3, below=7), 2.0 if m.dtype.is_floating_point else 2)], counted)
-    _row("slice_scatter.default", lambda m: [(m.numbers(3, 9), m.numbers(3, 2), 1, 2, 8, 3), (m.numbers(7, 5), m.numbers(6, 5), 0, 1, 7, 1)], counted)
+    _row(
+        "scatter.value",
+        lambda m: [(m.numbers(5, 7), 1, m.places(5, 3, below=7), 2.0 if m.dtype.is_floating_point else 2)],
+        counted,
+    )
+    _row(
+        "slice_scatter.default",
+        lambda m: [(m.numbers(3, 9), m.numbers(3, 2), 1, 2, 8, 3), (m.numbers(7, 5), m.numbers(6, 5), 0, 1, 7, 1)],
+        counted,
+    )
     _row("select_scatter.default", lambda m: [(m.numbers(3, 5, 7), m.numbers(3, 7), 1, 4)], counted)
-    _row("cat.default", lambda m: [([m.numbers(3, 2), m.numbers(3, 5), m.numbers(3, 1)], 1), ([m.numbers(2, 3), m.numbers(4, 3)], 0)], every)
+    _row(
+        "cat.default",
+        lambda m: [([m.numbers(3, 2), m.numbers(3, 5), m.numbers(3, 1)], 1), ([m.numbers(2, 3), m.numbers(4, 3)], 0)],
+        every,
+    )
     _row("constant_pad_nd.default", _padded, counted)
     _row("flip.default", lambda m: [(m.numbers(3, 5, 7), [0, 2]), (m.numbers(9), [0])], counted)
-    _row("full.default", lambda m: [(shape, 1.5 if m.dtype.is_floating_point else 1, {"dtype": m.dtype}) for shape in ([], [3, 5], [300])], counted)
+    _row(
+        "full.default",
+        lambda m: [
+            (shape, 1.5 if m.dtype.is_floating_point else 1, {"dtype": m.dtype}) for shape in ([], [3, 5], [300])
+        ],
+        counted,
+    )
     _row("arange.start_step", lambda m: [(0, 9, 1, {"dtype": m.dtype}), (-3, 20, 4, {"dtype": m.dtype})], counted)
-    _row("topk.default", lambda m: [(m.distinct(5, 9), 3, 1, True, True), (m.distinct(7, 3), 4, 0, False, True)], counted)
+    _row(
+        "topk.default", lambda m: [(m.distinct(5, 9), 3, 1, True, True), (m.distinct(7, 3), 4, 0, False, True)], counted
+    )
     _row("sort.default", lambda m: [(m.distinct(5, 9), 1, False), (m.distinct(7, 3), 0, True)], counted)
     _row("convolution.default", _convolved)
     _row("convolution_backward.default", _convolved_back)

@@ -101,7 +101,9 @@ def test_views_of_one_buffer_are_the_same_memory(device: Device) -> None:
     wanted = torch.ones(64)
     wanted[16:22] = 2.0
     assert torch.equal(fetch(device, [whole])[0], wanted)
-    assert torch.equal(fetch(device, [buffer.view(64, (6,), torch.int32)])[0].view(torch.float32), torch.full((6,), 2.0))
+    assert torch.equal(
+        fetch(device, [buffer.view(64, (6,), torch.int32)])[0].view(torch.float32), torch.full((6,), 2.0)
+    )
     buffer.free()
 
 

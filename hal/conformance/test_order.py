@@ -10,8 +10,8 @@ import torch
 from hal.conformance.gate import Gate, failed
 from hal.conformance.programs import QUEUE, GraphBuilder, fetch, for_device, place
 from hal.device import Device, View
-from hal.event import Event
 from hal.errors import HalError
+from hal.event import Event
 from hal.kernel import Kernel
 
 

@@ -10,6 +10,7 @@ import torch
 from hal.conformance.conftest import OpenDevice
 from hal.conformance.programs import QUEUE, GraphBuilder, fetch, for_device, place
 from hal.device import Device
+from hal.event import Event
 from hal.kernel import Program
 
 THREADS = 4
@@ -48,7 +49,7 @@ def test_two_devices_work_at_once_and_keep_apart(open_device: OpenDevice) -> Non
     program = for_device(doubling(2051), devices[0])
     kernels = [device.compile(program) for device in devices]
     placed = [place(device, [torch.full((2051,), float(number + 1))] * 2) for number, device in enumerate(devices)]
-    last = []
+    last: list[Event] = []
     for _ in range(ROUNDS):
         last = []
         for device, kernel, (_, (one, other)) in zip(devices, kernels, placed, strict=True):
@@ -59,7 +60,7 @@ def test_two_devices_work_at_once_and_keep_apart(open_device: OpenDevice) -> Non
         event.wait()
     for number, (device, (_, views)) in enumerate(zip(devices, placed, strict=True)):
         assert torch.equal(fetch(device, views[:1])[0], torch.full((2051,), (number + 1) * 2.0**ROUNDS))
-    assert [device.memory().in_use for device in devices][0] == devices[1].memory().in_use
+    assert devices[0].memory().in_use == devices[1].memory().in_use
 
 
 def test_a_device_outlives_the_closing_of_its_twin(open_device: OpenDevice) -> None:
