@@ -161,6 +161,11 @@ def _gelu(a: Arrays, x: Any, *, approximate: str) -> Any:
     return 0.5 * x * (1 + a.erf(x * math.sqrt(0.5)))
 
 
+def _sign(a: Arrays, x: Any) -> Any:
+    """NaN has none, which is 0."""
+    return (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype)
+
+
 def _scalar_power(a: Arrays, number: Any, x: Any) -> Any:
     return a.xp.power(x.dtype.type(number), x)
 
@@ -405,7 +410,7 @@ def _drawn(name: str) -> Callable[..., Any]:
 
 
 def _functions() -> dict[str, Callable[..., Any]]:
-    alike = "exp expm1 log log1p sqrt sin cos tan tanh floor ceil trunc abs sign logical_not logical_and logical_or"
+    alike = "exp expm1 log log1p sqrt sin cos tan tanh floor ceil trunc abs logical_not logical_and logical_or"
     binary = {"logical_and", "logical_or"}
     table: dict[str, Callable[..., Any]] = {
         f"{name}.default": _binary(name) if name in binary else _unary(name) for name in alike.split()
@@ -436,6 +441,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
         "reciprocal.default": _reciprocal,
         "sigmoid.default": _sigmoid,
         "erf.default": _erf,
+        "sign.default": _sign,
         "relu.default": _relu,
         "gelu.default": _gelu,
         "bitwise_not.default": _unary("invert"),
@@ -447,6 +453,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
         "pow.Tensor_Tensor": _binary("power"),
         "pow.Tensor_Scalar": _binary("power"),
         "pow.Scalar": _scalar_power,
+        "floor_divide.default": _binary("floor_divide"),
         "atan2.default": _binary("arctan2"),
         "fmod.Scalar": _binary("fmod"),
         "remainder.Scalar": _binary("remainder"),

@@ -99,7 +99,7 @@ def convolution(
     else:
         out = [(n + 2 * pad - far * (k - 1) - 1) // step + 1 for n, k, step, pad, far, _ in parts]
         result = _correlate(a, grouped, kernels, out, stride, padding, dilation)
-    result = result.reshape((x.shape[0], -1, *result.shape[3:]))
+    result = result.reshape((x.shape[0], result.shape[1] * result.shape[2], *result.shape[3:]))
     return result if bias is None else result + bias.reshape((-1, *[1] * (x.ndim - 2)))
 
 

@@ -18,6 +18,7 @@ from backends.array_ops import Arrays, stored_dtype
 from backends.array_program import lower
 from backends.host_memory import HostDevice, HostQueue, describe_processor, memory_size, self_test
 from hal import random as counter_random
+from hal.compiled import compiled
 from hal.device import Backend, Device, DeviceInfo, Probe, View
 from hal.errors import Unavailable
 from hal.gaps import Gap
@@ -37,17 +38,25 @@ def as_array(tensor: torch.Tensor) -> Any:
     return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
+def _erf(values: Any) -> Any:
+    """The error function, which numpy has not: the C library's, over an array."""
+    flat = np.ascontiguousarray(values).reshape(-1)
+    result = np.empty_like(flat)
+    _compiled_erf()(flat, result)
+    return result.reshape(values.shape)
+
+
 @functools.cache
-def _erf() -> Callable[[Any], Any]:
-    """The error function, which numpy has not: the C library's, compiled for arrays."""
+def _compiled_erf() -> Callable[..., None]:
     import numba
 
-    function: Callable[[Any], Any] = numba.vectorize(["float32(float32)", "float64(float64)"])(_one_erf)
-    return function
+    arrays = [numba.types.float32[::1], numba.types.float64[::1]]
+    return compiled(_fill_erf, [numba.types.void(array, array) for array in arrays])
 
 
-def _one_erf(number: float) -> float:
-    return math.erf(number)
+def _fill_erf(values: Any, result: Any) -> None:
+    for place in range(values.size):
+        result[place] = math.erf(values[place])
 
 
 def _draw(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
@@ -57,7 +66,7 @@ def _draw(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
 def numpy_arrays(real: type[np.floating[Any]]) -> Arrays:
     """The op table over numpy, with arithmetic in that dtype. Sums are float64 always: numpy's own are naive."""
     draws = {name: _draw(getattr(counter_random, name)) for name in ("keep_mask", "uniform", "normal")}
-    return Arrays(np, lambda x: _erf()(x), draws, np.dtype(real), np.dtype(np.float64))
+    return Arrays(np, _erf, draws, np.dtype(real), np.dtype(np.float64))
 
 
 class NumpyKernel(Kernel):

@@ -64,7 +64,8 @@ class EncoderLayer(nn.Module):
     def forward(self, stream: Tensor, mask: Tensor) -> Tensor:
         B, T, H = stream.shape
         query, key, value = (
-            linear(stream).view(B, T, HEADS, H // HEADS).transpose(1, 2) for linear in (self.query, self.key, self.value)
+            linear(stream).view(B, T, HEADS, H // HEADS).transpose(1, 2)
+            for linear in (self.query, self.key, self.value)
         )  # each (B, A, T, D)
         scores = query @ key.transpose(-1, -2) / math.sqrt(H // HEADS) + mask  # (B, A, T, T)
         mixed = self.attention_dropout(scores.softmax(-1)) @ value  # (B, A, T, D)

@@ -1,6 +1,7 @@
 """Arguments for every op of `hal.ops`: odd shapes, broadcasting, edges, made anew from a seed that is the op's name.
 
-A row says which kinds of dtype an op is tried in and how its arguments are made. It says nothing of results. Invariant:
+These are chosen for their edges; `op_samples` draws any. A row says which kinds of dtype an op is tried in and how its
+arguments are made. It says nothing of results. Invariant:
 every op of the table has a row, and no sample depends on which of two equal elements an op picks.
 """
 
@@ -108,6 +109,11 @@ def _with_number(number: Any, low: float = -2.0, high: float = 2.0) -> Build:
         return [(make.numbers(*shape, low=low, high=high), value) for shape in ((), (3, 5, 7), (515,))]
 
     return build
+
+
+def _whole_quotients(make: Maker) -> list[tuple[Any, ...]]:
+    divisors = torch.tensor([-3, -2, -1, 1, 2, 3, 7], dtype=make.dtype)
+    return [(make.numbers(3, 5, 7), divisors), (make.numbers(11), divisors[:1].reshape(()))]
 
 
 def _reduced(*extra: Any) -> Build:
@@ -277,6 +283,7 @@ def _register() -> None:
     _row("bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor", _two(), whole)
     _row("add.Tensor sub.Tensor mul.Tensor maximum.default minimum.default", _two(), counted)
     _row("div.Tensor", _two(0.5, 2.0))
+    _row("floor_divide.default", _whole_quotients, INTEGERS)
     _row("pow.Tensor_Tensor", _two(0.25, 2.0))
     _row("atan2.default", _two())
     _row("eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor", _two(), counted)

@@ -93,6 +93,7 @@ _TENSORS_ONLY = {
     aten.sub.Tensor,
     aten.pow.Tensor_Tensor,
     aten.atan2.default,
+    aten.floor_divide.default,
     aten.maximum.default,
     aten.minimum.default,
     aten.where.self,

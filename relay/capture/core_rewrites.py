@@ -201,6 +201,14 @@ def _power(builder: Builder, call: Call) -> Any:
     return elementwise(builder, call.target, call.args, {}, call.wanted)
 
 
+def _rounded_division(builder: Builder, call: Call) -> Any:
+    mode = call.get("rounding_mode")
+    if mode == "floor":
+        return elementwise(builder, aten.floor_divide.default, call.args[:2], {}, call.wanted)
+    quotient = elementwise(builder, aten.div.Tensor, call.args[:2], {}, call.wanted)  # refuses integers
+    return quotient if mode is None else builder.call(aten.trunc.default, quotient)
+
+
 def _clamp_tensor(builder: Builder, call: Call) -> Any:
     x = call.x
     for bound, target in ((call.get("min"), aten.maximum.default), (call.get("max"), aten.minimum.default)):
@@ -449,15 +457,28 @@ def _unfold(builder: Builder, call: Call) -> Any:
     return builder.permute(windows, [*order, dim + 1])
 
 
+def _diagonal_places(builder: Builder, rank: int, offset: int, length: int) -> list[Any]:
+    along = _counted(builder, length)
+    moved = builder.call(aten.add.Scalar, along, abs(offset)) if offset else along
+    return [*[None] * (rank - 2), *([along, moved] if offset >= 0 else [moved, along])]
+
+
 def _diagonal(builder: Builder, call: Call) -> Any:
     rank = len(call.spec.shape)
     first, second = call.get("dim1") % rank, call.get("dim2") % rank
-    offset, length = call.get("offset"), call.wanted.shape[-1]
     last = builder.permute(call.x, [*(dim for dim in range(rank) if dim not in (first, second)), first, second])
-    along = _counted(builder, length)
-    moved = builder.call(aten.add.Scalar, along, abs(offset)) if offset else along
-    pair = [along, moved] if offset >= 0 else [moved, along]
-    return builder.call(aten.index.Tensor, last, [*[None] * (rank - 2), *pair])
+    indices = _diagonal_places(builder, rank, call.get("offset"), call.wanted.shape[-1])
+    return builder.call(aten.index.Tensor, last, indices)
+
+
+def _diagonal_scatter(builder: Builder, call: Call) -> Any:
+    rank = len(call.spec.shape)
+    first, second = call.get("dim1") % rank, call.get("dim2") % rank
+    order = [*(dim for dim in range(rank) if dim not in (first, second)), first, second]
+    source = call.args[1]
+    indices = _diagonal_places(builder, rank, call.get("offset"), part_spec(source).shape[-1])
+    put = builder.call(aten.index_put.default, builder.permute(call.x, order), indices, source, False)
+    return builder.permute(put, [order.index(dim) for dim in range(rank)])
 
 
 def _average_pool(builder: Builder, call: Call) -> Any:
@@ -521,6 +542,8 @@ REWRITES: dict[Any, Callable[[Builder, Call], Any]] = {
     aten.sub.Scalar: _add,
     aten.mul.Scalar: _scalar_form,
     aten.div.Scalar: _scalar_form,
+    aten.div.Tensor_mode: _rounded_division,
+    aten.div.Scalar_mode: _rounded_division,
     aten.pow.Tensor_Scalar: _power,
     aten.clamp.Tensor: _clamp_tensor,
     aten.isnan.default: _is_nan,
@@ -575,6 +598,7 @@ REWRITES: dict[Any, Callable[[Builder, Call], Any]] = {
     aten.constant_pad_nd.default: _pad,
     aten.unfold.default: _unfold,
     aten.diagonal.default: _diagonal,
+    aten.diagonal_scatter.default: _diagonal_scatter,
     aten.avg_pool2d.default: _average_pool,
     aten.avg_pool2d_backward.default: _average_pool,
     aten.scatter.value: _scatter_value,

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hal import ops
 from hal import random as counter_random
@@ -89,6 +91,9 @@ def capture(
     try:
         with warnings.catch_warnings(), contextlib.ExitStack() as stack:
             warnings.simplefilter("ignore")
+            # A module's tensors that are neither parameters nor buffers meet fake ones in the trace.
+            mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
+            stack.enter_context(tracing(TracingContext(mode)))
             table = None
             if lowering is Lowering.CORE:
                 stack.enter_context(attention())
@@ -368,7 +373,7 @@ def _copy_nodes(
         elif draws:
             raise CaptureError(
                 f"layer {layer!r} draws random numbers by {target}, which has no counter-based form here. "
-                "Dropout, torch.bernoulli of one probability, torch.rand, rand_like, randn and randn_like in float32 have one.",
+                "Dropout, torch.rand, rand_like, randn and randn_like in float32 have one.",
                 layer=layer,
                 op=str(target),
             )
