@@ -50,11 +50,7 @@ class HostBuffer(Buffer):
         if self._memory is None:
             raise HalError("this buffer was freed; allocate a new one")
         view = View(None, tuple(shape), dtype)
-        if offset < 0 or offset + view.size > self.size or offset % dtype.itemsize:
-            raise ValueError(
-                f"a view of {view.size} bytes ({tuple(shape)} of {dtype}) at offset {offset} does not lie, aligned,"
-                f" in a buffer of {self.size} bytes"
-            )
+        view.check_place(offset, self.size)
         view.native = self._memory[offset : offset + view.size].view(dtype).view(view.shape)
         return view
 

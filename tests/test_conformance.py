@@ -34,6 +34,7 @@ def answer(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_device_conforms_and_every_gap_is_still_one(device: str, tmp_path: Path) -> None:
     result = run("-m", "relay", "conformance", device, "--verify-gaps", "--json", folder=tmp_path)
@@ -47,6 +48,7 @@ def test_a_device_conforms_and_every_gap_is_still_one(device: str, tmp_path: Pat
     assert {test["reason"].removeprefix("torch.") for test in found["tests"] if test["outcome"] == "skipped"} <= allowed
 
 
+@pytest.mark.slow
 def test_the_suite_catches_every_fault_and_a_gap_that_closed(tmp_path: Path) -> None:
     result = run(str(ROOT / "tests" / "broken_backends.py"), folder=tmp_path)
     assert result.returncode == 0, result.stderr[-2000:]

@@ -4,6 +4,7 @@ The driver's calls block, so each queue is a `hal.worker.Worker`: a thread that 
 errors on. What is left to say is memory, transfers and kernels.
 """
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from backends.array_program import lower
 from backends.host_memory import self_test
 from backends.numpy_device import as_array, numpy_arrays
 from hal.device import Backend, Buffer, Device, DeviceInfo, Probe, Queue, View
-from hal.errors import HalError, Unavailable, Unsupported
+from hal.errors import HalError, Unavailable
 from hal.event import Event
 from hal.host import Host
 from hal.kernel import Kernel, Program
@@ -25,7 +26,7 @@ from hal.memory import MemoryAccount, MemoryUse
 from hal.ops import check
 from hal.random import RandomKey
 from hal.worker import Worker
-from toychip_backend.chip import Chip, ChipError
+from toychip_backend.chip import Chip
 from toychip_backend.gaps import GAPS, LACKING
 
 INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
@@ -49,15 +50,14 @@ class ToyBuffer(Buffer):
         self._account = account
         try:
             self._region: Region | None = Region(chip, size)
-        except ChipError as failure:
+        except MemoryError as failure:
             raise account.refused(size, what) from failure
 
     def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> View:
         if self._region is None:
             raise HalError("this buffer was freed; allocate a new one")
         view = View((self._region, offset), tuple(shape), dtype)
-        if offset < 0 or offset + view.size > self.size or offset % dtype.itemsize:
-            raise ValueError(f"a view of {view.size} bytes at {offset} does not lie, aligned, in {self.size} bytes")
+        view.check_place(offset, self.size)
         return view
 
     def free(self) -> None:
@@ -71,17 +71,12 @@ class ToyKernel(Kernel):
 
     def __init__(self, program: Program) -> None:
         super().__init__(program)
-        self._arrays = numpy_arrays(np.float32)
-        self._constants = {
-            name: self._arrays.load(as_array(value.detach().contiguous()), value.dtype)
+        arrays = numpy_arrays(np.float32)
+        constants = {
+            name: arrays.load(as_array(value.detach().contiguous()), value.dtype)
             for name, value in program.constants.items()
         }
-        self._functions: dict[tuple[bool, ...], Callable[..., None]] = {}
-
-    def function(self, accumulate: tuple[bool, ...]) -> Callable[..., None]:
-        if accumulate not in self._functions:
-            self._functions[accumulate] = lower(self.program, self._arrays, self._constants, accumulate)
-        return self._functions[accumulate]
+        self.function = functools.cache(lambda accumulate: lower(program, arrays, constants, accumulate))
 
 
 class ToyQueue(Queue):
@@ -128,9 +123,14 @@ class ToyQueue(Queue):
 
     def _launch(self, function: Callable[..., Any], operands: list[Any], wait: Sequence[Event], label: str) -> Event:
         def call() -> None:  # holds the views, and so their memory, until it has run
-            self._chip.launch(function, [operand(item) if isinstance(item, View) else item for item in operands])
+            arguments = [self._array(item) if isinstance(item, View) else item for item in operands]
+            self._chip.launch(function, arguments)
 
         return self.worker.submit(call, wait, label)
+
+    def _array(self, view: View) -> Any:
+        region, offset = view.native
+        return self._chip.array(region.handle, offset, view.shape, stored_dtype(view.dtype))
 
 
 def host_bytes(tensor: torch.Tensor, view: View, label: str) -> Any:
@@ -142,17 +142,11 @@ def host_bytes(tensor: torch.Tensor, view: View, label: str) -> Any:
     return tensor.view(-1).view(torch.uint8).numpy()
 
 
-def operand(view: View) -> tuple[int, int, tuple[int, ...], Any]:
-    """A view as the driver takes it."""
-    region, offset = view.native
-    return region.handle, offset, view.shape, stored_dtype(view.dtype)
-
-
 class ToyDevice(Device):
     """The opened chip."""
 
     def __init__(self, capacity: int | None) -> None:
-        self.info = DeviceInfo("toychip", "a toy", frozenset(), STORAGE, INTEGERS | {torch.float32}, memory=Chip.MEMORY)
+        self.info = DeviceInfo("toychip", "a toy", frozenset(), STORAGE, INTEGERS | {torch.float32})
         self._chip = Chip()
         self._account = MemoryAccount("device 'toychip'", capacity)
         self._queues: dict[str, ToyQueue] = {}
@@ -192,12 +186,6 @@ class ToyDevice(Device):
 
     def reset_peak(self) -> None:
         self._account.reset_peak()
-
-    def adopt(self, tensor: torch.Tensor) -> View:
-        raise Unsupported("the toy chip has memory of its own: write and read")
-
-    def host_tensor(self, view: View) -> torch.Tensor:
-        raise Unsupported("the toy chip has memory of its own: write and read")
 
     def close(self) -> None:
         with self._lock:
