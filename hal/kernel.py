@@ -86,7 +86,8 @@ class Program:
         """Hold the counts of a run to the program's: what `Queue.run` does first. Raises ValueError."""
         if (inputs, outputs) != (len(self.inputs), len(self.outputs)):
             raise ValueError(
-                f"{self.name} takes {len(self.inputs)} inputs and {len(self.outputs)} outputs, got {inputs} and {outputs}"
+                f"{self.name} takes {len(self.inputs)} inputs and {len(self.outputs)} outputs, "
+                f"got {inputs} and {outputs}"
             )
         if accumulate and len(accumulate) != outputs:
             raise ValueError(f"{self.name} has {outputs} outputs, and accumulate speaks of {len(accumulate)}")
