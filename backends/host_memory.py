@@ -50,11 +50,7 @@ class HostBuffer(Buffer):
         if self._memory is None:
             raise HalError("this buffer was freed; allocate a new one")
         view = View(None, tuple(shape), dtype)
-        if offset < 0 or offset + view.size > self.size or offset % dtype.itemsize:
-            raise ValueError(
-                f"a view of {view.size} bytes ({tuple(shape)} of {dtype}) at offset {offset} does not lie, aligned,"
-                f" in a buffer of {self.size} bytes"
-            )
+        view.check_place(offset, self.size)
         view.native = self._memory[offset : offset + view.size].view(dtype).view(view.shape)
         return view
 
@@ -94,15 +90,7 @@ class HostQueue(Queue):
         wait: Sequence[Event] = (),
     ) -> Event:
         program = kernel.program
-        if len(inputs) != len(program.inputs) or len(outputs) != len(program.outputs):
-            raise ValueError(
-                f"{program.name} takes {len(program.inputs)} inputs and {len(program.outputs)} outputs, "
-                f"got {len(inputs)} and {len(outputs)}"
-            )
-        if accumulate and len(accumulate) != len(outputs):
-            raise ValueError(f"{program.name} has {len(outputs)} outputs, and accumulate speaks of {len(accumulate)}")
-        if program.draws and key is None:
-            raise ValueError(f"{program.name} draws random numbers and was run without a key")
+        program.check_binding(len(inputs), len(outputs), accumulate, key)
         call = self.prepare(kernel, inputs, outputs, accumulate, key)
         return self.worker.submit(call, wait, program.name)
 

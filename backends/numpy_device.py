@@ -21,6 +21,7 @@ from hal import random as counter_random
 from hal.compiled import compiled
 from hal.device import Backend, Device, DeviceInfo, Probe, View
 from hal.errors import Unavailable
+from hal.gaps import Gap
 from hal.kernel import Kernel, Program
 from hal.ops import check
 from hal.random import RandomKey
@@ -138,6 +139,14 @@ class NumpyDevice(HostDevice):
         return math.ceil(program.workspace * max(widest, 1.0))
 
 
+GAPS = (
+    Gap(
+        "test_programs.py::test_half_precision_is_rounded_after_each_op*",
+        "the oracle rounds nothing before it is stored",
+        device="numpy:float64",
+    ),
+)
+
 _REAL: dict[str, type[np.floating[Any]]] = {"": np.float32, "float64": np.float64}
 
 
@@ -145,6 +154,7 @@ class NumpyBackend(Backend):
     """`numpy` and `numpy:float64`."""
 
     name = "numpy"
+    gaps = GAPS
 
     def probe(self) -> list[Probe]:
         return [self_test(self, "numpy"), self_test(self, "numpy:float64")]

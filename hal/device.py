@@ -30,7 +30,9 @@ from typing import Any
 
 import torch
 
+from hal.errors import Unsupported
 from hal.event import Event
+from hal.gaps import Gap
 from hal.host import Host
 from hal.kernel import Kernel, Program
 from hal.memory import MemoryUse
@@ -79,6 +81,14 @@ class View:
         for extent in self.shape:
             count *= extent
         return count * self.dtype.itemsize
+
+    def check_place(self, offset: int, size: int) -> None:
+        """Hold it to a buffer of `size` bytes, `offset` bytes in: ValueError where it passes an end or is unaligned."""
+        if offset < 0 or offset + self.size > size or offset % self.dtype.itemsize:
+            raise ValueError(
+                f"a view of {self.size} bytes ({self.shape} of {self.dtype}) at offset {offset} does not lie, aligned,"
+                f" in a buffer of {size} bytes"
+            )
 
 
 class Buffer(abc.ABC):
@@ -168,13 +178,13 @@ class Device(abc.ABC):
     def reset_peak(self) -> None:
         """Start a new peak from the bytes in use now."""
 
-    @abc.abstractmethod
     def adopt(self, tensor: torch.Tensor) -> View:
         """A view of host memory, on a UNIFIED device; elsewhere Unsupported. The tensor must be contiguous."""
+        raise Unsupported(f"device {self.info.name!r} has memory of its own: write and read instead of aliasing")
 
-    @abc.abstractmethod
     def host_tensor(self, view: View) -> torch.Tensor:
         """The host's tensor over a view's memory, on a UNIFIED device; elsewhere Unsupported."""
+        raise Unsupported(f"device {self.info.name!r} has memory of its own: write and read instead of aliasing")
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -195,9 +205,13 @@ class Probe:
 
 
 class Backend(abc.ABC):
-    """A family of devices under one name: the part of a device string before the colon."""
+    """A family of devices under one name: the part of a device string before the colon.
+
+    `gaps` are the conformance tests that its devices do not pass, with reasons (contract 7).
+    """
 
     name: str
+    gaps: tuple[Gap, ...] = ()
 
     @abc.abstractmethod
     def probe(self) -> list[Probe]:

@@ -1,4 +1,4 @@
-"""The command line: `relay devices | train | sample | inspect | export | simulate | plan | calibrate`.
+"""The command line: `relay devices | train | sample | simulate | plan | calibrate | inspect | export | conformance`.
 
 This file puts the commands together and holds the small ones. It is not the place of any training logic, and
 imports neither torch nor a device until a command runs, so that `--help` is quick. How commands answer and
@@ -10,6 +10,7 @@ import click
 from hal.memory import format_size
 from relay.calibrate_command import calibrate
 from relay.checkpoint_commands import export, inspect
+from relay.conformance.command import conformance
 from relay.console import Commands, json_option, print_json
 from relay.plan_command import plan
 from relay.sample import sample
@@ -31,6 +32,7 @@ def main() -> None:
       relay simulate     what a run would need and cost on hardware that is not here
       relay plan         how to run it there, for the most tokens a second that fit
       relay calibrate    measure a device here, for the simulator
+      relay conformance  hold a device to what it promises
     """
 
 
@@ -72,3 +74,4 @@ main.add_command(export)
 main.add_command(simulate)
 main.add_command(plan)
 main.add_command(calibrate)
+main.add_command(conformance)

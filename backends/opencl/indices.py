@@ -98,7 +98,7 @@ class Ranges:
             tuple((name, value) for name, value in index.terms if value % divisor), index.constant % divisor
         )
         low, high = self.bounds(rest)
-        if 0 <= low and high < divisor:
+        if low >= 0 and high < divisor:
             return linear(whole, index.constant // divisor), rest
         if low >= 0 and rest.constant == 0:
             name, value = max(rest.terms, key=lambda term: term[1])

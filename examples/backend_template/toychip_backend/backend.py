@@ -1,0 +1,214 @@
+"""The toy chip as a device of the relay: the five classes of `hal.device`, whose docstrings are the contract.
+
+The driver's calls block, so each queue is a `hal.worker.Worker`: a thread that keeps order, waits for events and passes
+errors on. What is left to say is memory, transfers and kernels.
+"""
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from backends.array_ops import stored_dtype
+from backends.array_program import lower
+from backends.host_memory import self_test
+from backends.numpy_device import as_array, numpy_arrays
+from hal.device import Backend, Buffer, Device, DeviceInfo, Probe, Queue, View
+from hal.errors import HalError, Unavailable
+from hal.event import Event
+from hal.host import Host
+from hal.kernel import Kernel, Program
+from hal.memory import MemoryAccount, MemoryUse
+from hal.ops import check
+from hal.random import RandomKey
+from hal.worker import Worker
+from toychip_backend.chip import Chip
+from toychip_backend.gaps import GAPS, LACKING
+
+INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
+STORAGE = INTEGERS | {torch.float32, torch.float16, torch.bfloat16}
+
+
+class Region:
+    """Memory of the chip that lives as long as anything refers to it: a buffer, a view, a queued call."""
+
+    def __init__(self, chip: Chip, size: int) -> None:
+        self.handle = chip.allocate(size)
+        weakref.finalize(self, chip.release, self.handle)
+
+
+class ToyBuffer(Buffer):
+    """Counted first, then allocated; freed in the account at once, and on the chip with its last reference."""
+
+    def __init__(self, chip: Chip, account: MemoryAccount, size: int, what: str) -> None:
+        account.charge(size, what)
+        self.size = size
+        self._account = account
+        try:
+            self._region: Region | None = Region(chip, size)
+        except MemoryError as failure:
+            raise account.refused(size, what) from failure
+
+    def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> View:
+        if self._region is None:
+            raise HalError("this buffer was freed; allocate a new one")
+        view = View((self._region, offset), tuple(shape), dtype)
+        view.check_place(offset, self.size)
+        return view
+
+    def free(self) -> None:
+        if self._region is not None:
+            self._region = None
+            self._account.release(self.size)
+
+
+class ToyKernel(Kernel):
+    """A program as the chip runs it: one function for each pattern of accumulation."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        arrays = numpy_arrays(np.float32)
+        constants = {
+            name: arrays.load(as_array(value.detach().contiguous()), value.dtype)
+            for name, value in program.constants.items()
+        }
+        self.function = functools.cache(lambda accumulate: lower(program, arrays, constants, accumulate))
+
+
+class ToyQueue(Queue):
+    """A thread that makes the driver's calls in order."""
+
+    def __init__(self, chip: Chip, name: str) -> None:
+        self.name = name
+        self.worker = Worker(name)
+        self._chip = chip
+
+    def write(self, target: View, source: torch.Tensor, wait: Sequence[Event] = ()) -> Event:
+        data = host_bytes(source, target, "write")
+        region, offset = target.native
+        return self.worker.submit(lambda: self._chip.write(region.handle, offset, data), wait, "write")
+
+    def read(self, target: torch.Tensor, source: View, wait: Sequence[Event] = ()) -> Event:
+        data = host_bytes(target, source, "read")
+        region, offset = source.native
+        return self.worker.submit(lambda: self._chip.read(region.handle, offset, data), wait, "read")
+
+    def copy(self, target: View, source: View, wait: Sequence[Event] = ()) -> Event:
+        if target.dtype != source.dtype or target.size != source.size:
+            raise ValueError(f"copy needs two sides alike; got {target} from {source}")
+        return self._launch(lambda to, of: np.copyto(to.reshape(-1), of.reshape(-1)), [target, source], wait, "copy")
+
+    def fill(self, target: View, value: float, wait: Sequence[Event] = ()) -> Event:
+        bits = as_array(torch.full((1,), value, dtype=target.dtype))[0]
+        return self._launch(lambda to: to.fill(bits), [target], wait, "fill")
+
+    def run(
+        self,
+        kernel: Kernel,
+        inputs: Sequence[View],
+        outputs: Sequence[View],
+        accumulate: tuple[bool, ...] = (),
+        key: RandomKey | None = None,
+        wait: Sequence[Event] = (),
+    ) -> Event:
+        program = kernel.program
+        program.check_binding(len(inputs), len(outputs), accumulate, key)
+        assert isinstance(kernel, ToyKernel)
+        keys = [key] if program.draws else []
+        return self._launch(kernel.function(accumulate), [*inputs, *keys, *outputs], wait, program.name)
+
+    def _launch(self, function: Callable[..., Any], operands: list[Any], wait: Sequence[Event], label: str) -> Event:
+        def call() -> None:  # holds the views, and so their memory, until it has run
+            arguments = [self._array(item) if isinstance(item, View) else item for item in operands]
+            self._chip.launch(function, arguments)
+
+        return self.worker.submit(call, wait, label)
+
+    def _array(self, view: View) -> Any:
+        region, offset = view.native
+        return self._chip.array(region.handle, offset, view.shape, stored_dtype(view.dtype))
+
+
+def host_bytes(tensor: torch.Tensor, view: View, label: str) -> Any:
+    """The bytes of a host tensor, held against the view that they go to or come from."""
+    if tensor.dtype != view.dtype or tensor.numel() * tensor.element_size() != view.size:
+        raise ValueError(f"{label} needs two sides alike; got {tuple(tensor.shape)} of {tensor.dtype} and {view}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{label} needs contiguous host memory")
+    return tensor.view(-1).view(torch.uint8).numpy()
+
+
+class ToyDevice(Device):
+    """The opened chip."""
+
+    def __init__(self, capacity: int | None) -> None:
+        self.info = DeviceInfo("toychip", "a toy", frozenset(), STORAGE, INTEGERS | {torch.float32})
+        self._chip = Chip()
+        self._account = MemoryAccount("device 'toychip'", capacity)
+        self._queues: dict[str, ToyQueue] = {}
+        self._kernels: dict[str, Kernel] = {}
+        self._workspace = 0
+        self._lock = threading.Lock()  # queues and kernels are made once, whoever asks first
+        self._closed = False
+
+    def alloc(self, size: int, what: str = "buffer") -> Buffer:
+        self._check_open()
+        return ToyBuffer(self._chip, self._account, size, what)
+
+    def queue(self, name: str) -> Queue:
+        with self._lock:
+            self._check_open()
+            if name not in self._queues:
+                self._queues[name] = ToyQueue(self._chip, name)
+            return self._queues[name]
+
+    def compile(self, program: Program) -> Kernel:
+        with self._lock:
+            self._check_open()
+            if program.fingerprint not in self._kernels:
+                check(program, self.info.name, LACKING)
+                needed = 2 * program.workspace  # halves are held as float32 inside
+                if needed > self._workspace:
+                    self._account.charge(needed - self._workspace, f"workspace of {program.name}")
+                    self._workspace = needed
+                self._kernels[program.fingerprint] = ToyKernel(program)
+            return self._kernels[program.fingerprint]
+
+    def host(self, capacity: int | None = None, pinned: int | None = None) -> Host:
+        return Host(capacity)
+
+    def memory(self) -> MemoryUse:
+        return self._account.use()
+
+    def reset_peak(self) -> None:
+        self._account.reset_peak()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        for queue in self._queues.values():
+            queue.worker.close()
+        self._account.release(self._account.use().in_use)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise HalError("the toy chip is closed. Open it again.")
+
+
+class ToyBackend(Backend):
+    """`toychip`: what the entry point names."""
+
+    name = "toychip"
+    gaps = GAPS
+
+    def probe(self) -> list[Probe]:
+        return [self_test(self, "toychip")]
+
+    def open(self, selector: str, capacity: int | None = None) -> Device:
+        if selector:
+            raise Unavailable(f"There is no device 'toychip:{selector}'. The chip is 'toychip'.")
+        return ToyDevice(capacity)

@@ -1,0 +1,54 @@
+"""A gate: an event of the host's that ends when the test says so, to hold back work that waits for it.
+
+It ends by itself after a while, so that a device which wrongly blocks in a submission fails a test and does not hang.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+from hal.event import Event
+from hal.worker import Worker
+
+LONGEST = 20.0  # seconds
+
+
+class Gate:
+    """Closed inside its `with` block, unless opened earlier; what waits for `event` runs after."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self._worker = Worker("gate")
+        self.event: Event = self._worker.submit(self._stand, (), "gate")
+        self.timed_out = False
+
+    def open(self) -> None:
+        """Let what waits go on."""
+        self._open.set()
+
+    def _stand(self) -> None:
+        self.timed_out = not self._open.wait(LONGEST)
+
+    def __enter__(self) -> Gate:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.open()
+        self._worker.close()
+        if kind is None:
+            assert not self.timed_out, "a submission blocked: it must return while what it waits for is not done"
+
+
+def failed(error: BaseException) -> Event:
+    """An event of a host task that raised `error`."""
+    worker = Worker("failing")
+
+    def fail() -> None:
+        raise error
+
+    event = worker.submit(fail, (), "a task that fails")
+    worker.close()
+    return event

@@ -1,0 +1,93 @@
+"""Every op of `hal.ops` in every dtype that the device has, on generated shapes, against PyTorch in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from hal.conformance.oracle import assert_near, evaluate
+from hal.conformance.programs import GraphBuilder, run
+from hal.conformance.samples import Sample, samples, tried
+from hal.device import Device
+from hal.kernel import Program
+from hal.ops import OPS, Kind
+
+CASES = list(tried())
+PASSING_ON = ["neg.default", "abs.default", "exp.default", "relu.default", "sqrt.default", "tanh.default"]
+
+
+def lacks(device: Device, dtype: torch.dtype) -> str:
+    """Why the device need not be asked for this dtype; empty where it must."""
+    if dtype not in device.info.storage:
+        return f"{dtype} is not in DeviceInfo.storage"
+    if dtype is torch.float64 and dtype not in device.info.compute:
+        return "float64 is not in DeviceInfo.compute"
+    return ""
+
+
+def program_of(name: str, sample: Sample) -> tuple[Program, list[torch.Tensor]]:
+    """A program of that one call, and its inputs."""
+    builder = GraphBuilder(f"one {name}")
+    inputs: list[torch.Tensor] = []
+
+    def as_node(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            inputs.append(value)
+            return builder.input(tuple(value.shape), value.dtype)
+        if isinstance(value, list):
+            return [as_node(item) for item in value]
+        return value
+
+    args = [as_node(argument) for argument in sample.args]
+    if not inputs:
+        inputs.append(torch.zeros(1))
+        builder.input((1,))  # no program is without one
+    result = builder.call(name, *args, **sample.kwargs)
+    outputs = result if isinstance(result, tuple) else (result,)
+    return builder.program(outputs, accumulates=False), inputs
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype"), CASES, ids=[f"{op}-{str(dtype).removeprefix('torch.')}" for op, dtype in CASES]
+)
+def test_an_op_gives_what_the_oracle_gives(device: Device, op: str, dtype: torch.dtype) -> None:
+    reason = lacks(device, dtype)
+    if reason:
+        pytest.skip(reason)
+    asked = 0
+    for number, sample in enumerate(samples(op, dtype)):
+        if any(lacks(device, other) for other in sample.kwargs.values() if isinstance(other, torch.dtype)):
+            continue
+        program, inputs = program_of(op, sample)
+        found = run(device, program, inputs)
+        for place, (ours, theirs) in enumerate(zip(found, evaluate(program, inputs), strict=True)):
+            assert_near(ours, theirs, ours.dtype, f"sample {number}, result {place} of {op}")
+        asked += 1
+    assert asked
+
+
+@pytest.mark.parametrize("op", PASSING_ON)
+def test_infinities_and_nan_are_results_like_any_other(device: Device, op: str) -> None:
+    given = torch.tensor([math.nan, math.inf, -math.inf, 0.0, 1.0, -1.0, 1e30, -1e30, 1e-30])
+    program, inputs = program_of(f"aten.{op}", Sample((given,)))
+    (found,) = run(device, program, inputs)
+    wanted = evaluate(program, inputs, exact=False)[0]
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found.isinf(), wanted.isinf())
+
+
+@pytest.mark.parametrize("op", ["add.Tensor", "mul.Tensor", "maximum.default", "minimum.default"])
+def test_nan_beside_a_number_stays_nan(device: Device, op: str) -> None:
+    program, inputs = program_of(
+        f"aten.{op}", Sample((torch.tensor([math.nan, 1.0, math.inf]), torch.tensor([2.0, math.nan, -math.inf])))
+    )
+    (found,) = run(device, program, inputs)
+    assert torch.equal(found.isnan(), evaluate(program, inputs)[0].isnan())
+
+
+def test_every_op_of_the_table_has_samples() -> None:
+    drawn = {name for name, row in OPS.items() if row.kind is Kind.RANDOM}  # test_randomness.py
+    assert {op for op, _ in CASES} | drawn == set(OPS)

@@ -1,0 +1,77 @@
+"""Twenty steps of training through the relay on the device under test, against the same twenty on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import relay
+from hal.conformance.plugin import device_name
+from relay.models import GPT
+
+STEPS = 20
+WIDTH = 24
+
+
+class Block(nn.Module):
+    """What a layer of a transformer has beside attention, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.wide, self.narrow = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(3 * WIDTH, WIDTH),
+        )
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        return stream + self.dropout(self.narrow(nn.functional.gelu(self.wide(self.norm(stream)))))
+
+
+def losses(device: str, which: str, optimizer: str, stash: str) -> list[float]:
+    """The loss of each step."""
+    torch.manual_seed(11)
+    generator = torch.Generator().manual_seed(12)
+    spec = relay.SGD(lr=0.05) if optimizer == "sgd" else relay.AdamW(lr=1e-3, weight_decay=0.01)
+    batches: Sequence[Any]
+    if which == "gpt":
+        model = GPT(vocabulary=32, sequence=8, layers=3, hidden=16, heads=2, dropout=0.0, tied=True)
+        tokens = torch.randint(0, 32, (STEPS, 5, 9), generator=generator)
+        batches = [{"input_ids": step[:, :-1], "labels": step[:, 1:]} for step in tokens]
+        trainer = relay.Trainer(model, device=device, optimizer=spec, microbatches=2, stash=stash, seed=3)
+    else:
+        modules = [Block() for _ in range(3)]
+        numbers = torch.randn(STEPS, 2, 6, WIDTH, generator=generator)
+        batches = [(step[0], step[1]) for step in numbers]
+        loss = nn.functional.mse_loss
+        trainer = relay.Trainer(modules, loss, device, spec, microbatches=2, stash=stash, seed=3)
+    with closing(trainer):
+        return [trainer.step(batch).loss for batch in batches]
+
+
+@pytest.mark.parametrize(
+    ("which", "optimizer", "stash", "within"),
+    [
+        ("gpt", "sgd", "device", 1e-5),
+        ("blocks with dropout", "sgd", "host", 1e-5),
+        ("blocks with dropout", "adamw", "device", 1e-3),
+    ],
+)
+def test_twenty_steps_are_those_of_the_cpu(
+    request: pytest.FixtureRequest, which: str, optimizer: str, stash: str, within: float
+) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the CPU's own sums are cut by threads, and the models are tiny
+    try:
+        ours = losses(device_name(request.config), which, optimizer, stash)
+        theirs = losses("cpu", which, optimizer, "device")
+    finally:
+        torch.set_num_threads(threads)
+    assert theirs[0] != theirs[-1]
+    assert max(abs(one - other) / abs(other) for one, other in zip(ours, theirs, strict=True)) <= within

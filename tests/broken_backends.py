@@ -1,0 +1,159 @@
+"""Devices with one fault each, over the numpy device: what the conformance suite must catch.
+
+Run as a script, it holds each of them to the tests named beside it and prints, as JSON, how many failed,
+and how the command answers. They are made known to the registry as an installed package's would be, by an entry point.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from click.testing import CliRunner
+
+from backends.array_ops import FUNCTIONS
+from backends.host_memory import HostBuffer, HostQueue
+from backends.numpy_device import NumpyBackend, NumpyDevice, NumpyQueue
+from hal import registry
+from hal.device import Buffer, Device, Probe
+from hal.gaps import Gap
+from relay import cli
+from relay.conformance.command import run
+
+
+class HalfFills(NumpyQueue):
+    def fill(self, target: Any, value: float, wait: Any = ()) -> Any:
+        part = target.native.view(-1)[: max(1, target.native.numel() // 2)]
+        return self.worker.submit(lambda: part.fill_(value), wait, "fill")
+
+
+class ForgetsToWait(NumpyQueue):
+    def _transfer(self, target: Any, source: Any, wait: Any, label: str) -> Any:
+        return super()._transfer(target, source, (), label)
+
+
+class LastErrorWins(NumpyQueue):
+    def fill(self, target: Any, value: float, wait: Any = ()) -> Any:
+        return super().fill(target, value, list(wait)[::-1])
+
+
+class NeverAdds(NumpyQueue):
+    def prepare(self, kernel: Any, inputs: Any, outputs: Any, accumulate: Any, key: Any) -> Any:
+        return super().prepare(kernel, inputs, outputs, (), key)
+
+
+class OneKeyForAll(NumpyQueue):
+    def prepare(self, kernel: Any, inputs: Any, outputs: Any, accumulate: Any, key: Any) -> Any:
+        first = kernel.__dict__.setdefault("first_key", key)
+        return super().prepare(kernel, inputs, outputs, accumulate, first)
+
+
+class BlocksTheCaller(NumpyQueue):
+    def fill(self, target: Any, value: float, wait: Any = ()) -> Any:
+        event: Any = super().fill(target, value, wait)
+        event.settle()
+        return event
+
+
+class SharesMemory(HostBuffer):
+    """Small buffers are all the same memory."""
+
+    shared = torch.empty(4096, dtype=torch.uint8)
+
+    def __init__(self, account: Any, size: int, what: str) -> None:
+        super().__init__(account, size, what)
+        if size <= 4096:
+            self._memory = SharesMemory.shared[:size]
+
+
+class KeepsTheAccount(HostBuffer):
+    """Freeing gives nothing back."""
+
+    def free(self) -> None:
+        self._memory = None
+
+
+QUEUES: dict[str, type[HostQueue]] = {
+    "half-fills": HalfFills,
+    "forgets-to-wait": ForgetsToWait,
+    "last-error-wins": LastErrorWins,
+    "never-adds": NeverAdds,
+    "one-key-for-all": OneKeyForAll,
+    "blocks-the-caller": BlocksTheCaller,
+}
+BUFFERS: dict[str, type[HostBuffer]] = {"shares-memory": SharesMemory, "keeps-the-account": KeepsTheAccount}
+OPS: dict[str, tuple[str, Any]] = {
+    "wrong-op": ("aten.rsqrt.default", lambda a, x: a.xp.sqrt(x)),
+    "wrong-rounding": ("aten.mean.dim", lambda a, x, dims, keep: x.mean(axis=tuple(dims), keepdims=keep) * 1.0001),
+}
+FAULTS = {
+    "none": "test_order",
+    "half-fills": "test_filling",
+    "forgets-to-wait": "test_a_call_that_waits_on_a_failed_one",
+    "last-error-wins": "test_the_first_error",
+    "never-adds": "added",
+    "one-key-for-all": "taken_anew",
+    "blocks-the-caller": "test_a_submission_returns",
+    "shares-memory": "do_not_overlap",
+    "keeps-the-account": "freeing_twice",
+    "no-capacity": "beyond_the_capacity",
+    "wrong-op": "rsqrt",
+    "wrong-rounding": "aten.mean.dim-float32",
+    "closed-gap": "test_a_round_trip",
+}
+
+
+class BrokenDevice(NumpyDevice):
+    def __init__(self, fault: str, capacity: int | None) -> None:
+        super().__init__(f"broken:{fault}", np.float32, None if fault == "no-capacity" else capacity)
+        self._fault = fault
+
+    def make_queue(self, name: str) -> HostQueue:
+        return QUEUES.get(self._fault, NumpyQueue)(name)
+
+    def alloc(self, size: int, what: str = "buffer") -> Buffer:
+        made = BUFFERS.get(self._fault, HostBuffer)(self._account, size, what)
+        self._buffers.add(made)
+        return made
+
+
+class BrokenBackend(NumpyBackend):
+    name = "broken"
+    gaps = (Gap("test_transfers.py::test_a_round_trip_keeps_every_bit[torch.float32]", "long ago", "*:closed-gap"),)
+
+    def probe(self) -> list[Probe]:
+        return []
+
+    def open(self, selector: str, capacity: int | None = None) -> Device:
+        return BrokenDevice(selector, capacity)
+
+
+def entry_points(*, group: str) -> Sequence[importlib.metadata.EntryPoint]:
+    """This package's, beside those that are installed."""
+    here = importlib.metadata.EntryPoint("broken", f"{__name__}:BrokenBackend", registry.GROUP)
+    return [*importlib.metadata.entry_points(group=group), here]
+
+
+def main() -> None:
+    registry.entry_points = entry_points  # type: ignore[attr-defined]
+    failed = {}
+    for fault, tests in FAULTS.items():
+        op, function = OPS.get(fault, ("", None))
+        right = FUNCTIONS.get(op)
+        if function is not None:
+            FUNCTIONS[op] = function
+        tally = run(f"broken:{fault}", tests, True, sys.stderr)
+        if right is not None:
+            FUNCTIONS[op] = right
+        failed[fault] = [len(tally.with_outcome("failed")), len(tally.tests)]
+    command = CliRunner().invoke(cli.main, ["conformance", "broken:half-fills", "--only", FAULTS["half-fills"]])
+    print(json.dumps({"failed": failed, "exit code": command.exit_code, "told": command.stdout}))
+
+
+if __name__ == "__main__":
+    main()

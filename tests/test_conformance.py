@@ -1,0 +1,113 @@
+"""Every device that needs no accelerator passes the conformance suite, and the suite fails devices that are broken."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import broken_backends
+import pytest
+from click.testing import CliRunner
+
+from hal.gaps import Gap
+from relay.cli import main
+
+ROOT = Path(__file__).parent.parent
+DEVICES = ["cpu", "cpu:discrete", "numpy", "numpy:float64"]
+
+
+def run(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    environment.pop("PYTEST_ADDOPTS", None)
+    command = [sys.executable, *words]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def answer(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """Standard output must be one JSON object and nothing else."""
+    found = json.loads(result.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_device_conforms_and_every_gap_is_still_one(device: str, tmp_path: Path) -> None:
+    result = run("-m", "relay", "conformance", device, "--verify-gaps", "--json", folder=tmp_path)
+    found = answer(result)
+    wrong = [(test["test"], test["reason"]) for test in found["tests"] if test["outcome"] == "failed"]
+    assert (result.returncode, wrong) == (0, []), result.stderr[-2000:]
+    assert found["conforms"]
+    assert found["passed"] > 500
+    assert all(test["reason"] for test in found["tests"] if test["outcome"] in ("gap", "skipped"))
+    allowed = {"float64 is not in DeviceInfo.compute"} if device == "numpy" else set()
+    assert {test["reason"].removeprefix("torch.") for test in found["tests"] if test["outcome"] == "skipped"} <= allowed
+
+
+@pytest.mark.slow
+def test_the_suite_catches_every_fault_and_a_gap_that_closed(tmp_path: Path) -> None:
+    result = run(str(ROOT / "tests" / "broken_backends.py"), folder=tmp_path)
+    assert result.returncode == 0, result.stderr[-2000:]
+    found = answer(result)
+    assert found["exit code"] == 1
+    assert "✗ test_transfers.py::test_filling" in found["told"]
+    assert "broken:half-fills does not conform" in found["told"]
+    failed = found["failed"]
+    assert failed.keys() == broken_backends.FAULTS.keys()
+    assert failed.pop("none")[0] == 0
+    assert failed["closed-gap"] == [1, 10]
+    assert [fault for fault, (count, _) in failed.items() if count == 0] == []
+
+
+def test_pytest_runs_the_suite_by_its_name(tmp_path: Path) -> None:
+    words = ["-m", "pytest", "--pyargs", "hal.conformance", "--device", "numpy:float64", "-q", "-p", "no:cacheprovider"]
+    result = run(*words, "-k", "test_order or half_precision", folder=tmp_path)
+    assert result.returncode == 0, result.stdout[-2000:]
+    assert "2 xfailed" in result.stdout
+    nameless = run("-m", "pytest", "--pyargs", "hal.conformance", "-q", "-k", "test_order", folder=tmp_path)
+    assert nameless.returncode != 0
+    assert "--device NAME" in nameless.stdout + nameless.stderr
+
+
+def test_the_option_is_not_there_for_other_suites(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text("def pytest_addoption(parser):\n    parser.addoption('--device')\n")
+    (tmp_path / "test_mine.py").write_text(
+        "def test_mine(request):\n    assert request.config.getoption('device') == 'x'\n"
+    )
+    result = run("-m", "pytest", "-q", "--device", "x", "-p", "no:cacheprovider", folder=tmp_path)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["nonsense"], 1, "no backend is called 'nonsense'"),
+        (["numpy:float16"], 1, "no device 'numpy:float16'"),
+        ([], 2, "Missing argument"),
+        ([" "], 2, "Which device"),
+    ],
+)
+def test_what_cannot_be_run_is_said_with_its_exit_code(words: list[str], code: int, says: str) -> None:
+    result = CliRunner().invoke(main, ["conformance", *words, "--json"])
+    assert result.exit_code == code
+    assert says in json.loads(result.stdout)["error"]
+
+
+def test_a_pattern_that_no_test_has_was_asked_wrongly(tmp_path: Path) -> None:
+    result = run("-m", "relay", "conformance", "numpy", "--only", "no_test_is_called_so", "--json", folder=tmp_path)
+    assert result.returncode == 2
+    assert "No test has 'no_test_is_called_so'" in answer(result)["error"]
+
+
+def test_a_gap_has_a_reason_and_brackets_are_themselves() -> None:
+    with pytest.raises(ValueError, match="reason"):
+        Gap("test_ops.py::*", " ")
+    gap = Gap("test_ops.py::*[aten.topk.default-*]", "no sorting network yet", "onnx:*")
+    test = "test_ops.py::test_an_op_gives_what_the_oracle_gives[aten.topk.default-float32]"
+    assert gap.covers(test, "onnx:cpu")
+    assert not gap.covers(test, "opencl")
+    assert not gap.covers(test.replace("[", "-").replace("]", "-"), "onnx:cpu")
