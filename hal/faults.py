@@ -17,7 +17,7 @@ import torch
 from hal.device import Buffer, Device, Queue, View
 from hal.errors import DeviceLost, HalError, OutOfMemory
 from hal.event import Event
-from hal.host import Host
+from hal.host import Host, HostWork
 from hal.kernel import Kernel, Program
 from hal.memory import MemoryUse
 from hal.random import RandomKey
@@ -168,8 +168,14 @@ class FaultyHost(Host):
     def free(self, tensor: torch.Tensor, state: str) -> None:
         self._host.free(tensor, state)
 
-    def run(self, task: Callable[[], None], wait: Sequence[Event] = (), label: str = "host task") -> Event:
-        return self._faults.submit("host", label, wait, lambda waits: self._host.run(task, waits, label))[0]
+    def run(
+        self,
+        task: Callable[[], None],
+        wait: Sequence[Event] = (),
+        label: str = "host task",
+        work: HostWork | None = None,
+    ) -> Event:
+        return self._faults.submit("host", label, wait, lambda waits: self._host.run(task, waits, label, work))[0]
 
     def follow(self, other: Host) -> None:
         self._host.follow(other._host if isinstance(other, FaultyHost) else other)

@@ -332,7 +332,8 @@ class _Rows:
             start = f"{shared}const INDEX lane = get_local_id(0);\nconst INDEX row = get_group_id(0);\n"
             return self.writer.launch(f"{start}{text}\n", (self.rows * lanes,), (lanes,), "rows")
         chunk = max(1, -(-self.rows // (self.traits.units * 8)))
-        head = f"for (INDEX row = get_global_id(0) * {chunk}; row < {self.rows} && row < (get_global_id(0) + 1) * {chunk}"
+        bounds = f"row < {self.rows} && row < (get_global_id(0) + 1) * {chunk}"
+        head = f"for (INDEX row = get_global_id(0) * {chunk}; {bounds}"
         count = -(-self.rows // chunk)
         return self.writer.launch(f"{head}; row++) {{\n{text}\n}}\n", (count,), (1,), "rows")
 
