@@ -283,7 +283,7 @@ class ParameterServer:
                 name = plan.names[place]
                 moved += _size(gradients[place]) + 2 * _size(self._store[name])
                 moved += sum(_size(copy) for copy in self._store.rounded(name))
-                moved += 2 * self._optimizer.state_bytes(name)
+                moved += 2 * self.optimizer.state_bytes(name)
         return HostWork(moved)
 
     def _note(self, plan: GradientPlan, done: Event, record: StepRecord) -> None:
