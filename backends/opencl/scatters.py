@@ -53,7 +53,6 @@ def index_put(
     kept = [target.shape[dim] for dim in free]
     values = expand(values, (*kept[:front], *picked, *kept[front:]))
     writer = Writer()
-    scope = Scope(writer)
     block = min(COLUMNS, kept[-1]) if kept and traits.lanes == 1 and front < len(kept) else 1
     while kept and kept[-1] % block:
         block -= 1
