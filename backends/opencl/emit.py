@@ -137,7 +137,7 @@ class Writer:
         text = text.replace("INDEX", "long" if wide else "int")
         name = f"{label}_{hashlib.sha256((head + text).encode()).hexdigest()[:16]}"
         source = f"{head}__kernel void {name}{text}"
-        reads = [buffer for buffer in self._buffers]
+        reads = list(self._buffers)
         return Launch(name, source, arguments, tuple(size), tuple(group), reads, list(self._written))
 
 

@@ -113,7 +113,8 @@ def _joined(group: _Group, task: Task, own: _Group, depends: bool, traits: Trait
         columns = [one for one in tasks if isinstance(one, Columns)]
         return _Group(tasks, None, column_kernel(columns, traits))
     rows = [one for one in tasks if not isinstance(one, Columns)]
-    assert group.space is not None and own.space is not None
+    assert group.space is not None
+    assert own.space is not None
     for space in _spaces(group, task, own):
         try:
             launch, reloaded = row_kernel(rows, space, traits)
@@ -125,7 +126,8 @@ def _joined(group: _Group, task: Task, own: _Group, depends: bool, traits: Trait
 
 def _spaces(group: _Group, task: Task, own: _Group) -> list[Space]:
     """The loops under which a group and a task may meet."""
-    assert group.space is not None and own.space is not None
+    assert group.space is not None
+    assert own.space is not None
     rows, width = (math.prod(part) for part in group.space)
     count = task.value.count if isinstance(task, (Map, Reduce)) else 0
     if isinstance(task, Map):
