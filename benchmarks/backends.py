@@ -35,8 +35,9 @@ class Ready:
     def __init__(self, device: Device, kernel: Kernel, inputs: Sequence[torch.Tensor]) -> None:
         self._queue = device.queue("compute")
         self._kernel = kernel
-        given = zip(kernel.program.inputs, inputs, strict=True)
-        self._inputs = [self._place(device, port, tensor) for port, tensor in given]
+        self._inputs = [
+            self._place(device, port, tensor) for port, tensor in zip(kernel.program.inputs, inputs, strict=True)
+        ]
         self._outputs = [self._place(device, port, None) for port in kernel.program.outputs]
 
     def _place(self, device: Device, port: Port, tensor: torch.Tensor | None) -> View:

@@ -79,9 +79,7 @@ class DriverLock:
         flags = pyopencl.mem_flags
         host = np.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=np.uint8)
         try:
-            self._known[address] = pyopencl.Buffer(
-                self._context, flags.READ_WRITE | flags.USE_HOST_PTR, hostbuf=host
-            )
+            self._known[address] = pyopencl.Buffer(self._context, flags.READ_WRITE | flags.USE_HOST_PTR, hostbuf=host)
         except Exception as failure:
             return f"the OpenCL driver refused: {failure}"
         return ""
@@ -242,5 +240,3 @@ class OpenClDevice(Device):
     def _check_open(self) -> None:
         if self._closed:
             raise HalError(f"device {self.info.name!r} is closed; open it again")
-
-

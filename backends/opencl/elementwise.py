@@ -105,6 +105,15 @@ def _truncated_remainder(dtype: torch.dtype, x: Sequence[str]) -> str:
     return f"fmod({x[0]}, {x[1]})" if dtype.is_floating_point else f"(({held(dtype)})({x[0]} % {x[1]}))"
 
 
+def _floor_divided(dtype: torch.dtype, x: Sequence[str]) -> str:
+    """Integers by zero give zero here, and the least integer by -1 wraps: either would end the process on a CPU."""
+    if dtype is torch.float64:
+        return f"floor_divide_d({x[0]}, {x[1]})"
+    if dtype.is_floating_point:
+        return f"floor_divide_f({x[0]}, {x[1]})"
+    return f"(({held(dtype)})floor_divide_l({x[0]}, {x[1]}))"
+
+
 def _divided(dtype: torch.dtype, x: Sequence[str]) -> str:
     return f"({x[0]} / {x[1]})"
 
@@ -145,6 +154,7 @@ FORMS: dict[str, tuple[Form, int]] = {
     "sub": (_wrapped("-"), 1),
     "mul": (_wrapped("*"), 1),
     "div": (_divided, 2),
+    "floor_divide": (_floor_divided, DEAR),
     "maximum": (_extreme(">"), 1),
     "minimum": (_extreme("<"), 1),
     "pow": (_power, DEAR),

@@ -96,7 +96,13 @@ class Sizes:
 
 
 def product(
-    left: Buffer, right: Buffer, target: Stored, sizes: Sizes, tile: Tile, bias: Value | None, output: int | None,
+    left: Buffer,
+    right: Buffer,
+    target: Stored,
+    sizes: Sizes,
+    tile: Tile,
+    bias: Value | None,
+    output: int | None,
     traits: Traits,
 ) -> Launch:
     """The product of packed operands, plus a bias, into row-major memory."""
@@ -130,9 +136,7 @@ def product(
     lines += [f"ap += {tile.rows}; bp += {tile.columns};", "}"]
     # The tile goes to memory by way of an array: one text for whole tiles and for those at the edges.
     lines.append(f"{kind} out[{tile.rows * tile.columns}];")
-    lines += [
-        f"vstore{width}(c{i}_{v}, {i * vectors + v}, out);" for i in range(tile.rows) for v in range(vectors)
-    ]
+    lines += [f"vstore{width}(c{i}_{v}, {i * vectors + v}, out);" for i in range(tile.rows) for v in range(vectors)]
     writer.ranges.extents |= {"batch": sizes.batch, "tile": tiles, "column": panels, "i": tile.rows, "j": tile.columns}
     row, place = linear([("tile", tile.rows), ("i", 1)]), linear([("column", tile.columns), ("j", 1)])
     end = _ending(writer, f"out[i * {tile.columns} + j]", variable("batch"), row, place, target, bias, output)
@@ -156,7 +160,13 @@ def _least(size: int, extent: int, name: str) -> str:
 
 
 def _ending(
-    writer: Writer, total: str, batch: Index, row: Index, column: Index, target: Stored, bias: Value | None,
+    writer: Writer,
+    total: str,
+    batch: Index,
+    row: Index,
+    column: Index,
+    target: Stored,
+    bias: Value | None,
     output: int | None,
 ) -> list[str]:
     """C that takes a sum to its place in memory."""
@@ -205,10 +215,6 @@ def _shared_product(
         f"if (m < {sizes.rows} && n < {sizes.columns}) {{",
     ]
     writer.ranges.extents |= {"batch": sizes.batch, "m": sizes.rows, "n": sizes.columns}
-    lines += _ending(
-        writer, "sums[i][j]", variable("batch"), variable("m"), variable("n"), target, bias, output
-    )
+    lines += _ending(writer, "sums[i][j]", variable("batch"), variable("m"), variable("n"), target, bias, output)
     lines.append("}}")
     return writer.launch("\n".join(lines) + "\n", (panels * 16, tiles * 16, sizes.batch), (16, 16, 1), "product")
-
-

@@ -94,9 +94,7 @@ class Ranges:
     def divided(self, index: Index, divisor: int) -> tuple[Index, Index] | None:
         """Quotient and remainder where both are linear, else None. Raises Split where a split would make them so."""
         whole = [(name, value // divisor) for name, value in index.terms if value % divisor == 0]
-        rest = Index(
-            tuple((name, value) for name, value in index.terms if value % divisor), index.constant % divisor
-        )
+        rest = Index(tuple((name, value) for name, value in index.terms if value % divisor), index.constant % divisor)
         low, high = self.bounds(rest)
         if low >= 0 and high < divisor:
             return linear(whole, index.constant // divisor), rest

@@ -203,9 +203,7 @@ class _Rows:
         return scope.load(buffer, address)
 
     def _require_own_row(self, address: Index) -> None:
-        inside = linear(
-            [(name, value) for name, value in address.terms if name not in self.outer], address.constant
-        )
+        inside = linear([(name, value) for name, value in address.terms if name not in self.outer], address.constant)
         known = all(name in self.inner for name, _ in inside.terms)
         if not known or address.only(self.outer) != self.flat.only(self.outer):
             raise NotFusable
@@ -332,8 +330,9 @@ class _Rows:
             start = f"{shared}const INDEX lane = get_local_id(0);\nconst INDEX row = get_group_id(0);\n"
             return self.writer.launch(f"{start}{text}\n", (self.rows * lanes,), (lanes,), "rows")
         chunk = max(1, -(-self.rows // (self.traits.units * 8)))
-        bounds = f"row < {self.rows} && row < (get_global_id(0) + 1) * {chunk}"
-        head = f"for (INDEX row = get_global_id(0) * {chunk}; {bounds}"
+        head = (
+            f"for (INDEX row = get_global_id(0) * {chunk}; row < {self.rows} && row < (get_global_id(0) + 1) * {chunk}"
+        )
         count = -(-self.rows // chunk)
         return self.writer.launch(f"{head}; row++) {{\n{text}\n}}\n", (count,), (1,), "rows")
 

@@ -148,9 +148,7 @@ class Lowering:
         if port.role is Role.BUFFER_UPDATE:
             self._late.append((place, values.view(value, port.shape)))
             return
-        self.realize(
-            _again(values.view(value, port.shape)), whole(self._output(place), port.shape), self._adds(place)
-        )
+        self.realize(_again(values.view(value, port.shape)), whole(self._output(place), port.shape), self._adds(place))
 
     def _choose_places(self, results: Sequence[fx.Node]) -> None:
         """Nodes that are one output and nothing else are made where the output is."""

@@ -145,9 +145,7 @@ def _final(group: _Group, groups: list[_Group], traits: Traits) -> Launch:
         return group.launch
     outside = {buffer for other in groups if other is not group for buffer in other.launch.reads}
     targets = {task.target.buffer for task in group.tasks}
-    skipped = frozenset(
-        buffer for buffer in targets - outside - group.reloaded if buffer.kind == "workspace"
-    )
+    skipped = frozenset(buffer for buffer in targets - outside - group.reloaded if buffer.kind == "workspace")
     if not skipped:
         return group.launch
     rows = [task for task in group.tasks if not isinstance(task, Columns)]
@@ -168,9 +166,7 @@ def _lay_out(launches: list[Launch]) -> tuple[dict[Buffer, int], int]:
     size = 0
     for buffer in sorted(first, key=lambda one: (first[one], -one.size)):
         taken = sorted(
-            (offset, offset + _rounded(other.size))
-            for other, offset in offsets.items()
-            if last[other] >= first[buffer]
+            (offset, offset + _rounded(other.size)) for other, offset in offsets.items() if last[other] >= first[buffer]
         )
         at = 0
         for start, end in taken:

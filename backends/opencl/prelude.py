@@ -108,6 +108,27 @@ static inline int ordered_high(float value) { return value != value ? INT_MAX : 
 static inline int ordered_low(float value) { return value != value ? INT_MIN : ordered_(value); }
 static inline float unordered(int order) { return as_float(order ^ ((order >> 31) & 0x7FFFFFFF)); }
 
+static inline long floor_divide_l(long a, long b) {
+  if (b == 0) return 0;
+  if (b == -1) return (long)(0 - (ulong)a);
+  return a / b - (a % b != 0 && (a < 0) != (b < 0));
+}
+/* Python's way, which PyTorch follows: exact where the quotient by a rounded division is not. */
+#define FLOOR_DIVIDE(name, real)                       \
+  static inline real name(real a, real b) {            \
+    if (b == 0) return a / b;                          \
+    real rest = fmod(a, b);                            \
+    real whole = (a - rest) / b;                       \
+    if (rest != 0 && (b < 0) != (rest < 0)) whole -= 1; \
+    if (whole == 0) return copysign((real)0, a / b);   \
+    real below = floor(whole);                         \
+    return whole - below > (real)0.5 ? below + 1 : below; \
+  }
+FLOOR_DIVIDE(floor_divide_f, float)
+#ifdef HAS_DOUBLE
+FLOOR_DIVIDE(floor_divide_d, double)
+#endif
+
 static inline long llpow(long base, long exponent) {
   if (exponent < 0) return base == 1 ? 1 : base == -1 ? (exponent & 1 ? -1 : 1) : 0;
   ulong result = 1, factor = (ulong)base;

@@ -180,8 +180,8 @@ class OpenClQueue(Queue):
     def copy(self, target: View, source: View, wait: Sequence[Event] = ()) -> Event:
         if target.dtype != source.dtype or target.size != source.size:
             raise ValueError(
-                f"copy needs two sides alike; got {target.shape} of {target.dtype} "
-                f"from {source.shape} of {source.dtype}"
+                f"copy needs two sides alike; got {target.shape} of {target.dtype} from "
+                f"{source.shape} of {source.dtype}"
             )
         (memory, start), (other, begin) = target.native, source.native
 

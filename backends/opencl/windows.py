@@ -118,8 +118,17 @@ def _weight_gradient(
 
 
 def _convolution(
-    low: Lowering, spec: Any, x: Value, weight: Value, bias: Value | None, stride: Any, padding: Any, dilation: Any,
-    transposed: bool, output_padding: Any, groups: int,
+    low: Lowering,
+    spec: Any,
+    x: Value,
+    weight: Value,
+    bias: Value | None,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
 ) -> Value:
     grouped, kernels = _grouped(x, groups), _split(weight, groups)
     way = _spread if transposed else _correlate
@@ -130,8 +139,19 @@ def _convolution(
 
 
 def _convolution_backward(
-    low: Lowering, spec: Any, gradient: Value, x: Value, weight: Value, bias_sizes: Any, stride: Any, padding: Any,
-    dilation: Any, transposed: bool, output_padding: Any, groups: int, wanted: Sequence[bool],
+    low: Lowering,
+    spec: Any,
+    gradient: Value,
+    x: Value,
+    weight: Value,
+    bias_sizes: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+    wanted: Sequence[bool],
 ) -> tuple[Value | None, ...]:
     outer, inner, kernels = _grouped(gradient, groups), _grouped(x, groups), _split(weight, groups)
     by_input = by_weight = by_bias = None
@@ -176,8 +196,16 @@ def _max_pool(
 
 
 def _max_pool_backward(
-    low: Lowering, spec: Any, gradient: Value, x: Value, kernel: Any, stride: Any, padding: Any, dilation: Any,
-    up: bool, places: Value,
+    low: Lowering,
+    spec: Any,
+    gradient: Value,
+    x: Value,
+    kernel: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    up: bool,
+    places: Value,
 ) -> Value:
     planes, plane = math.prod(x.shape[:-2]), x.shape[-2] * x.shape[-1]
     zeros = Computed((planes, plane), x.dtype, lambda scope, place: number(0, x.dtype))
