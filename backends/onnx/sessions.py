@@ -87,7 +87,7 @@ class Session:
     def _binding(
         self, inputs: Sequence[torch.Tensor], held: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> Any:
-        """A binding to these addresses. One with temporary outputs in it is not kept; draws are bound anew each time."""
+        """A binding to these addresses. One with temporary outputs is not kept; draws are bound anew each time."""
         emitted = self._emitted
         passing = bool(emitted.late)
         addresses = tuple(memory.data_ptr() for memory in (*inputs, *outputs))
