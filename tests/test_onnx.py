@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import reference
 import small_models
+import test_core_lowering as modules
 import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
@@ -149,6 +150,23 @@ def test_new_values_of_buffers_may_lie_where_the_old_ones_do() -> None:
     assert ours == pytest.approx(theirs, abs=1e-5)
     for name, tensor in wanted.items():
         torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+MODULES = ["attention with dropout", "attention to nothing", "convolution", "transposed convolution", "pooling"]
+MODULES += ["lookups", "scattered", "lstm", "batch norm of images", "integers"]
+
+
+@pytest.mark.parametrize("which", MODULES)
+def test_modules_have_the_outputs_and_gradients_of_autograd(which: str) -> None:
+    module, inputs = modules.module_of(which)
+    core_programs = capture(module, inputs, which, lowering=Lowering.CORE)
+    native = capture(module, inputs, which)
+    given = modules.given_to(module, core_programs, inputs)
+    pairs = [(core_programs.forward, native.forward), (core_programs.backward, native.backward)]
+    for ours, theirs in pairs:
+        assert ours is not None
+        assert theirs is not None
+        modules.assert_alike(modules.run("onnx:cpu", ours, given), modules.run("cpu", theirs, given))
 
 
 # -- randomness ---------------------------------------------------------------------------------------------------

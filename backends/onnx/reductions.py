@@ -22,6 +22,17 @@ def _reduce(op: str) -> Callable[..., str]:
     return call
 
 
+def _extreme(op: str) -> Callable[..., str]:
+    reduce = _reduce(op)
+
+    def call(m: Model, x: Value, dims: Sequence[int], keep: bool) -> str:
+        if x.dtype is not torch.bool:
+            return reduce(m, x, dims, keep)
+        return m.cast(reduce(m, Value(m.cast(x, torch.int32), x.shape, torch.int32), dims, keep), torch.bool)
+
+    return call
+
+
 def _mean(m: Model, x: Value, dims: Sequence[int], keep: bool) -> str:
     if not x.floating or 0 not in x.shape:
         return _reduce("ReduceMean")(m, x, dims, keep)
@@ -140,14 +151,3 @@ def functions() -> dict[str, Callable[..., Any]]:
         "sort.default": _sort,
     }
     return {f"aten.{name}": function for name, function in table.items()}
-
-
-def _extreme(op: str) -> Callable[..., str]:
-    reduce = _reduce(op)
-
-    def call(m: Model, x: Value, dims: Sequence[int], keep: bool) -> str:
-        if x.dtype is not torch.bool:
-            return reduce(m, x, dims, keep)
-        return m.cast(reduce(m, Value(m.cast(x, torch.int32), x.shape, torch.int32), dims, keep), torch.bool)
-
-    return call
