@@ -48,13 +48,15 @@ class CupyRuntime:
         return Arrays(self._cupy, erf, array_random.draws(self._cupy), single, single)
 
     def constant(self, array: Any) -> Any:
-        """A host array on the device, there before this returns."""
+        """A host array on the device, there before this returns: no stream need wait for it."""
         with self._device:
-            stream = self._cupy.cuda.Stream(non_blocking=True)
-            with stream:
-                made = self._cupy.asarray(array)
-            stream.synchronize()
+            made = self._cupy.asarray(array)
+            self._cupy.cuda.get_current_stream().synchronize()
             return made
+
+    def lost(self, failure: BaseException) -> bool:
+        """Whether that is CUDA's own failure, after which the device answers nothing."""
+        return isinstance(failure, self._cupy.cuda.runtime.CUDARuntimeError)
 
     def allocate(self, size: int) -> Any:
         """`size` bytes. Raises MemoryError."""
