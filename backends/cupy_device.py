@@ -26,12 +26,12 @@ from backends.cupy_runtime import CupyRuntime
 from backends.host_memory import self_test
 from backends.numpy_device import as_array, numpy_arrays
 from hal.device import Backend, Buffer, Device, DeviceInfo, Probe, Queue, View
-from hal.errors import DeviceLost, HalError, OutOfMemory, Unavailable
+from hal.errors import DeviceLost, HalError, OutOfMemory, Unavailable, Unsupported
 from hal.event import Event
 from hal.host import Host
 from hal.kernel import Kernel, Program
 from hal.memory import MemoryAccount, MemoryUse
-from hal.ops import check
+from hal.ops import calls, check, name_of
 from hal.pages import LockedMemory
 from hal.random import RandomKey
 from hal.worker import Worker, WorkerEvent
@@ -275,6 +275,7 @@ class CupyDevice(Device):
             kernel = self._kernels.get(program.fingerprint)
             if kernel is None:
                 check(program, self.info.name)
+                _check_sums_by_index(program, self.info.name)
                 needed = 2 * program.workspace  # halves are held as float32 inside
                 if needed > self._workspace:
                     self._account.charge(needed - self._workspace, f"workspace of {program.name}")
@@ -309,6 +310,22 @@ class CupyDevice(Device):
     def _check_open(self) -> None:
         if self._closed:
             raise HalError(f"device {self.info.name!r} is closed. Open it again.")
+
+
+def _check_sums_by_index(program: Program, device: str) -> None:
+    """CuPy adds at indices by CUDA's atomics, which know one signed integer. Raises Unsupported for the others."""
+    for node in calls(program.graph):
+        name = name_of(node.target)
+        adds = name == "aten.scatter_add.default" or (name == "aten.index_put.default" and node.args[3])
+        dtype = node.meta["val"].dtype if adds else torch.float32
+        if not dtype.is_floating_point and dtype is not torch.int32:
+            raise Unsupported(
+                f"{program.name!r} adds up {dtype} by index ({name}), which device {device!r} can do for floating "
+                "point and int32 alone. Use one of these, or run the layer on another device.",
+                op=name,
+                dtype=str(dtype),
+                device=device,
+            )
 
 
 def _lost(failure: BaseException) -> DeviceLost:

@@ -155,8 +155,9 @@ def missing() -> str:
     """Why there is no CuPy device here; empty where there is one."""
     try:
         import cupy
-    except ImportError as failure:
-        return f"CuPy is not installed ({failure}). It comes with pip install 'layer-relay[cuda]'."
+    except ImportError as failure:  # CuPy frames its reason in many lines
+        reason = [line.strip() for line in str(failure).splitlines() if line.strip(" =")][-1]
+        return f"CuPy is not installed ({reason}). It comes with pip install 'layer-relay[cuda]'."
     try:
         return "" if cupy.cuda.runtime.getDeviceCount() > 0 else "CUDA finds no device"
     except cupy.cuda.runtime.CUDARuntimeError as failure:  # a driver that is missing, old or dead

@@ -19,7 +19,8 @@ from backends import array_random, cupy_runtime
 from backends.cupy_device import CupyBackend, CupyDevice
 from hal import random as counter_random
 from hal import registry
-from hal.errors import DeviceLost, OutOfMemory, Unavailable
+from hal.conformance.programs import GraphBuilder
+from hal.errors import DeviceLost, OutOfMemory, Unavailable, Unsupported
 from hal.random import RandomKey
 from hal.worker import Worker
 
@@ -143,6 +144,19 @@ def test_memory_that_a_kernel_does_not_get_is_out_of_memory(
     monkeypatch.setattr(stub, "launch", refuse)
     with pytest.raises(OutOfMemory, match="out of device memory"):
         device.queue("compute").fill(view, 1.0).wait()
+
+
+def test_sums_by_index_of_integers_that_cuda_cannot_add_are_refused_by_name(device: CupyDevice) -> None:
+    for dtype in (torch.float32, torch.int64):
+        builder = GraphBuilder("counting")
+        x, places = builder.input((3, 4), dtype), builder.input((3, 4), torch.int64)
+        program = builder.program([builder.call("aten.scatter_add.default", x, 1, places, x)])
+        if dtype is torch.float32:
+            device.compile(program)
+            continue
+        with pytest.raises(Unsupported, match=r"counting.*int64.*scatter_add") as caught:
+            device.compile(program)
+        assert caught.value.op == "aten.scatter_add.default"
 
 
 def test_host_memory_that_crosses_is_registered_as_it_is(device: CupyDevice, stub: StubRuntime) -> None:
