@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from backends import cupy_runtime
@@ -23,14 +24,14 @@ from backends.array_ops import stored_dtype
 from backends.array_program import lower
 from backends.cupy_runtime import CupyRuntime
 from backends.host_memory import self_test
-from backends.numpy_device import as_array
+from backends.numpy_device import as_array, numpy_arrays
 from hal.device import Backend, Buffer, Device, DeviceInfo, Probe, Queue, View
-from hal.errors import DeviceLost, HalError, OutOfMemory, Unavailable
+from hal.errors import DeviceLost, HalError, OutOfMemory, Unavailable, Unsupported
 from hal.event import Event
 from hal.host import Host
 from hal.kernel import Kernel, Program
 from hal.memory import MemoryAccount, MemoryUse
-from hal.ops import check
+from hal.ops import calls, check, name_of
 from hal.pages import LockedMemory
 from hal.random import RandomKey
 from hal.worker import Worker, WorkerEvent
@@ -76,10 +77,7 @@ class StreamEvent(Event):
         try:
             self._runtime.wait(mark)
         except RuntimeError as failure:
-            raise DeviceLost(
-                f"The device failed while it ran what was submitted: {failure}. What lives on the host is intact; open "
-                "the device again."
-            ) from failure
+            raise _lost(failure) from failure
 
     def span(self) -> tuple[float, float]:
         if self._marks is None:
@@ -119,9 +117,10 @@ class CupyKernel(Kernel):
 
     def __init__(self, program: Program, runtime: CupyRuntime) -> None:
         super().__init__(program)
-        arrays = runtime.arrays()
+        arrays, on_host = runtime.arrays(), numpy_arrays(np.float32)
+        # Widened on the host: work on the device would be on no queue's stream.
         constants = {
-            name: arrays.load(runtime.constant(as_array(tensor.detach().contiguous())), tensor.dtype)
+            name: runtime.constant(on_host.load(as_array(tensor.detach().contiguous()), tensor.dtype))
             for name, tensor in program.constants.items()
         }
         self.function = functools.cache(lambda accumulate: lower(program, arrays, constants, accumulate))
@@ -192,6 +191,14 @@ class CupyQueue(Queue):
         wait = tuple(wait)
 
         def hand_over() -> None:
+            try:
+                give()
+            except RuntimeError as failure:
+                if not runtime.lost(failure):
+                    raise
+                raise _lost(failure) from failure
+
+        def give() -> None:
             self._let_go()
             for other in wait:  # one after another, so that the first error is the first of the list
                 if isinstance(other, StreamEvent) and other._runtime is runtime:
@@ -268,6 +275,7 @@ class CupyDevice(Device):
             kernel = self._kernels.get(program.fingerprint)
             if kernel is None:
                 check(program, self.info.name)
+                _check_sums_by_index(program, self.info.name)
                 needed = 2 * program.workspace  # halves are held as float32 inside
                 if needed > self._workspace:
                     self._account.charge(needed - self._workspace, f"workspace of {program.name}")
@@ -302,6 +310,26 @@ class CupyDevice(Device):
     def _check_open(self) -> None:
         if self._closed:
             raise HalError(f"device {self.info.name!r} is closed. Open it again.")
+
+
+def _check_sums_by_index(program: Program, device: str) -> None:
+    """CuPy adds at indices by CUDA's atomics, which know one signed integer. Raises Unsupported for the others."""
+    for node in calls(program.graph):
+        name = name_of(node.target)
+        adds = name == "aten.scatter_add.default" or (name == "aten.index_put.default" and node.args[3])
+        dtype = node.meta["val"].dtype if adds else torch.float32
+        if not dtype.is_floating_point and dtype is not torch.int32:
+            raise Unsupported(
+                f"{program.name!r} adds up {dtype} by index ({name}), which device {device!r} can do for floating "
+                "point and int32 alone. Use one of these, or run the layer on another device.",
+                op=name,
+                dtype=str(dtype),
+                device=device,
+            )
+
+
+def _lost(failure: BaseException) -> DeviceLost:
+    return DeviceLost(f"The device failed: {failure}. What lives on the host is intact; open the device again.")
 
 
 def _check_sides(label: str, tensor: torch.Tensor, view: View) -> None:

@@ -48,13 +48,15 @@ class CupyRuntime:
         return Arrays(self._cupy, erf, array_random.draws(self._cupy), single, single)
 
     def constant(self, array: Any) -> Any:
-        """A host array on the device, there before this returns."""
+        """A host array on the device, there before this returns: no stream need wait for it."""
         with self._device:
-            stream = self._cupy.cuda.Stream(non_blocking=True)
-            with stream:
-                made = self._cupy.asarray(array)
-            stream.synchronize()
+            made = self._cupy.asarray(array)
+            self._cupy.cuda.get_current_stream().synchronize()
             return made
+
+    def lost(self, failure: BaseException) -> bool:
+        """Whether that is CUDA's own failure, after which the device answers nothing."""
+        return isinstance(failure, self._cupy.cuda.runtime.CUDARuntimeError)
 
     def allocate(self, size: int) -> Any:
         """`size` bytes. Raises MemoryError."""
@@ -153,8 +155,9 @@ def missing() -> str:
     """Why there is no CuPy device here; empty where there is one."""
     try:
         import cupy
-    except ImportError as failure:
-        return f"CuPy is not installed ({failure}). It comes with pip install 'layer-relay[cuda]'."
+    except ImportError as failure:  # CuPy frames its reason in many lines
+        reason = [line.strip() for line in str(failure).splitlines() if line.strip(" =")][-1]
+        return f"CuPy is not installed ({reason}). It comes with pip install 'layer-relay[cuda]'."
     try:
         return "" if cupy.cuda.runtime.getDeviceCount() > 0 else "CUDA finds no device"
     except cupy.cuda.runtime.CUDARuntimeError as failure:  # a driver that is missing, old or dead

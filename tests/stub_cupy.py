@@ -85,7 +85,7 @@ class StubRuntime(CupyRuntime):
         self.lock = threading.RLock()  # the device is one, whoever waits for it
         self.streams: list[StubStream] = []
         self.locker = StubLocker()
-        self.lost = False
+        self.broken = False
 
     def description(self) -> str:
         return "a stub"
@@ -132,7 +132,15 @@ class StubRuntime(CupyRuntime):
         to, of = target.array, source.array
         stream.give(lambda: np.copyto(to.reshape(-1), of.reshape(-1)))
 
+    def check(self) -> None:
+        if self.broken:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    def lost(self, failure: BaseException) -> bool:
+        return "illegal memory access" in str(failure)
+
     def record(self, stream: Any) -> StubMark:
+        self.check()
         return StubMark(stream, stream.given)
 
     def order(self, stream: Any, mark: Any) -> None:
@@ -144,8 +152,7 @@ class StubRuntime(CupyRuntime):
         return bool(mark.stream.ran >= mark.position)
 
     def wait(self, mark: Any) -> None:
-        if self.lost:
-            raise RuntimeError("an illegal memory access was encountered")
+        self.check()
         with self.lock:
             mark.stream.run_to(mark.position)
 

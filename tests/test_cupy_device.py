@@ -19,7 +19,8 @@ from backends import array_random, cupy_runtime
 from backends.cupy_device import CupyBackend, CupyDevice
 from hal import random as counter_random
 from hal import registry
-from hal.errors import DeviceLost, OutOfMemory, Unavailable
+from hal.conformance.programs import GraphBuilder
+from hal.errors import DeviceLost, OutOfMemory, Unavailable, Unsupported
 from hal.random import RandomKey
 from hal.worker import Worker
 
@@ -122,12 +123,15 @@ def test_a_call_that_waits_for_the_host_holds_up_neither_caller_nor_other_queues
 
 
 def test_a_device_that_fails_is_lost_and_says_so(device: CupyDevice, stub: StubRuntime) -> None:
-    event = device.queue("load").fill(device.alloc(64).view(0, (4,), torch.float32), 1.0)
-    stub.lost = True
-    with pytest.raises(DeviceLost, match="illegal memory access") as caught:
-        event.wait()
-    assert isinstance(caught.value.__cause__, RuntimeError)
-    stub.lost = False
+    view = device.alloc(64).view(0, (4,), torch.float32)
+    event = device.queue("load").fill(view, 1.0)
+    event.on_device()  # type: ignore[attr-defined]
+    stub.broken = True
+    for lost in (event, device.queue("load").fill(view, 1.0)):  # while it runs, and while it is given more
+        with pytest.raises(DeviceLost, match="illegal memory access") as caught:
+            lost.wait()
+        assert isinstance(caught.value.__cause__, RuntimeError)
+    stub.broken = False
 
 
 def test_memory_that_a_kernel_does_not_get_is_out_of_memory(
@@ -140,6 +144,19 @@ def test_memory_that_a_kernel_does_not_get_is_out_of_memory(
     monkeypatch.setattr(stub, "launch", refuse)
     with pytest.raises(OutOfMemory, match="out of device memory"):
         device.queue("compute").fill(view, 1.0).wait()
+
+
+def test_sums_by_index_of_integers_that_cuda_cannot_add_are_refused_by_name(device: CupyDevice) -> None:
+    for dtype in (torch.float32, torch.int64):
+        builder = GraphBuilder("counting")
+        x, places = builder.input((3, 4), dtype), builder.input((3, 4), torch.int64)
+        program = builder.program([builder.call("aten.scatter_add.default", x, 1, places, x)])
+        if dtype is torch.float32:
+            device.compile(program)
+            continue
+        with pytest.raises(Unsupported, match=r"counting.*int64.*scatter_add") as caught:
+            device.compile(program)
+        assert caught.value.op == "aten.scatter_add.default"
 
 
 def test_host_memory_that_crosses_is_registered_as_it_is(device: CupyDevice, stub: StubRuntime) -> None:
@@ -184,13 +201,12 @@ def test_on_a_gpu_it_conforms(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @needs_cupy
-def test_on_a_gpu_nothing_runs_on_the_null_stream_or_another_device(tmp_path: Path) -> None:
-    """A queue held back on the device does not hold back another, which shared streams would."""
+def test_on_a_gpu_every_queue_has_a_stream_of_its_own() -> None:
     device = registry.open("cupy:0")
-    one, other = device.queue("one"), device.queue("other")
     assert isinstance(device, CupyDevice)
-    assert one.stream.ptr != other.stream.ptr
-    assert 0 not in (one.stream.ptr, other.stream.ptr)
+    streams = {device.queue(name).stream.ptr for name in ("load", "compute", "drain")}
+    assert len(streams) == 3
+    assert 0 not in streams, "the null stream waits for everybody"
     device.close()
 
 
