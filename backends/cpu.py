@@ -27,13 +27,16 @@ from hal.errors import HalError, Unavailable, Unsupported
 from hal.event import Event
 from hal.host import Host
 from hal.kernel import Kernel, Program
-from hal.memory import MemoryAccount, MemoryUse
+from hal.memory import MemoryAccount, MemoryUse, format_size
 from hal.pages import LockedMemory, Mlock
 from hal.random import RandomKey
 from hal.worker import Worker
 
 COMPUTE = "compute"
 """The queue that kernels run on, and the host's tasks with them."""
+
+NUMA_NODES = Path("/sys/devices/system/node")
+"""Where Linux lists them."""
 
 _DTYPES = frozenset(
     {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16}
@@ -278,8 +281,7 @@ class CpuBackend(Backend):
                 device.close()
         except Exception as failure:  # contract 10: the reason is kept, not raised
             return Probe(name, False, f"{type(failure).__name__}: {failure}")
-        notes = (f"{torch.get_num_threads()} threads",)
-        return Probe(name, True, "", device.info.description, device.info.memory, device.info.tags, notes)
+        return Probe(name, True, "", device.info.description, device.info.memory, device.info.tags, _notes())
 
 
 def _nothing() -> None:
@@ -298,6 +300,35 @@ def _describe() -> str:
     except OSError:
         pass
     return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def _notes() -> tuple[str, ...]:
+    """Threads, NUMA nodes where there are several, and how much memory may be page-locked: with what to do."""
+    threads = torch.get_num_threads()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    notes = [f"{threads} threads on {usable} usable cores"]
+    if threads > usable:
+        notes[0] += f": more than cores, which is slow; set OMP_NUM_THREADS={usable}"
+    nodes = list(NUMA_NODES.glob("node[0-9]*"))
+    if len(nodes) > 1:
+        notes.append(
+            f"{len(nodes)} NUMA nodes: spread the model's memory with `numactl --interleave=all`, or stay on one node "
+            "with `numactl --cpunodebind=0 --membind=0`"
+        )
+    limit = _lock_limit()
+    if limit is not None:
+        notes.append(f"page-locked memory: {limit} (`ulimit -l`)")
+    return tuple(notes)
+
+
+def _lock_limit() -> str | None:
+    """How much a process may page-lock, as text; None on systems that do not say."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "no limit" if soft == resource.RLIM_INFINITY else f"at most {format_size(soft)}"
 
 
 def _memory_size() -> int | None:

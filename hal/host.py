@@ -108,6 +108,11 @@ class Host:
         """Run a task after the events of `wait`, in order with the tasks before it. Its error travels along."""
         return self._worker.submit(task, wait, label)
 
+    @property
+    def worker(self) -> Worker:
+        """Where tasks run."""
+        return self._worker
+
     def memory(self) -> MemoryUse:
         """Bytes in use, peak and capacity."""
         return self._account.use()

@@ -21,7 +21,6 @@ and the known answers that the tests check are those of the authors' Random123 l
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -32,6 +31,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
+
+from hal.compiled import compiled
 
 __all__ = [
     "MAXIMUM_ELEMENTS",
@@ -71,7 +72,6 @@ UNIFORM_SHIFT = 8  # keeps 24 bits, which a float32 holds exactly
 UNIFORM_STEP = 2.0**-24
 CHUNK_ELEMENTS = 2**15  # words and float64 intermediates of one chunk stay in a core's own cache
 
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,11 +353,4 @@ def _compile_fill() -> Callable[..., None]:
         numba.types.void(numba.types.uint32[::1], numba.types.none, *stream),
         numba.types.void(numba.types.boolean[::1], word, *stream),
     ]
-    try:
-        # The cache goes to NUMBA_CACHE_DIR, else next to this file, else into the user's cache folder.
-        return numba.njit(signatures, nogil=True, cache=True)(_fill)
-    except Exception as problem:
-        # No place to write to, a full disk, a damaged entry: a cache saves time and may not decide whether we
-        # run. If compiling itself is at fault, the second attempt says so.
-        logger.info("the random kernel is compiled anew in each process, for want of a cache: %s", problem)
-        return numba.njit(signatures, nogil=True)(_fill)
+    return compiled(_fill, signatures)

@@ -38,8 +38,14 @@ class Batch:
         return shapes, specs, constants
 
 
-def take_apart(batch: Any, whole_model: bool, microbatches: int, needs_targets: bool) -> Batch:
-    """Cut a batch. Raises BatchError where it is empty, too small, or its tensors do not agree in length."""
+def take_apart(
+    batch: Any, whole_model: bool, microbatches: int, needs_targets: bool, shared: Sequence[str] = ()
+) -> Batch:
+    """Cut a batch. Raises BatchError where it is empty, too small, or its tensors do not agree in length.
+
+    The batch's length is the one that most of its tensors have along dimension 0 (the first one's, if as many have
+    another). Inputs of a whole model under the names `shared` are not cut.
+    """
     target_tree: TensorTree | None = None
     targets: list[torch.Tensor] = []
     if whole_model:
@@ -58,8 +64,12 @@ def take_apart(batch: Any, whole_model: bool, microbatches: int, needs_targets: 
         inputs, tree = tensor_leaves(batch)
     tensors = [*inputs, *targets]
     if not tensors:
-        raise BatchError(f"The batch holds no tensors: {_describe(batch)}.")
-    size = _batch_size(tensors)
+        raise BatchError(
+            f"The batch holds no tensors: {_describe(batch)}. Make tensors of its arrays or lists, for example with "
+            "torch.as_tensor."
+        )
+    kept_whole = {id(tensor) for name in shared for tensor in tensor_leaves(batch.get(name))[0]} if shared else set()
+    size = _batch_size([tensor for tensor in tensors if id(tensor) not in kept_whole])
     if size == 0:
         raise BatchError("The batch is empty: its tensors have length 0.")
     if size < microbatches:
@@ -76,11 +86,10 @@ def take_apart(batch: Any, whole_model: bool, microbatches: int, needs_targets: 
                 )
     step = -(-size // microbatches)
     starts = range(0, size, step)
+    cut = [tensor.dim() > 0 and tensor.shape[0] == size and id(tensor) not in kept_whole for tensor in tensors]
+    detached = [tensor.detach() for tensor in tensors]
     pieces = [
-        [
-            tensor[start : start + step] if tensor.dim() > 0 and tensor.shape[0] == size else tensor
-            for tensor in (one.detach() for one in tensors)
-        ]
+        [tensor[start : start + step] if is_cut else tensor for tensor, is_cut in zip(detached, cut, strict=True)]
         for start in starts
     ]
     sizes = [min(step, size - start) for start in starts]
@@ -88,7 +97,9 @@ def take_apart(batch: Any, whole_model: bool, microbatches: int, needs_targets: 
 
 
 def weigh(batch: Batch, weight: LossWeight | None) -> list[float]:
-    """Each piece's share in the mean loss of the whole batch; pieces whose targets are all masked get 0."""
+    """Each piece's share in the loss of the whole batch (1 for a sum); pieces whose targets are all masked get 0."""
+    if weight is not None and weight.is_sum:
+        return [1.0] * len(batch.pieces)
     counts = batch.sizes if weight is None else [weight.count(piece) for piece in batch.pieces]
     total = sum(counts)
     if total == 0:
@@ -110,16 +121,17 @@ def without_empty(batch: Batch, weights: Sequence[float]) -> tuple[Batch, list[f
 def count_tokens(batch: Batch) -> int:
     """Positions in the first integer tensor of the batch, or samples where there is none: what a rate counts."""
     for number, tensor in enumerate(batch.pieces[0][: batch.input_count]):
-        if tensor.dtype in (torch.int64, torch.int32) and tensor.dim() >= 2:
-            return sum(piece[number].shape[0] * piece[number].shape[1] for piece in batch.pieces)
+        rows = sum(piece[number].shape[0] for piece in batch.pieces) if tensor.dim() >= 2 else 0
+        if tensor.dtype in (torch.int64, torch.int32) and rows == sum(batch.sizes):
+            return rows * tensor.shape[1]
     return sum(batch.sizes)
 
 
 def _batch_size(tensors: Sequence[torch.Tensor]) -> int:
-    for tensor in tensors:
-        if tensor.dim() > 0:
-            return int(tensor.shape[0])
-    raise BatchError("The batch holds only scalars: there is no dimension to cut.")
+    lengths = [int(tensor.shape[0]) for tensor in tensors if tensor.dim() > 0]
+    if not lengths:
+        raise BatchError("The batch holds only scalars: there is no dimension to cut.")
+    return max(dict.fromkeys(lengths), key=lengths.count)
 
 
 def _describe(batch: Any) -> str:

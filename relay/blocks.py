@@ -7,6 +7,8 @@ alike, and each is captured for itself.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The repeated blocks by name, in the model's order; empty where there are none.
 
     A block is an element of an outermost ModuleList, or a non-leaf element of an outermost Sequential, in which at
-    least two elements with parameters are of one class.
+    least two elements with parameters are of one class; or the one element of a ModuleList of depth one.
     """
     found: dict[str, nn.Module] = {}
     _search(model, "", found)
@@ -39,16 +41,23 @@ def _search(module: nn.Module, prefix: str, found: dict[str, nn.Module]) -> None
 
 
 def _blocks_of(layers: nn.ModuleList | nn.Sequential) -> dict[str, nn.Module]:
-    leaves_count = isinstance(layers, nn.ModuleList)
-    blocks = {
+    is_list = isinstance(layers, nn.ModuleList)
+    members = {
         name: layer
-        for name, layer in layers.named_children()
-        if any(True for _ in layer.parameters())
-        and (leaves_count or any(True for _ in layer.children()))
+        for name, layer in layers._modules.items()
+        if layer is not None
+        and any(True for _ in layer.parameters())
+        and (is_list or any(True for _ in layer.children()))
         and type(layer).forward is not nn.Module.forward
     }
-    classes = [type(layer) for layer in blocks.values()]
-    return blocks if len(set(classes)) < len(classes) else {}
+    classes = [type(layer) for layer in members.values()]
+    repeats = len(set(classes)) < len(classes)
+    # A list of one layer, made of others, is a stack of depth one.
+    lone = is_list and len(members) == 1 and any(True for _ in next(iter(members.values())).children())
+    if not (repeats or lone):
+        return {}
+    distinct = {id(layer): name for name, layer in reversed(members.items())}  # one layer may stand there many times
+    return {name: layer for name, layer in members.items() if distinct[id(layer)] == name}
 
 
 def tie_pattern(module: nn.Module) -> list[int]:
@@ -60,6 +69,38 @@ def tie_pattern(module: nn.Module) -> list[int]:
     ]
     return [first.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)]
 
+
+def plain_attributes(model: nn.Module) -> tuple[Any, ...]:
+    """What a forward may look at besides tensors: every module's own numbers, flags and texts.
+
+    A graph is recorded with them as they are, so where they change another graph is needed.
+    """
+    found: list[Any] = []
+    for module in model.modules():
+        for name, value in module.__dict__.items():
+            if type(value) in _PLAIN or (type(value) is tuple and all(type(item) in _PLAIN for item in value)):
+                found.append((name, value))
+        found.append(None)  # where one module's end and the next one's begin
+    return tuple(found)
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Put back every module's own numbers, flags and texts afterwards: recording runs a forward that may count."""
+    before = [
+        (module, {name: value for name, value in module.__dict__.items() if type(value) in _PLAIN})
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            for name, value in attributes.items():
+                if module.__dict__.get(name) is not value:
+                    module.__dict__[name] = value
+
+
+_PLAIN = {bool, int, float, str}
 
 _BOOKKEEPING = {"_parameters", "_buffers", "_modules", "_is_full_backward_hook"}
 

@@ -41,12 +41,17 @@ def devices(as_json: bool) -> None:
     found = relay.devices()
     if as_json:
         fields = ("name", "available", "reason", "description", "memory_bytes")
-        print_json({"devices": [{field: getattr(device, field) for field in fields} for device in found]})
+        rows = [{field: getattr(device, field) for field in fields} for device in found]
+        for row, device in zip(rows, found, strict=True):
+            row["self_test"] = "passed" if device.available else "not run, or failed: see reason"
+            row["notes"] = list(device.notes)
+        print_json({"devices": rows})
         return
     width = max([len(device.name) for device in found], default=0)
     for device in found:
         memory = "" if device.memory_bytes is None else f", {format_size(device.memory_bytes)}"
-        text = f"{device.description}{memory}" if device.available else f"not here: {device.reason}"
+        here = f"{device.description}{memory}; self-test passed"
+        text = here if device.available else f"not here: {device.reason}"
         click.echo(f"{'✓' if device.available else '✗'} {device.name:<{width}}  {text}")
         for note in device.notes:
             click.echo(f"  {'':<{width}}  {note}")

@@ -59,6 +59,10 @@ class Commands(click.Group):
         except click.ClickException as wrong:
             self._answer(context, wrong.format_message(), type(wrong).__name__)
             raise
+        except KeyboardInterrupt as interrupt:
+            stopped = CouldNot(RuntimeError("interrupted: nothing was saved"))
+            self._answer(context, stopped.message, "Interrupted")
+            raise stopped from interrupt
         except BrokenPipeError:
             raise  # whoever read our output has gone; click ends quietly
         except EXPECTED_FAILURES as failure:

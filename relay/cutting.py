@@ -79,7 +79,8 @@ class BlockSegment(nn.Module):
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.input_tree.fill([values[place] for place in self.places])
-        outputs, _ = tensor_leaves(self.block(*args, **kwargs))
+        # Not the block's call but its forward: its hooks are in the trace around it already.
+        outputs, _ = tensor_leaves(self.block.forward(*args, **kwargs))
         return tuple(outputs[number] for number in self.used)
 
 
@@ -192,7 +193,8 @@ class _Cut:
             if stage < self.last_stage:
                 self._add_block(self.block_nodes[stage], self.calls[stage])
         result_values = self.segments[-1].outputs[1:] if self.has_loss else self.segments[-1].outputs
-        weight = loss_weight_of(self.traced.graph, self.batch_nodes) if self.has_loss else None
+        held = {node: tensor for node, (_, tensor) in self.state_nodes.items()}
+        weight = loss_weight_of(self.traced, self.results[0], self.batch_nodes, held) if self.has_loss else None
         inputs = tuple(self.value_of[node] for node in self.batch_nodes)
         return Partition(self.segments, self.values, inputs, self.has_loss, result_values, result_tree, weight)
 

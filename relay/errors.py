@@ -73,3 +73,18 @@ class LossScaleExhausted(RelayError):
             "infinities or NaN. Use precision='bf16' or 'fp32', lower the learning rate, or load a checkpoint."
         )
         self.scale = scale
+
+
+class ModelChanged(RelayError):
+    """The model's tensors are no longer the ones that the trainer took over. Nothing was run.
+
+    What to do: build a new trainer; one model has one trainer at a time.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"The model's {name!r} is not the tensor that this trainer took over: it was replaced, cast or moved, or "
+            "another trainer has the model now. Change weights in place (load_state_dict, copy_), or build a new "
+            "trainer for the model as it is."
+        )
+        self.name = name

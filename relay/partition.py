@@ -12,6 +12,7 @@ Invariant: run in order, the segments compute what the model computes, op for op
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -89,7 +90,7 @@ def partition_list(
 
     Without `target_tree` the last module's output is the result and there is no loss.
     """
-    names = _canonical_names(nn.Sequential(*modules))
+    names = _canonical_names(list_as_model(modules, loss))
     values: list[Value] = []
 
     def new_values(tensors: Sequence[torch.Tensor], producer: int | None) -> tuple[int, ...]:
@@ -147,6 +148,12 @@ def partition_list(
     has_loss = target_tree is not None
     results = segments[-1].outputs[1:] if has_loss else segments[-1].outputs
     return Partition(segments, values, (*batch_inputs, *batch_targets), has_loss, results, tree, weight)
+
+
+def list_as_model(modules: Sequence[nn.Module], loss: Any) -> nn.Module:
+    """A list of modules as one that holds them under their numbers, and a loss that is a module under `loss`."""
+    named = [(str(index), module) for index, module in enumerate(modules)]
+    return nn.Sequential(OrderedDict([*named, ("loss", loss)] if isinstance(loss, nn.Module) else named))
 
 
 def loss_of(output: Any) -> torch.Tensor | None:

@@ -278,7 +278,9 @@ class Relay:
             for access in accesses:
                 access.finish(event)
             ran.compute.append(event)
-            ran.mark("compute", f"{one.program.name} {microbatch}", event)
+            # Layers built alike share a program, which bears the first one's name.
+            kind = one.program.name.rpartition(" ")[2]
+            ran.mark("compute", f"{visit.content.name} {kind} {microbatch}", event)
         self._send_buffers(visit, step.pieces[0].stations[visit.number], ran)
 
     def _send_buffers(self, visit: _Visit, station: Station, ran: Ran) -> None:

@@ -31,7 +31,8 @@ class Segment:
     """One station of the relay. `module(*inputs)` returns the tuple of its outputs.
 
     `parameters` and `buffers` map the module's own names to the model's. `alike` is what tells whether two
-    segments are built alike (`relay.blocks.same_structure`), or None where nothing can be alike.
+    segments are built alike (`relay.blocks.same_structure`), or None where nothing can be alike. `kept` are values
+    that its forward hands to its own backward: buffers as they were before it changed them.
     """
 
     index: int
@@ -42,6 +43,7 @@ class Segment:
     parameters: dict[str, str]
     buffers: dict[str, str]
     alike: Any = None
+    kept: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)

@@ -20,10 +20,11 @@ from hal.host import Host
 from hal.kernel import Role
 from hal.slot import SlotContent
 from relay.eps.server import GradientPlan, ParameterServer, plan_gradients
-from relay.eps.store import GradientField, LayerStore
+from relay.eps.store import GradientField, LayerStore, Wanted
 from relay.errors import RelayError
+from relay.rehearsal import Build, CountingHost, refuse_beyond, rehearse
 from relay.schedule import Ran, Relay, SlotRing
-from relay.stash import Key, Stash
+from relay.stash import STASH_STATE, Key, Stash
 from relay.stations import Station, Stations
 from relay.trace import Trace
 from relay.workspace import Requirement, kernel_workspace, plan_for, slot_sizes
@@ -44,6 +45,9 @@ class Session:
         slot_count: int,
         stash_place: str,
         capacity: int | None,
+        build: Build,
+        precision: str,
+        state_dtype: str,
     ) -> None:
         self.device = device
         self.host = host
@@ -60,23 +64,53 @@ class Session:
         self._slot_count = slot_count
         self._stash_place = stash_place
         self._capacity = capacity
+        self._build = build
+        self._precision = precision
+        self._state_dtype = state_dtype
+        self._rehearsed: set[int] = set()
         self._stash: Stash | None = None
         self._stash_key: object = None
         self._scalars: Buffer | None = None
 
     # -- making ready -----------------------------------------------------------------------------------------
 
+    def check_host(self, pieces: Sequence[Stations], groups: Sequence[Mapping[str, Any]], training: bool) -> None:
+        """Raise OutOfMemory, with the ledger and advice, where a pass needs more of the host than it may have."""
+        capacity = self.host.memory().capacity
+        stations = pieces[0]
+        if capacity is None or id(stations) in self._rehearsed:
+            return
+        counting = CountingHost(self.host.worker)
+        wanted = _wanted(stations)
+        plans = self.gradient_plans(stations) if training else []
+
+        def lay_out(store: LayerStore) -> list[SlotContent]:
+            return self._lay_out(store, stations, wanted)
+
+        store = rehearse(self._model, counting, self._build, wanted, lay_out, plans, groups)
+        for name in _changing_buffers(stations) if training else ():
+            counting.alloc(store[name].numel(), store[name].dtype, KEPT_BUFFERS)
+        stash = plan_for(stations, self._stash_place, training).host_bytes(len(pieces))
+        counting.ledger.add(STASH_STATE, torch.uint8, stash)
+        refuse_beyond(
+            capacity, counting.ledger, self._precision, self._state_dtype, self._stash_place, self.server.held
+        )
+        self._rehearsed.add(id(stations))
+
     def contents(self, stations: Stations) -> list[SlotContent]:
         """What the slots will hold, segment by segment; on first use the model moves into the store."""
-        wanted = [
-            list(zip([*station.parameters, *station.buffers], station.dtypes, strict=True))
-            for station in stations.stations
-        ]
+        wanted = _wanted(stations)
         if not all(self.store.holds(item) for group in wanted for item in group):
             self.store.take_over(self._model, wanted)
+        self.store.check(self._model)
         self.store.take_edits()
+        return self._lay_out(self.store, stations, wanted)
+
+    def _lay_out(
+        self, store: LayerStore, stations: Stations, wanted: Sequence[Sequence[Wanted]]
+    ) -> list[SlotContent]:
         return [
-            self.store.content(station.segment.name, group, _gradients(station), self.server.held)
+            store.content(station.segment.name, group, _gradients(station), self.server.held)
             for station, group in zip(stations.stations, wanted, strict=True)
         ]
 
@@ -147,7 +181,8 @@ class Session:
         """Around the submission of a pass: waits for all that it needs, whatever happens, and raises the first error.
 
         If the step failed or was skipped, `buffers` are put back as `keep_buffers` found them; if updates of a failed
-        step were applied, `broken` says so from then on. An interrupt while it waits is left for `take_interrupt`.
+        step were applied, or held ones of the step before failed, `broken` says so from then on. An interrupt while it
+        waits is left for `take_interrupt`.
         """
         ran = Ran(trace=self.trace)
         error: BaseException | None = None
@@ -168,7 +203,9 @@ class Session:
         if error is not None:
             self.relay.slots.forget()
             _wait_all(ran.host.updates)
-            if any(_succeeded(event) for event in ran.host.updates):
+            behind, self.pending = self.pending, []
+            _, failed_behind = _wait_all(behind)
+            if failed_behind is not None or any(_succeeded(event) for event in ran.host.updates):
                 self.broken = error
         if error is not None or not self.server.held:
             # All updates have ended; one that failed must not fail the next step too.
@@ -180,8 +217,7 @@ class Session:
 
     def keep_buffers(self, stations: Stations) -> list[str]:
         """Keep a copy of the buffers that a step's forward changes, should the step not be applied. Their names."""
-        passes = [(one, each) for one in stations.stations for each in (one.forward, one.backward) if each is not None]
-        names = [one.buffers[index] for one, each in passes for index in each.updates]
+        names = _changing_buffers(stations)
         for name in names:
             buffer = self.store[name]
             if name not in self._kept_buffers:
@@ -212,6 +248,7 @@ class Session:
         Slots and stash are taken anew at the next step. Nothing may be under way.
         """
         self._model = model
+        self._rehearsed.clear()
         self._free_device_memory()
         self.store.rename(names)
         for kept in self._kept_buffers.values():
@@ -254,6 +291,18 @@ class Session:
         if self._scalars is not None:
             self._scalars.free()
             self._scalars = None
+
+
+def _wanted(stations: Stations) -> list[list[Wanted]]:
+    return [
+        list(zip([*station.parameters, *station.buffers], station.dtypes, strict=True)) for station in stations.stations
+    ]
+
+
+def _changing_buffers(stations: Stations) -> list[str]:
+    """The buffers that a training step changes."""
+    passes = [(one, each) for one in stations.stations for each in (one.forward, one.backward) if each is not None]
+    return [one.buffers[index] for one, each in passes for index in each.updates]
 
 
 def _gradients(station: Station) -> list[GradientField]:

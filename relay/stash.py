@@ -3,7 +3,8 @@
 A plan made before the run gives each value a cell for as long as it is needed, so memory is known in advance and
 reused. Cells live on the device, or, with `stash="host"`, on the host, from where they stream through a small ring
 of device buffers: then device memory does not grow with depth or with the number of micro-batches. Values that
-three or more segments use (masks, position tables) stay on the device: they do not grow with depth.
+three or more segments use (masks, position tables) stay on the device: they grow with the number of micro-batches,
+but not with depth.
 
 Every access is ordered by events: a reader waits for the write, a writer for the readers before it. The stash hands
 out those events and is told of new ones; it never blocks.

@@ -14,7 +14,7 @@ from torch import nn
 
 from hal.device import Device
 from hal.kernel import Kernel, Program, Role
-from relay.blocks import same_structure, tie_pattern
+from relay.blocks import plain_attributes, same_structure, tie_pattern
 from relay.capture import Captured, Presence, capture
 from relay.segments import Partition, Segment, Value
 
@@ -130,12 +130,17 @@ def build_stations(
                 captures.add(segment, signature, captured)
             elif presences is not None:
                 captured.eager.presence = presences.setdefault(segment.name, captured.eager.presence)
-        _add_kept(segment, captured, partition)
         for value, flag, port in zip(
             segment.outputs, captured.output_requires_grad, captured.forward.outputs, strict=False
         ):
             requires_grad[value] = flag
             partition.values[value].dtype = port.dtype  # as computed, which may be other than as traced
+        for _ in captured.kept:
+            # A buffer as it was before the forward changed it: handed on from a segment's forward to its backward.
+            port = captured.forward.outputs[len(segment.outputs) + len(segment.kept)]
+            value = Value(len(partition.values), port.shape, port.dtype, segment.index, [segment.index])
+            partition.values.append(value)
+            segment.kept = (*segment.kept, value.index)
         built.append((segment, captured))
 
     stations = [_station(segment, captured, partition, training, results) for segment, captured in built]
@@ -156,14 +161,6 @@ def build_stations(
     return result
 
 
-def _add_kept(segment: Segment, captured: Captured, partition: Partition) -> None:
-    """Values for the copies of buffers that a segment's forward keeps for its own backward."""
-    for port in captured.kept:
-        value = Value(len(partition.values), port.shape, port.dtype, segment.index, [segment.index])
-        partition.values.append(value)
-        segment.outputs = (*segment.outputs, value.index)
-
-
 class Captures:
     """What has been captured, found again for a segment built alike, whichever partition it is of."""
 
@@ -176,10 +173,11 @@ class Captures:
         if segment.alike is None:
             return None
         modes = _modes(segment.module)
-        for other, other_signature, other_modes, captured in self._known:
+        for other, other_signature, other_state, captured in self._known:
             if (
                 other_signature == signature
-                and other_modes == modes
+                and _modes(other.module) == modes
+                and other_state == (modes, plain_attributes(other.module))  # as it was when it was captured
                 and other.alike[1:] == segment.alike[1:]
                 and same_structure(other.alike[0], segment.alike[0], captured.reads)
                 and tie_pattern(other.module) == tie_pattern(segment.module)
@@ -190,7 +188,8 @@ class Captures:
     def add(self, segment: Segment, signature: Any, captured: Captured) -> None:
         """Keep a capture; the oldest goes where there are too many."""
         if segment.alike is not None:
-            self._known.append((segment, signature, _modes(segment.module), captured))
+            state = (_modes(segment.module), plain_attributes(segment.module))
+            self._known.append((segment, signature, state, captured))
             del self._known[: -self._limit]
 
     def clear(self) -> None:
@@ -211,16 +210,17 @@ def _station(
 ) -> Station:
     last = segment.index == len(partition.segments) - 1
 
-    kept = tuple(segment.outputs[port.index] for port in captured.kept)
-    known = (*segment.inputs, *kept)
+    made_values = (*segment.outputs, *segment.kept)
+    taken_values = (*segment.inputs, *segment.kept)
 
     def make(program: Program) -> Pass:
         ports = program.outputs
+        values_in = [port for port in program.inputs if port.role is Role.VALUE]
         return Pass(
             program=program,
-            reads=tuple(known[port.index] for port in program.inputs if port.role is Role.VALUE),
+            reads=tuple(taken_values[port.index] for port in values_in),
             seeds=tuple(segment.outputs[port.index] for port in program.inputs if port.role is Role.SEED),
-            writes=tuple(segment.outputs[port.index] for port in ports if port.role is Role.VALUE),
+            writes=tuple(made_values[port.index] for port in ports if port.role is Role.VALUE),
             updates=tuple(port.index for port in ports if port.role is Role.BUFFER_UPDATE),
             parameter_gradients=tuple(port.index for port in ports if port.role is Role.PARAMETER_GRADIENT),
             value_gradients=tuple(segment.inputs[port.index] for port in ports if port.role is Role.VALUE_GRADIENT),

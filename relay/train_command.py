@@ -5,6 +5,7 @@ and what that does with a `relay.Trainer`, any script can do. Invariant: an opti
 in a run file as on the command line.
 """
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,18 @@ SAMPLE_BYTES = 300
     help="Numbers on the device and on the way to it.",
 )
 @click.option(
+    "--state-dtype",
+    default="fp32",
+    show_default=True,
+    type=click.Choice(["fp32", "bf16", "int8"]),
+    help="What the optimizer's moments are kept in on the host.",
+)
+@click.option(
+    "--clip",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Clip gradients to this global norm.  [default: no clipping]",
+)
+@click.option(
     "--stash",
     default="device",
     show_default=True,
@@ -75,8 +88,8 @@ SAMPLE_BYTES = 300
     "--slots",
     default=2,
     show_default=True,
-    type=click.IntRange(min=2),
-    help="Layers on the device at a time.",
+    type=AT_LEAST_ONE,
+    help="Layers on the device at a time; with 1 nothing loads while one computes.",
 )
 @click.option(
     "--capacity", type=Size(), help="Device memory to keep within, such as 256MB.  [default: all of it]"
@@ -91,6 +104,11 @@ SAMPLE_BYTES = 300
 )
 @click.option(
     "--out", default=DEFAULT_FOLDER, show_default=True, type=click.Path(), help="Folder for the result."
+)
+@click.option(
+    "--trace",
+    type=click.Path(dir_okay=False),
+    help="Write what ran when, for a few steps, to this file (open it at ui.perfetto.dev).",
 )
 @click.option(
     "--sample/--no-sample", default=True, show_default=True, help="Let the model write some text at the end."
@@ -164,6 +182,11 @@ def _is_of_kind(value: Any, kind: click.ParamType) -> bool:
 
 
 def _check_together(options: dict[str, Any]) -> None:
+    for name in ("lr", "dropout", "clip"):
+        if options[name] is not None and not math.isfinite(options[name]):
+            raise click.UsageError(f"--{name} must be a finite number; received {options[name]}.")
+    if options["data"] is not None and not str(options["data"]).strip():
+        raise click.UsageError("--data is empty. Name a file or a folder, or leave it out for Python's own library.")
     if options["hidden"] % options["heads"]:
         raise click.UsageError(
             f"--hidden must be a multiple of --heads; received {options['hidden']} and {options['heads']}."

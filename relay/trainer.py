@@ -8,9 +8,10 @@ the trainer says that it can no longer be trusted (`InconsistentState`).
 from __future__ import annotations
 
 import functools
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -20,7 +21,7 @@ from torch import nn
 
 from hal import registry
 from hal.event import Event
-from hal.host import Ledger
+from hal.host import Host, Ledger
 from hal.memory import parse_size
 from relay.architecture import (
     chosen_layers,
@@ -34,6 +35,7 @@ from relay.architecture import (
     replaced,
 )
 from relay.batches import Batch, count_tokens, take_apart, weigh, without_empty
+from relay.blocks import plain_attributes, undisturbed
 from relay.buckets import Buckets
 from relay.capture import Presence
 from relay.eps.bound import STATE_DTYPES, as_spec, bind
@@ -45,12 +47,14 @@ from relay.eps.store import LayerStore
 from relay.errors import InconsistentState, NonFiniteLoss, PartitionError
 from relay.huggingface import save_pretrained
 from relay.metrics import Metrics, total_elapsed
-from relay.partition import partition_list, partition_model
+from relay.partition import list_as_model, partition_list, partition_model
 from relay.schedule import ForwardPass, Ran, Relay, TrainingStep
 from relay.session import Session
 from relay.stash import Key, Stash
 from relay.stations import Captures, Stations, build_stations
 from relay.trace import Trace
+
+_RECORDING = threading.RLock()
 
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -72,7 +76,8 @@ class Trainer:
     the host in fp32 (fp16 with a dynamic loss scale). `state_dtype` is what the optimizer's moments are kept in:
     `"fp32"`, `"bf16"` or `"int8"`. `clip_grad_norm` and `clip_grad_value` are exact, as torch.nn.utils' are.
     `parameter_groups` are mappings with `params` (name patterns such as `"*.bias"`, or the parameters themselves)
-    and hyperparameters that differ from the optimizer's own.
+    and hyperparameters that differ from the optimizer's own. `shared_inputs` names inputs of a whole model that
+    every micro-batch gets whole, should their length be the batch's by chance.
 
     Each shape of batch is captured once; `programs` is for how many shapes (and modes) that is kept, the least recently
     used going first. `buckets` pads sequences to a few lengths (`relay.Buckets`), for steps and evaluation.
@@ -82,7 +87,7 @@ class Trainer:
         self,
         model: nn.Module | Sequence[nn.Module],
         loss: Callable[..., torch.Tensor] | None = None,
-        device: str = "cpu",
+        device: str | torch.device = "cpu",
         optimizer: Any = None,
         microbatches: int = 4,
         precision: str = "fp32",
@@ -96,10 +101,14 @@ class Trainer:
         parameter_groups: Sequence[Mapping[str, Any]] = (),
         host_memory: int | str | None = None,
         pinned_memory: int | str | None = None,
+        shared_inputs: Sequence[str] = (),
         programs: int = 32,
         buckets: Buckets | None = None,
     ) -> None:
         self._whole = isinstance(model, nn.Module)
+        if isinstance(model, (nn.Sequential, nn.ModuleList)) and loss is not None:
+            model = list(model)
+            self._whole = False
         self._modules: list[nn.Module] = [] if isinstance(model, nn.Module) else list(model)
         if self._whole and loss is not None:
             raise ValueError("loss= goes with a list of modules; a whole model gives its loss in output.loss")
@@ -113,15 +122,16 @@ class Trainer:
         _check_positive("clip_grad_norm", clip_grad_norm)
         _check_positive("clip_grad_value", clip_grad_value)
         for name, value in (("microbatches", microbatches), ("slots", slots), ("programs", programs)):
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
         if not isinstance(seed, int) or not 0 <= seed < 2**64:
             raise ValueError(f"seed={seed!r} must be a whole number from 0 to 2**64 - 1")
 
-        self._model: nn.Module = model if isinstance(model, nn.Module) else nn.Sequential(*self._modules)
+        self._model: nn.Module = model if isinstance(model, nn.Module) else list_as_model(self._modules, loss)
         if not any(parameter.requires_grad for parameter in self._model.parameters()):
             raise PartitionError("The model has no parameter that requires a gradient: there is nothing to train.")
         self._loss = loss
+        self._shared_inputs = tuple(shared_inputs)
         self._microbatches = microbatches
         self._compute = _COMPUTE[precision]
         self._seed = seed
@@ -140,14 +150,21 @@ class Trainer:
         groups, group_of = split_into_groups(self._model, parameter_groups, defaults)
         self.optimizer = RelayOptimizer(groups, defaults)
         limit = _size_or_none(capacity)
-        opened = registry.open(device, limit)
+        opened = registry.open(str(device), limit)
         host = opened.host(_size_or_none(host_memory), _size_or_none(pinned_memory))
-        store = LayerStore(host)
-        bound = bind(spec, host, store, state_dtype)
         order = [name for name, _ in self._model.named_parameters()]
         clipping = Clipping(clip_grad_norm, clip_grad_value)
-        server = ParameterServer(opened, host, store, bound, group_of, order, clipping, self._scale is not None)
-        self._session = Session(self._model, opened, host, store, server, slots, stash, limit)
+
+        def build(on: Host) -> tuple[LayerStore, ParameterServer]:
+            store = LayerStore(on)
+            bound = bind(spec, on, store, state_dtype)
+            scaled = self._scale is not None
+            return store, ParameterServer(opened, on, store, bound, group_of, order, clipping, scaled)
+
+        store, server = build(host)
+        self._session = Session(
+            self._model, opened, host, store, server, slots, stash, limit, build, precision, state_dtype
+        )
 
     # -- training ---------------------------------------------------------------------------------------------
 
@@ -204,7 +221,7 @@ class Trainer:
         if self._scale is not None:
             (self._scale.overflowed if skipped else self._scale.succeeded)()
         session.take_interrupt()
-        loss = sum((losses_on_host * weights_on_host).tolist())
+        loss = _weighted(losses_on_host, weights)
         updates = behind if session.server.held else ran.host.updates
         return self._metrics(ran, batch_pieces, loss, start, updates)
 
@@ -215,17 +232,17 @@ class Trainer:
             pieces, weights, stations = self._ready(batch, training=False, active=active)
             ran, losses = self._forward(pieces, stations)
             assert losses is not None
-            loss = sum((losses * torch.tensor(weights, dtype=losses.dtype)).tolist())
+            loss = _weighted(losses, weights)
             return self._metrics(ran, pieces, loss, start, [])
 
     def predict(self, batch: Any) -> Any:
         """The model's output for a batch (for a list of modules: for its inputs), forward only, in eval mode.
 
-        Tensors with the batch's length along dimension 0 are put together again; of others the first piece's.
+        Tensors with the batch's length along dimension 0 are put together again, and scalars (a loss) averaged over
+        the batch; of others the first piece's are given.
         """
         with self._eval_mode():
-            size = take_apart(batch, self._whole, 1, needs_targets=False).sizes[0]
-            pieces = take_apart(batch, self._whole, min(self._microbatches, size), needs_targets=False)
+            pieces = self._take_apart(batch, training=False, needs_targets=False)
             stations = [self._stations(pieces, number, False, True) for number in range(len(pieces.pieces))]
             outputs: list[list[torch.Tensor]] = []
 
@@ -239,11 +256,10 @@ class Trainer:
                         ran.reads.append(relay.drain_queue.read(target, access.view, access.waits))
 
             self._forward(pieces, stations, read_back)
-            together = [
-                torch.cat(rows) if rows[0].dim() and [len(row) for row in rows] == pieces.sizes else rows[0]
-                for rows in zip(*outputs, strict=True)
-            ]
-            return stations[0].partition.result_tree.fill(together)
+            partition = stations[0].partition
+            weights = weigh(pieces, partition.loss_weight if partition.has_loss else None)
+            together = [_join(rows, pieces.sizes, weights) for rows in zip(*outputs, strict=True)]
+            return partition.result_tree.fill(together)
 
     def prepare(self, batch: Any) -> None:
         """Partition, capture, compile and allocate for batches like this one, and change nothing else.
@@ -288,7 +304,7 @@ class Trainer:
             undo = edit_blocks(self._model, within, change)
         else:
             self._modules = change(self._modules)
-            self._model = nn.Sequential(*self._modules)
+            self._model = list_as_model(self._modules, self._loss)
 
             def undo() -> None:
                 self._modules, self._model = old_modules, old_model
@@ -317,7 +333,7 @@ class Trainer:
         The tensors are the store's own, as in PyTorch: the next step changes them.
         """
         self.synchronize()
-        return self._model.state_dict()
+        return (self._model if self._whole else nn.Sequential(*self._modules)).state_dict()
 
     def sync_to(self, model: nn.Module) -> None:
         """Copy the weights into another model with the same names."""
@@ -374,6 +390,13 @@ class Trainer:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        # A trainer that is dropped unclosed would leave its queues' threads behind.
+        session = getattr(self, "_session", None)
+        if session is not None:
+            with suppress(Exception):
+                session.close()
+
     # -- making ready -----------------------------------------------------------------------------------------
 
     def _check_usable(self) -> None:
@@ -391,7 +414,7 @@ class Trainer:
         if self._buckets is not None and isinstance(batch, Mapping):
             batch = self._buckets.pad(batch)
         chosen = None if active is None else chosen_layers(layer_names(self._model, self._modules), active)
-        pieces = take_apart(batch, self._whole, self._microbatches, needs_targets=True)
+        pieces = self._take_apart(batch, training, needs_targets=True)
         first = self._stations(pieces, 0, training, False, chosen)
         if not first.partition.has_loss:
             raise PartitionError(
@@ -406,19 +429,42 @@ class Trainer:
                     "The model takes another path for the last, smaller micro-batch than for the others, so they "
                     "cannot share a step. Make the batch a multiple of microbatches."
                 )
+        self._session.check_host(stations, self.param_groups, training)
         if training and not self.plain_bytes:
             self.plain_bytes = self._plain_bytes(stations[0])
         return pieces, weights, stations
 
+    def _take_apart(self, batch: Any, training: bool, needs_targets: bool) -> Batch:
+        """The batch in pieces. Outside of training a batch may be smaller than the number of micro-batches."""
+        pieces = self._microbatches
+        if not training:
+            whole = take_apart(batch, self._whole, 1, needs_targets, self._shared_inputs)
+            pieces = min(pieces, whole.sizes[0])
+        return take_apart(batch, self._whole, pieces, needs_targets, self._shared_inputs)
+
     def _stations(
         self, batch: Batch, number: int, training: bool, results: bool, active: tuple[str, ...] | None = None
     ) -> Stations:
-        modes = tuple(module.training for module in self._model.modules())
         trainable = tuple(parameter.requires_grad for parameter in self._model.parameters())
-        key = (batch.signature(number), training, results, modes, trainable, active)
+        key = (batch.signature(number), training, results, trainable, plain_attributes(self._model), active)
         stations = self._cache.get(key)
         if stations is None:
-            tensors = batch.pieces[number]
+            stations = self._cache[key] = self._record(batch, batch.pieces[number], training, results, active)
+        self._cache.move_to_end(key)
+        while len(self._cache) > self._programs:
+            self._cache.popitem(last=False)
+        return stations
+
+    def _record(
+        self,
+        batch: Batch,
+        tensors: list[torch.Tensor],
+        training: bool,
+        results: bool,
+        active: tuple[str, ...] | None,
+    ) -> Stations:
+        """Partition and capture for the shapes of one piece. Tracing is not made for several threads at once."""
+        with _RECORDING, undisturbed(self._model):
             if self._whole:
                 partition = partition_model(self._model, tensors, batch.tree, self._compute, active)
             else:
@@ -426,13 +472,7 @@ class Trainer:
                 partition = partition_list(
                     self._modules, self._loss, inputs, batch.tree, targets, batch.target_tree, self._compute, active
                 )
-            stations = self._cache[key] = build_stations(
-                partition, training, results, self._compute, self._presences, self._captures
-            )
-        self._cache.move_to_end(key)
-        while len(self._cache) > self._programs:
-            self._cache.popitem(last=False)
-        return stations
+            return build_stations(partition, training, results, self._compute, self._presences, self._captures)
 
     def _plain_bytes(self, stations: Stations) -> int:
         """Device bytes that plain training would need: weights, gradients, two moments, and what autograd keeps."""
@@ -504,6 +544,20 @@ class Trainer:
         finally:
             for module, mode in modes.items():
                 module.training = mode
+
+
+def _join(rows: Sequence[torch.Tensor], sizes: Sequence[int], weights: Sequence[float]) -> torch.Tensor:
+    """One output of the model, from those of the pieces."""
+    if rows[0].dim() and [len(row) for row in rows] == list(sizes):
+        return torch.cat(list(rows))
+    if rows[0].dim() == 0 and rows[0].dtype.is_floating_point:
+        return torch.stack([row * weight for row, weight in zip(rows, weights, strict=True)]).sum()
+    return rows[0]
+
+
+def _weighted(losses: torch.Tensor, weights: Sequence[float]) -> float:
+    """The mean loss of the batch: each piece's rounded to its own dtype, as plain training would see it."""
+    return sum(float(loss * weight) for loss, weight in zip(losses, weights, strict=True))
 
 
 def _loss_dtype(stations: Stations) -> torch.dtype:

@@ -23,6 +23,9 @@ from relay.models import GPT
 
 HELD_OUT_BATCHES = 8
 
+TRACE_FROM = 3  # the first steps compile and allocate
+TRACED_STEPS = 4
+
 
 def learning_rate(step: int, steps: int, highest: float) -> float:
     """Linear warm-up over the first tenth (100 steps at most), then a cosine down to a tenth of `highest`."""
@@ -50,6 +53,8 @@ def train_gpt(options: dict[str, Any], tell: Callable[[str], None]) -> dict[str,
         device=options["device"],
         microbatches=options["microbatches"],
         precision=options["precision"],
+        state_dtype=options["state_dtype"],
+        clip_grad_norm=options["clip"],
         stash=options["stash"],
         slots=options["slots"],
         capacity=options["capacity"],
@@ -64,7 +69,7 @@ def train_gpt(options: dict[str, Any], tell: Callable[[str], None]) -> dict[str,
         run_folder.prepare(folder)
         held_out = data.held_out(HELD_OUT_BATCHES)
         before = _mean_loss(trainer, held_out)
-        figures = _train(trainer, data, options["steps"], options["lr"])
+        figures = _train(trainer, data, options["steps"], options["lr"], options["trace"])
         after = _mean_loss(trainer, held_out)
         run_folder.save(folder, trainer.state_dict(), configuration)
         plain_bytes = trainer.plain_bytes
@@ -78,7 +83,9 @@ def train_gpt(options: dict[str, Any], tell: Callable[[str], None]) -> dict[str,
     }
 
 
-def _train(trainer: "relay.Trainer", data: TextData, steps: int, highest: float) -> dict[str, Any]:
+def _train(
+    trainer: "relay.Trainer", data: TextData, steps: int, highest: float, trace_file: str | None
+) -> dict[str, Any]:
     tokens_a_step = data.batch_size * (data.window - 1)
     losses: list[float] = []
     seconds = dict.fromkeys(("seconds", "compute_seconds", "transfer_seconds", "optimizer_seconds"), 0.0)
@@ -89,6 +96,10 @@ def _train(trainer: "relay.Trainer", data: TextData, steps: int, highest: float)
         for step in range(steps):
             for group in trainer.optimizer.param_groups:
                 group["lr"] = learning_rate(step, steps, highest)
+            if trace_file is not None and step == min(TRACE_FROM, steps - 1):
+                trace = trainer.start_trace()
+            elif trace_file is not None and step == TRACE_FROM + TRACED_STEPS:
+                trainer.stop_trace()
             metrics = trainer.step(data.batch(step))
             losses.append(metrics.loss)
             for name in seconds:
@@ -101,6 +112,8 @@ def _train(trainer: "relay.Trainer", data: TextData, steps: int, highest: float)
                 refresh=False,
             )
             bar.update()
+    if trace_file is not None:
+        trace.write(trace_file)
     return {
         "steps": steps,
         "loss_first": losses[0],

@@ -1,14 +1,14 @@
-"""How much each micro-batch counts in the mean loss of the whole batch.
+"""How much each micro-batch counts in the loss of the whole batch.
 
-A batch's loss is a mean over samples, or, where it is a cross-entropy, over the targets that are not masked. Cut
-into pieces it must stay that mean, so each piece's loss is weighted by its share of samples or of targets. Which
-it is, and how the targets come from the batch, is read off the traced loss; targets that depend on parameters, and
-losses of several cross-entropies, fall back to samples.
+A batch's loss is a mean over samples, or, where it is a cross-entropy, over the targets that are not masked (each
+times its class's weight, if classes have weights); or it is a sum. Cut into pieces it must stay what it is, so each
+piece's loss is weighted by its share. Which it is, and how the targets come from the batch, is read off the traced
+loss; targets that depend on parameters, and losses of several cross-entropies, are weighted by samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -26,33 +26,63 @@ _CROSS_ENTROPIES = {
 }
 """Ops of the form (input, target, weight, reduction, ignore_index), with the place of ignore_index."""
 
-_MEAN = 1
+_MEAN, _SUM = 1, 2
 
 
 class LossWeight:
-    """Counts the unmasked targets of a piece of a batch, from the piece's own tensors."""
+    """What a piece of a batch counts, from the piece's own tensors. `is_sum`: the loss is a sum, all count fully."""
 
-    def __init__(self, graph: fx.GraphModule, ignored: int, first: int = 0) -> None:
+    def __init__(
+        self,
+        graph: fx.GraphModule | None,
+        ignored: int = -100,
+        first: int = 0,
+        class_weights: torch.Tensor | None = None,
+    ) -> None:
         self._graph = graph
         self._ignored = ignored
         self._first = first  # tensors of the batch before it have no part in the targets
+        self._class_weights = class_weights
+        self.is_sum = graph is None
 
-    def count(self, tensors: Sequence[torch.Tensor]) -> int:
+    def count(self, tensors: Sequence[torch.Tensor]) -> float:
         """How many targets count, given the batch's tensors in the order they were traced."""
+        assert self._graph is not None
         with torch.no_grad():
             target = self._graph(*tensors[self._first :])
-        return int((target != self._ignored).sum())
+            kept = target[target != self._ignored]
+            if self._class_weights is None:
+                return kept.numel()
+            return float(self._class_weights[kept].sum(dtype=torch.float64))
 
 
-def loss_weight_of(graph: fx.Graph, batch: Sequence[fx.Node], first: int = 0) -> LossWeight | None:
-    """Read the weight off a traced loss. `batch` are the placeholders that carry the batch's tensors from `first`."""
+def loss_weight_of(
+    traced: fx.GraphModule,
+    loss: fx.Node,
+    batch: Sequence[fx.Node],
+    states: Mapping[fx.Node, torch.Tensor],
+    first: int = 0,
+) -> LossWeight | None:
+    """Read the weight off a traced `loss`; None is by samples.
+
+    `batch` are the placeholders that carry the batch's tensors from number `first` on, `states` those that carry the
+    model's own.
+    """
+    if _is_sum(loss):
+        return LossWeight(None)
+    graph = traced.graph
     losses = [node for node in graph.nodes if node.op == "call_function" and node.target in _CROSS_ENTROPIES]
     if len(losses) != 1:
         return None
     arguments = _with_defaults(losses[0])
     target, weight, reduction, ignored = arguments[1:5]
-    if weight is not None or reduction != _MEAN or target.meta["val"].dtype.is_floating_point:
+    if reduction != _MEAN or not isinstance(target, fx.Node) or target.meta["val"].dtype.is_floating_point:
         return None
+    class_weights: torch.Tensor | None = None
+    if isinstance(weight, fx.Node):
+        class_weights = getattr(traced, str(weight.target)) if weight.op == "get_attr" else states.get(weight)
+        if class_weights is None:
+            return None
     cut = fx.Graph()
     environment: dict[fx.Node, fx.Node] = {}
     for position, node in enumerate(batch):
@@ -65,7 +95,19 @@ def loss_weight_of(graph: fx.Graph, batch: Sequence[fx.Node], first: int = 0) ->
             return None  # it depends on a parameter
         environment[node] = cut.node_copy(node, environment.__getitem__)
     cut.output(environment[target])
-    return LossWeight(fx.GraphModule(torch.nn.Module(), cut), ignored, first)
+    assert isinstance(ignored, int)
+    return LossWeight(fx.GraphModule(torch.nn.Module(), cut), ignored, first, class_weights)
+
+
+def _is_sum(loss: fx.Node) -> bool:
+    """Whether the last op of a loss is a sum over everything, or a loss that PyTorch was asked to sum."""
+    if loss.op != "call_function":
+        return False
+    if loss.target is aten.sum.default:
+        return True
+    schema = getattr(loss.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    return "reduction" in names and _with_defaults(loss)[names.index("reduction")] == _SUM
 
 
 def find_loss_weight(
@@ -87,7 +129,12 @@ def find_loss_weight(
     except Exception:  # a loss that cannot be traced by itself is weighted by samples, and traced again with its layer
         return None
     placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
-    return loss_weight_of(traced.graph, placeholders[len(outputs) :], first)
+    result = next(iter(reversed(traced.graph.nodes))).args[0]
+    if isinstance(result, (list, tuple)) and len(result) == 1:
+        result = result[0]
+    if not isinstance(result, fx.Node):
+        return None
+    return loss_weight_of(traced, result, placeholders[len(outputs) :], {}, first)
 
 
 def _with_defaults(node: fx.Node) -> list[object]:

@@ -204,7 +204,7 @@ def test_a_run_file_that_is_not_there_is_exit_code_1(tmp_path: Path) -> None:
         (["--batch", "3", "--microbatches", "4"], "--microbatches 4"),
         (["--hidden", "30", "--heads", "4"], "multiple of --heads"),
         (["--capacity", "lots"], "lots"),
-        (["--slots", "1"], "--slots"),
+        (["--slots", "0"], "--slots"),
         (["--lr", "0"], "--lr"),
     ],
 )
@@ -337,3 +337,21 @@ def test_the_module_form_trains_and_samples_with_a_clean_standard_output(
     assert failed.returncode == 1
     assert failed.stdout == ""
     assert failed.stderr.startswith("relay: There is no trained model in 'nowhere'")
+
+
+# **** relay train: what it passes on ****
+
+
+def test_a_clipped_run_in_bf16_with_small_states_trains_and_leaves_a_trace(tiny: list[str], tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    options = ["--precision", "bf16", "--state-dtype", "int8", "--clip", "0.5", "--trace", trace]
+    result = only_object(relay("train", *tiny, *options, "--json"))
+    assert result["options"]["clip"] == 0.5
+    spans = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    tracks = {event["args"]["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "M"}
+    assert tracks >= {"compute", "update"}
+    assert all(event["dur"] >= 0 for event in spans)
+
+
+def test_a_clip_of_nothing_is_asked_wrongly(tiny: list[str]) -> None:
+    assert relay("train", *tiny, "--clip", "0").exit_code == 2

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
+from backends.cpu import CpuBackend
 from hal.device import Device, Queue, View
 from hal.errors import HalError, OutOfMemory, Unavailable, Unsupported
 from hal.event import Event
@@ -985,3 +988,43 @@ def test_kernels_submitted_by_several_threads_give_the_bits_of_eager_torch(devic
 
     at_once(4, work)
     assert all(same_bits(found[number], expected[number]) for number in range(4))
+
+
+# **** what the probe tells ****
+
+
+def probe_notes() -> tuple[str, ...]:
+    probes = CpuBackend().probe()
+    assert [probe.name for probe in probes] == NAMES
+    assert len({probe.notes for probe in probes}) == 1
+    return probes[0].notes
+
+
+def test_the_probe_tells_threads_and_usable_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2}, raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert probe_notes()[0] == "3 threads on 3 usable cores"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert "set OMP_NUM_THREADS=3" in probe_notes()[0]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 8])
+def test_the_probe_tells_numa_nodes_where_there_are_several(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ["online", "possible", *(f"node{number}" for number in range(count))]:
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr("backends.cpu.NUMA_NODES", tmp_path)
+    found = [note for note in probe_notes() if "NUMA" in note]
+    assert len(found) == (count > 1)
+    for note in found:
+        assert note.startswith(f"{count} NUMA nodes")
+        assert "numactl" in note
+
+
+def test_the_probe_tells_how_much_memory_may_be_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (65536, 65536))
+    assert "page-locked memory: at most 65.54 kB (`ulimit -l`)" in probe_notes()
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert "page-locked memory: no limit (`ulimit -l`)" in probe_notes()

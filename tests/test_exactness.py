@@ -441,8 +441,9 @@ def test_predict_gives_a_lists_output_for_batches_of_any_size(build: Build, size
     torch.testing.assert_close(trainer.predict(inputs), nn.Sequential(*plain).eval()(inputs), rtol=1e-6, atol=1e-6)
 
 
-def test_predict_with_labels_gives_the_logits_of_the_whole_batch(build: Build) -> None:
+def test_predict_with_labels_gives_the_logits_and_the_loss_of_the_whole_batch(build: Build) -> None:
     plain = gpt(2).eval()
     batch = reference.text_batches(1)[0]
-    logits = build(gpt(2)).predict(batch).logits
-    torch.testing.assert_close(logits, plain(**batch).logits, rtol=1e-6, atol=1e-6)
+    output = build(gpt(2)).predict(batch)
+    torch.testing.assert_close(output.logits, plain(**batch).logits, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(output.loss, plain(**batch).loss, rtol=1e-6, atol=1e-6)

@@ -186,15 +186,19 @@ def lamb_reference(parameter, gradient, first, second, step, lr, beta1, beta2, e
 def test_lion_agrees_with_float64(size, beta1, beta2, decay, gradient_dtype):
     master, average = normal(size, 1), torch.zeros(size)
     parameter, mean = master.double().numpy(), np.zeros(size)
+    decided = np.ones(size, bool)  # elsewhere the sign of a direction hangs on the last bit of float32
     for step in range(1, 11):
         gradient = normal(size, step + 1).to(gradient_dtype)
         fused.lion(
             master, gradient, average, lr=0.01, beta1=beta1, beta2=beta2, weight_decay=decay, factor=0.5
         )
         halved = 0.5 * gradient.double().numpy()
+        terms = beta1 * mean, (1 - beta1) * halved
+        decided &= abs(terms[0] + terms[1]) >= 1e-5 * (abs(terms[0]) + abs(terms[1]))
         parameter, mean = lion_reference(parameter, halved, mean, 0.01, beta1, beta2, decay)
     np.testing.assert_allclose(average.numpy(), mean, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(master.numpy(), parameter, rtol=1e-5, atol=1e-6)
+    assert decided.mean() > 0.99 or size < 100
+    np.testing.assert_allclose(master.numpy()[decided], parameter[decided], rtol=1e-5, atol=1e-6)
 
 
 def test_lion_stands_still_where_there_is_no_direction():

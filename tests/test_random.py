@@ -337,7 +337,8 @@ def copied_package(tmp_path):
     """A copy of the module that cannot have its own cache folder, even for root: a file is in its place."""
     package = tmp_path / "site" / "hal"
     package.mkdir(parents=True)
-    shutil.copy(random.__file__, package / "random.py")
+    for module in ("random.py", "compiled.py"):
+        shutil.copy(Path(random.__file__).with_name(module), package / module)
     (package / "__pycache__").write_text("")
     return tmp_path
 

@@ -19,7 +19,7 @@ import contextlib
 import functools
 import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,8 +55,10 @@ class Captured:
     A segment that ends in the loss also has `loss` (the loss and buffer updates alone) and `joint` (those and the
     gradients, in one run: the last segment is not run twice).
 
+    `kept` are buffers that the forward changes and the backward needs as they were before: the forward gives them out
+    as further values, after its outputs, and the backward takes them in as further values, after its inputs.
+
     `saved` is what plain training would keep of this segment between its forward and its backward, in bytes.
-    `kept` are copies of buffers as the forward found them, further outputs of it and further inputs of `backward`.
     `eager` is the segment as it is run where it could not be captured, `reads` what the module's code looked at.
     """
 
@@ -67,8 +69,8 @@ class Captured:
     loss: Program | None
     joint: Program | None
     output_requires_grad: tuple[bool, ...]
+    kept: tuple[int, ...]
     saved: int
-    kept: tuple[Port, ...] = ()
     eager: EagerSegment | None = None
     reads: Reads | None = None
 
@@ -133,6 +135,7 @@ def _run_eagerly(
         loss=programs["loss"],
         joint=programs["joint"],
         output_requires_grad=wants,
+        kept=(),
         saved=saved,
         eager=segment,
     )
@@ -149,8 +152,10 @@ class _Traced(nn.Module):
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # The backward is traced outside of autocast, as eager backward runs outside of it.
+        buffers = dict(self.module.named_buffers())
         with autocast(self.compute):
             outputs: tuple[torch.Tensor, ...] = self.module(*(inputs[:-1] if self.has_spare else inputs))
+        self._take_in_assigned(buffers)
         # Tracing gives an output that shares memory with an input or another output no gradient of its own.
         taken = {id(tensor) for tensor in inputs}
         separate = []
@@ -159,6 +164,17 @@ class _Traced(nn.Module):
             separate.append(output.clone() if shares else output)
             taken.add(id(output))
         return (*separate, inputs[-1] * 2) if self.has_spare else tuple(separate)
+
+
+    def _take_in_assigned(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """A buffer that the forward replaced (`self.average = ...`) is changed in place, as the trace can see it."""
+        for name, buffer in buffers.items():
+            owner, _, own_name = name.rpartition(".")
+            module = self.module.get_submodule(owner)
+            assigned = getattr(module, own_name)
+            if assigned is not buffer:
+                buffer.copy_(assigned.detach())
+                setattr(module, own_name, buffer)
 
 
 class _Extraction:
@@ -253,20 +269,21 @@ class _Extraction:
         outputs = [(value, self._port(Role.VALUE, index, value)) for index, value in sorted(self.outputs.items())]
         updates = self._buffer_updates()
         gradients = self._gradient_results() if self.wants_gradients else []
-        seeds = sorted(self.seeds.items())
         kept = [] if ends_in_loss else self._buffers_to_keep([value for value, _ in gradients])
-        copies = [
-            (node, self._port(Role.VALUE, len(outputs) + number, node)) for number, node in enumerate(kept)
+        outputs_and_kept = outputs + [
+            (self.buffers[index][1], self._port(Role.VALUE, len(self.outputs) + place, self.buffers[index][1]))
+            for place, index in enumerate(kept)
         ]
+        seeds = sorted(self.seeds.items())
         return Captured(
             parameter_names=tuple(tuple(name for name, _ in names) for names in self.parameters),
             buffer_names=tuple(name for name, _ in self.buffers),
-            forward=self._program("forward", [], outputs + copies + updates),
+            forward=self._program("forward", [], outputs_and_kept + updates),
             backward=self._program("backward", seeds, gradients, kept) if gradients and not ends_in_loss else None,
             loss=self._program("loss", [], outputs[:1] + updates) if ends_in_loss else None,
             joint=self._program("joint", seeds, outputs[:1] + updates + gradients) if ends_in_loss else None,
             output_requires_grad=tuple(index in self.seeds for index in sorted(self.outputs)),
-            kept=tuple(port for _, port in copies),
+            kept=tuple(kept),
             saved=saved_bytes(
                 self.traced.graph,
                 _ancestors([[value for value, _ in outputs + updates]]),
@@ -275,12 +292,12 @@ class _Extraction:
             ),
         )
 
-    def _buffers_to_keep(self, gradients: Sequence[tuple[Any, ...]]) -> list[fx.Node]:
+    def _buffers_to_keep(self, gradients: Sequence[tuple[Any, ...]]) -> list[int]:
         """Buffers that the forward changes and the recompute reads: it must find what the forward found."""
         needed = _ancestors(gradients)
         return [
-            node
-            for _, node in self.buffers
+            index
+            for index, (_, node) in enumerate(self.buffers)
             if node in self.updates and any(user in needed and not _ignores_statistics(user) for user in node.users)
         ]
 
@@ -312,7 +329,7 @@ class _Extraction:
         kind: str,
         seeds: Sequence[tuple[int, fx.Node]],
         results: Sequence[tuple[Any, Port]],
-        kept: Sequence[fx.Node] = (),
+        kept: Sequence[int] = (),
     ) -> Program:
         graph = fx.Graph()
         environment: dict[fx.Node, Any] = {}
@@ -331,8 +348,10 @@ class _Extraction:
             add_input(Role.PARAMETER, index, [node for _, node in names])
         for index, (_, node) in enumerate(self.buffers):
             add_input(Role.BUFFER, index, [node])
-        for index, node in enumerate([*self.values, *kept]):
+        for index, node in enumerate(self.values):
             add_input(Role.VALUE, index, [node])
+        for place, index in enumerate(kept):
+            add_input(Role.VALUE, len(self.values) + place, [self.buffers[index][1]])
         for index, node in seeds:
             add_input(Role.SEED, index, [node])
         key = graph.placeholder("key")

@@ -97,32 +97,27 @@ class _Bound:
 
     def allocate(self, names: Sequence[str], group: Mapping[str, Any]) -> None:
         names = [name for name in names if name not in self._state]
-        if not names:
-            return
         for dtype in dict.fromkeys(self._store[name].dtype for name in names):
-            self._allocate_alike([name for name in names if self._store[name].dtype is dtype], dtype, group)
+            self._allocate([name for name in names if self._store[name].dtype == dtype], dtype, group)
 
-    def _allocate_alike(self, names: Sequence[str], dtype: torch.dtype, group: Mapping[str, Any]) -> None:
-        """The states of parameters of one dtype; those of other dtypes than float32 are in the parameter's own."""
-        wide = torch.float32 if dtype is torch.float32 else dtype
-        if dtype is not torch.float32 and not self._optimizer.takes_any_dtype:
+    def _allocate(self, names: Sequence[str], dtype: torch.dtype, group: Mapping[str, Any]) -> None:
+        small = self._state_dtype
+        if dtype is not torch.float32 and (small != "fp32" or not self._optimizer.has_torch_kernel):
             raise ValueError(
-                f"{names[0]} is {dtype}, and {type(self._optimizer).__name__} updates float32 parameters. Convert it, "
-                "or use AdamW, Adam or SGD, which take every dtype."
+                f"{names[0]!r} is {dtype}: {type(self._optimizer).__name__} with state_dtype={small!r} updates float32 "
+                "parameters only. Use AdamW, Adam or SGD with state_dtype='fp32', or a model in float32."
             )
         before = len(self._regions)
         steps = self._alloc(len(names), torch.float32, "step counts")
         made: dict[str, State] = {name: {"step": steps[number]} for number, name in enumerate(names)}
         sizes = [self._store[name].numel() for name in names]
         for label, signed in self._optimizer.states(group).items():
-            if dtype is not torch.float32:
-                self._allocate_flat(made, sizes, label, dtype)
-            elif self._state_dtype == "int8":
+            if small == "int8":
                 self._allocate_int8(made, sizes, label, signed)
             else:
-                self._allocate_flat(made, sizes, label, STATE_DTYPES[self._state_dtype])
+                self._allocate_flat(made, sizes, label, STATE_DTYPES[small] if dtype is torch.float32 else dtype)
         for label in self._optimizer.wide_states(group):
-            self._allocate_flat(made, sizes, label, wide)
+            self._allocate_flat(made, sizes, label, dtype)
         self._state.update(made)
         self._regions[before:] = [(set(names), flat, label) for _, flat, label in self._regions[before:]]
 
@@ -163,86 +158,63 @@ class _Bound:
         group: Mapping[str, Any],
         factor: torch.Tensor | None,
     ) -> None:
-        for dtype in dict.fromkeys(self._store[name].dtype for name in names):
-            places = [place for place, name in enumerate(names) if self._store[name].dtype is dtype]
-            of_dtype = [names[place] for place in places], [gradients[place] for place in places]
-            if dtype is torch.float32:
-                self._update_float32(*of_dtype, group, factor)
-            else:
-                self._update_other(*of_dtype, group, factor)
-
-    def _update_other(
-        self,
-        names: Sequence[str],
-        gradients: Sequence[torch.Tensor],
-        group: Mapping[str, Any],
-        factor: torch.Tensor | None,
-    ) -> None:
-        """Parameters of another dtype than float32, by torch's own kernel, one by one in their own dtype."""
-        for name, gradient in zip(names, gradients, strict=True):
-            state, master = self._state[name], self._store[name]
-            state["step"].add_(1)
-            own = gradient.to(master.dtype)
-            if factor is not None:
-                own.mul_(factor)
-            done = self._optimizer.update_by_torch([master], [own], [state], group)
-            assert done, "an optimizer that takes any dtype has torch's kernel for a single tensor"
-            for copy in self._store.rounded(name):
-                copy.copy_(master)
-
-    def _update_float32(
-        self,
-        names: Sequence[str],
-        gradients: Sequence[torch.Tensor],
-        group: Mapping[str, Any],
-        factor: torch.Tensor | None,
-    ) -> None:
-        states = [self._state[name] for name in names]
-        masters = [self._store[name] for name in names]
-        copies = [self._store.rounded(name) for name in names]
-        torch._foreach_add_([state["step"] for state in states], 1)
-        plain = self._state_dtype == "fp32" and all(master.dtype is torch.float32 for master in masters)
-        one_pass = factor is None and not any(copies)
-        exact = not plain or fused.matches_torch()
-        if plain and (one_pass or not exact) and self._by_torch(masters, gradients, states, group, factor, copies):
-            return
+        torch._foreach_add_([self._state[name]["step"] for name in names], 1)
+        by_torch = [place for place, name in enumerate(names) if self._is_torchs(name, factor)]
+        torchs = [names[place] for place in by_torch]
+        self._update_by_torch(torchs, [gradients[place] for place in by_torch], group, factor)
         amount = 1.0 if factor is None else float(factor)
-        for name, master, gradient, state, rounded in zip(names, masters, gradients, states, copies, strict=True):
-            out = rounded[0].view(-1) if rounded else None
-            flat_state = {
-                key: value.view(-1) if isinstance(value, torch.Tensor) else value for key, value in state.items()
-            }
-            self._optimizer.update(
-                master.view(-1),
-                gradient.view(-1),
-                flat_state,
-                out,
-                group,
-                int(state["step"]),
-                amount,
-                zlib.crc32(name.encode()),
-            )
-            for extra in rounded[1:]:
-                extra.copy_(master)
+        for place in sorted(set(range(len(names))) - set(by_torch)):
+            self._update_fused(names[place], gradients[place], group, amount)
 
-    def _by_torch(
+    def _is_torchs(self, name: str, factor: torch.Tensor | None) -> bool:
+        """Whether torch's own kernel updates it: where it is as good as the fused pass, or the only one."""
+        if self._store[name].dtype is not torch.float32:
+            return True
+        if self._state_dtype != "fp32" or not self._optimizer.has_torch_kernel:
+            return False
+        one_pass = factor is None and not self._store.rounded(name)
+        return one_pass or not fused.matches_torch()
+
+    def _update_fused(self, name: str, gradient: torch.Tensor, group: Mapping[str, Any], factor: float) -> None:
+        master, state, rounded = self._store[name], self._state[name], self._store.rounded(name)
+        flat_state = {
+            key: value.view(-1) if isinstance(value, torch.Tensor) else value for key, value in state.items()
+        }
+        self._optimizer.update(
+            master.view(-1),
+            gradient.view(-1),
+            flat_state,
+            rounded[0].view(-1) if rounded else None,
+            group,
+            int(state["step"]),
+            factor,
+            zlib.crc32(name.encode()),
+        )
+        for copy in rounded[1:]:
+            copy.copy_(master)
+
+    def _update_by_torch(
         self,
-        masters: Sequence[torch.Tensor],
+        names: Sequence[str],
         gradients: Sequence[torch.Tensor],
-        states: Sequence[State],
         group: Mapping[str, Any],
         factor: torch.Tensor | None,
-        copies: Sequence[Sequence[torch.Tensor]],
-    ) -> bool:
-        wide = [gradient if gradient.dtype is torch.float32 else gradient.float() for gradient in gradients]
-        if factor is not None:
-            torch._foreach_mul_(wide, factor)
-        if not self._optimizer.update_by_torch(masters, wide, states, group):
-            return False
-        for master, rounded in zip(masters, copies, strict=True):
-            for copy in rounded:
-                copy.copy_(master)
-        return True
+    ) -> None:
+        # One call takes tensors of one dtype; and SGD's first step of a tensor is another than the later ones.
+        calls: dict[tuple[torch.dtype, bool], list[int]] = {}
+        for place, name in enumerate(names):
+            first = bool(self._state[name]["step"] == 1)
+            calls.setdefault((self._store[name].dtype, first), []).append(place)
+        for (dtype, first), places in calls.items():
+            masters = [self._store[names[place]] for place in places]
+            taken = [gradients[place].to(dtype) for place in places]
+            if factor is not None:
+                torch._foreach_mul_(taken, factor)
+            states = [self._state[names[place]] for place in places]
+            self._optimizer.update_by_torch(masters, taken, states, group, first)
+            for place, master in zip(places, masters, strict=True):
+                for copy in self._store.rounded(names[place]):
+                    copy.copy_(master)
 
     def state(self, name: str) -> State:
         return self._state.get(name, {})

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -65,16 +65,13 @@ class _Optimizer:
         """Update one flat tensor by the fused pass."""
         raise NotImplementedError
 
-    def update_by_torch(
-        self, masters: Tensors, gradients: Tensors, states: Sequence[State], group: Mapping[str, Any]
-    ) -> bool:
-        """Update tensors by torch's own kernel; False where torch has none."""
-        return False
+    has_torch_kernel: ClassVar[bool] = False
 
-    @property
-    def takes_any_dtype(self) -> bool:
-        """Whether torch has a kernel, so that parameters need not be float32."""
-        return type(self).update_by_torch is not _Optimizer.update_by_torch
+    def update_by_torch(
+        self, masters: Tensors, gradients: Tensors, states: Sequence[State], group: Mapping[str, Any], first: bool
+    ) -> None:
+        """Update tensors of one dtype by torch's own kernel, where it has one. `first` is each one's first step."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ class AdamW(_Optimizer):
         factor: float,
         seed: int,
     ) -> None:
-        kernel = fused.adamw if isinstance(self, AdamW) and type(self) is AdamW else fused.adam
+        kernel = fused.adamw if type(self) is AdamW else fused.adam
         kernel(
             master,
             gradient,
@@ -123,9 +120,11 @@ class AdamW(_Optimizer):
             seed=seed,
         )
 
+    has_torch_kernel: ClassVar[bool] = True
+
     def update_by_torch(
-        self, masters: Tensors, gradients: Tensors, states: Sequence[State], group: Mapping[str, Any]
-    ) -> bool:
+        self, masters: Tensors, gradients: Tensors, states: Sequence[State], group: Mapping[str, Any], first: bool
+    ) -> None:
         kernel = torch._fused_adamw_ if type(self) is AdamW else torch._fused_adam_
         kernel(
             list(masters),
@@ -142,7 +141,6 @@ class AdamW(_Optimizer):
             eps=group["eps"],
             maximize=group["maximize"],
         )
-        return True
 
 
 @dataclass(frozen=True)
@@ -198,12 +196,11 @@ class SGD(_Optimizer):
             **options,
         )
 
+    has_torch_kernel: ClassVar[bool] = True
+
     def update_by_torch(
-        self, masters: Tensors, gradients: Tensors, states: Sequence[State], group: Mapping[str, Any]
-    ) -> bool:
-        firsts = {float(state["step"]) == 1.0 for state in states}
-        if len(firsts) > 1:
-            return False
+        self, masters: Tensors, gradients: Tensors, states: Sequence[State], group: Mapping[str, Any], first: bool
+    ) -> None:
         torch._fused_sgd_(
             list(masters),
             list(gradients),
@@ -214,9 +211,8 @@ class SGD(_Optimizer):
             dampening=group["dampening"],
             nesterov=group["nesterov"],
             maximize=group["maximize"],
-            is_first_step=firsts == {True},
+            is_first_step=first,
         )
-        return True
 
 
 @dataclass(frozen=True)

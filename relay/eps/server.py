@@ -68,6 +68,7 @@ class StepRecord:
     unreached: set[str] = field(default_factory=set)
     decision: Event | None = None
     total_norm: float = 0.0
+    overflowed: bool = False
     skipped: bool = False
     factor: torch.Tensor | None = None
 
@@ -124,6 +125,7 @@ class ParameterServer:
         self._group_of = group_of
         self._order = order
         self._clipping = clipping
+        self._scaled = scaled
         self.held = clipping.norm is not None or scaled
         self._sums: dict[str, torch.Tensor] = {}
         self._staging: list[torch.Tensor] = []
@@ -216,7 +218,7 @@ class ParameterServer:
             record.total_norm = float(total)
             if not self.held:
                 return
-            record.skipped = not bool(torch.isfinite(total))
+            record.skipped = record.overflowed or not bool(torch.isfinite(total))
             factor = torch.tensor(unscale)
             if self._clipping.norm is not None:
                 # As torch.nn.utils.clip_grad_norm_ computes it, to the bit.
@@ -272,6 +274,9 @@ class ParameterServer:
                 record.unreached.update(plan.names[place] for place in missing)
             for place in plan.updates:
                 if self._clipping.value is not None:
+                    # Clipping makes infinities finite: an overflow has to be noticed before it.
+                    if self._scaled and not bool(torch.isfinite(torch.linalg.vector_norm(gradients[place], torch.inf))):
+                        record.overflowed = True
                     gradients[place].clamp_(-self._clipping.value / unscale, self._clipping.value / unscale)
                 norm = torch.linalg.vector_norm(gradients[place])
                 record.norms[plan.names[place]] = norm if unscale == 1.0 else norm * unscale

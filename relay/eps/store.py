@@ -22,6 +22,7 @@ from hal.event import Event
 from hal.host import Host
 from hal.pages import give_back_free_memory
 from hal.slot import ALIGNMENT, Field, SlotContent, lay_out
+from relay.errors import ModelChanged
 
 WEIGHTS = "weights"
 ROUNDED = "rounded weights"
@@ -131,6 +132,14 @@ class LayerStore:
             for (other, dtype), stored in self._stored.items()
             if other == name and dtype != self._master[name]
         ]
+
+    def check(self, model: nn.Module) -> None:
+        """Raise ModelChanged where the model does not hold the store's tensors any more."""
+        now = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        for name, (tensor, _) in self._seen.items():
+            home = self[name]
+            if now.get(name) is not tensor or tensor.data_ptr() != home.data_ptr() or tensor.dtype != home.dtype:
+                raise ModelChanged(name)
 
     def take_edits(self) -> None:
         """Round anew the weights that somebody has written to through the model since the last call."""

@@ -53,9 +53,11 @@ class BoundTorchOptimizer:
         self._counted: set[str] = set()
 
     def allocate(self, names: Sequence[str], group: Mapping[str, Any]) -> None:
-        key = tuple(names)
-        if not key or key in self._optimizers:
-            return
+        """Nothing: torch makes its states at the first step."""
+
+    def _optimizer_of(self, key: tuple[str, ...]) -> torch.optim.Optimizer:
+        if key in self._optimizers:
+            return self._optimizers[key]
         for name in key:
             if name not in self._leaves:
                 self._leaves[name] = nn.Parameter(self._store[name], requires_grad=True)
@@ -64,6 +66,7 @@ class BoundTorchOptimizer:
             self._states.setdefault(leaf, state)
         made.state = self._states
         self._optimizers[key] = made
+        return made
 
     def update(
         self,
@@ -72,7 +75,7 @@ class BoundTorchOptimizer:
         group: Mapping[str, Any],
         factor: torch.Tensor | None,
     ) -> None:
-        optimizer = self._optimizers[tuple(names)]
+        optimizer = self._optimizer_of(tuple(names))
         if factor is not None:
             torch._foreach_mul_(list(gradients), factor)
         for own in optimizer.param_groups:

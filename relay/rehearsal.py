@@ -1,0 +1,96 @@
+"""A rehearsal of what a run takes of the host: the same allocations, by the same code, of tensors without memory.
+
+So the figure is byte-exact by construction, and a run that cannot fit is refused before the model is touched. It
+knows no sizes itself. Invariant: nothing of the rehearsal outlives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hal.errors import OutOfMemory
+from hal.host import Host, Ledger
+from hal.slot import SlotContent
+from hal.worker import Worker
+from relay.eps.server import GradientPlan, ParameterServer
+from relay.eps.store import LayerStore, Wanted
+
+Build = Callable[[Host], tuple[LayerStore, ParameterServer]]
+"""Makes a store and a server on a host."""
+
+
+class CountingHost(Host):
+    """A host whose tensors have shapes but no memory. It counts and never refuses."""
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(None, worker)
+
+    def alloc(self, count: int, dtype: torch.dtype, state: str, crosses: bool = False) -> torch.Tensor:
+        self.ledger.add(state, dtype, count * dtype.itemsize)
+        return torch.empty(count, dtype=dtype, device="meta")
+
+
+class _StandIn:
+    """A model's parameters and buffers by name, without their memory."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = [
+            (name, nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad))
+            for name, tensor in model.named_parameters()
+        ]
+        self._buffers = [(name, torch.empty_like(tensor, device="meta")) for name, tensor in model.named_buffers()]
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return self._parameters
+
+    def named_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        return self._buffers
+
+
+def rehearse(
+    model: nn.Module,
+    host: CountingHost,
+    build: Build,
+    wanted: Sequence[Sequence[Wanted]],
+    lay_out: Callable[[LayerStore], Sequence[SlotContent]],
+    plans: Sequence[GradientPlan],
+    groups: Sequence[Mapping[str, Any]],
+) -> LayerStore:
+    """Allocate on `host` what a run needs of weights, gradients and optimizer states. The store, to look sizes up."""
+    store, server = build(host)
+    stand_in: Any = _StandIn(model)
+    store.take_over(stand_in, wanted)
+    contents = lay_out(store)
+    server.allocate(plans, groups, max((content.gradient_size for content in contents), default=0))
+    return store
+
+
+def refuse_beyond(
+    capacity: int, ledger: Ledger, precision: str, state_dtype: str, stash: str, keeps_gradients: bool
+) -> None:
+    """Raise OutOfMemory, with the ledger and what would reduce it, where the ledger passes the capacity."""
+    if ledger.total <= capacity:
+        return
+    advice = []
+    if state_dtype == "fp32":
+        advice.append("state_dtype='bf16' or 'int8' (2 or about 1 byte a moment instead of 4)")
+    elif state_dtype == "bf16":
+        advice.append("state_dtype='int8' (about 1 byte a moment instead of 2)")
+    if stash == "host":
+        advice.append("stash='device'")
+    if keeps_gradients:
+        advice.append("neither clip_grad_norm= nor precision='fp16' (both keep all gradients until the norm is known)")
+    advice.append("an optimizer with fewer moments (Lion has one, SGD without momentum none)")
+    if precision != "fp32":
+        advice.append("precision='fp32' (no rounded copy of the weights, 2 bytes each, but twice the traffic)")
+    raise OutOfMemory(
+        "This run on the host",
+        ledger.total,
+        0,
+        capacity,
+        f"What it needs:\n{ledger}\nWhat reduces it: {'; '.join(advice)}; or raise host_memory=.",
+    )

@@ -1,0 +1,430 @@
+"""bf16 and fp16 are PyTorch's autocast with fp32 masters, to the last bit; an overflow leaves no trace."""
+
+import copy
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mixed_reference
+import pytest
+import reference
+import torch
+from torch import Tensor, nn
+
+import relay
+from relay.models import GPT, cross_entropy
+
+STEPS = 6
+MIXED = ["bf16", "fp16"]
+
+Build = Callable[..., relay.Trainer]
+
+
+@pytest.fixture
+def build() -> Iterator[Build]:
+    """Makes trainers and closes them after the test."""
+    made: list[relay.Trainer] = []
+
+    def make(*arguments: Any, **options: Any) -> relay.Trainer:
+        made.append(relay.Trainer(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        trainer.close()
+
+
+def gpt(layers: int = 3, **changes: Any) -> GPT:
+    torch.manual_seed(0)
+    settings = {"vocabulary": 64, "layers": layers, "hidden": 16, "heads": 2, "sequence": 12, "tied": False}
+    return GPT(**{**settings, **changes})
+
+
+def regression(batch: int = 12, seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, 6, generator=generator), torch.randn(batch, 3, generator=generator)
+
+
+@functools.cache
+def plainly_trained(whole: bool, precision: str) -> tuple[list[float], dict[str, Tensor]]:
+    model = gpt()
+    batches = reference.text_batches(STEPS)
+    if whole:
+        return mixed_reference.train(model, batches, precision=precision).losses, reference.state_of(model)
+    modules, pairs = model.as_list(), reference.as_pairs(batches)
+    found = mixed_reference.train(modules, pairs, loss=cross_entropy, precision=precision)
+    return found.losses, reference.state_of(modules)
+
+
+@pytest.mark.parametrize("precision", MIXED)
+@pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
+@pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.parametrize("form", ["whole", "list"])
+def test_mixed_precision_with_a_ragged_last_piece_is_autocast_to_the_last_bit(
+    build: Build, form: str, stash: str, device: str, precision: str
+) -> None:
+    losses, state = plainly_trained(form == "whole", precision)
+    options = {"precision": precision, "stash": stash, "device": device, "microbatches": 4}
+    batches = reference.text_batches(STEPS)  # 10 sequences: pieces of 3, 3, 3 and 1
+    if form == "whole":
+        trainer = build(gpt(), **options)
+        found = [trainer.step(batch).loss for batch in batches]
+    else:
+        trainer = build(gpt().as_list(), loss=cross_entropy, **options)
+        found = [trainer.step(pair).loss for pair in reference.as_pairs(batches)]
+    assert found == losses
+    reference.assert_same_state(trainer.state_dict(), state)
+    assert all(tensor.dtype is torch.float32 for tensor in trainer.state_dict().values())
+
+
+def test_the_precisions_differ_from_one_another() -> None:
+    losses = {precision: plainly_trained(True, precision)[0] for precision in ("fp32", *MIXED)}
+    assert all(losses[one] != losses[other] for one, other in itertools.combinations(losses, 2))
+
+
+# **** what is computed in which dtype ****
+
+
+class Watched(nn.Module):
+    """A block that notes in a buffer how many bits wide some of its values were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.linear = nn.Linear(8, 8)
+        self.scores = nn.Linear(8, 8)
+        self.register_buffer("bits", torch.zeros(5))
+
+    def forward(self, value: Tensor) -> Tensor:
+        wide = self.linear(value)
+        normed = self.norm(value.float())
+        softened = torch.softmax(self.scores(normed).float(), -1)
+        distance = nn.functional.mse_loss(wide, softened)
+        seen = (wide, normed, softened, distance, torch.softmax(wide, -1))
+        self.bits.copy_(torch.tensor([float(torch.finfo(tensor.dtype).bits) for tensor in seen]))
+        return value + softened * distance
+
+
+@pytest.mark.parametrize("precision", MIXED)
+def test_norm_softmax_and_loss_are_as_wide_as_under_autocast(build: Build, precision: str) -> None:
+    torch.manual_seed(0)
+    ours = [nn.Linear(6, 8), Watched(), Watched(), nn.Linear(8, 3)]
+    plain = copy.deepcopy(ours)
+    batches = [regression(seed=seed) for seed in range(3)]
+    found = mixed_reference.train(plain, batches, loss=nn.functional.mse_loss, precision=precision)
+    trainer = build(ours, loss=nn.functional.mse_loss, precision=precision)
+    assert [trainer.step(batch).loss for batch in batches] == found.losses
+    state = trainer.state_dict()
+    reference.assert_same_state(state, reference.state_of(plain))
+    # The matrix product is rounded; a norm and a softmax given fp32 and the squared error stay in fp32.
+    assert state["1.bits"][:4].tolist() == [16, 32, 32, 32]
+
+
+class Twice(nn.Module):
+    """A layer that uses its weight twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value + self.linear(torch.tanh(self.linear(value)))
+
+
+@pytest.mark.parametrize("precision", MIXED)
+def test_gradients_of_a_weight_used_twice_in_a_layer_are_added_in_fp32(build: Build, precision: str) -> None:
+    torch.manual_seed(0)
+    ours = [nn.Linear(6, 8), Twice(), Twice(), nn.Linear(8, 3)]
+    plain = copy.deepcopy(ours)
+    batches = [regression(seed=seed) for seed in range(3)]
+    loss = nn.functional.mse_loss
+    # Autocast's cache would add them rounded, which is less exact; without it they are added as here.
+    found = mixed_reference.train(plain, batches, loss=loss, precision=precision, cache=False)
+    trainer = build(ours, loss=loss, precision=precision)
+    assert [trainer.step(batch).loss for batch in batches] == found.losses
+    reference.assert_same_state(trainer.state_dict(), reference.state_of(plain))
+
+
+def aligned(elements: int, size: int) -> int:
+    """A tensor's bytes in a layer's region: whole multiples of 64."""
+    return -(-elements * size // 64) * 64
+
+
+def sent(model: nn.Module, wide: Callable[[str], bool]) -> int:
+    """Bytes of weights once down the link: 4 an element where `wide`, else 2."""
+    return sum(aligned(tensor.numel(), 4 if wide(name) else 2) for name, tensor in model.named_parameters())
+
+
+@pytest.mark.parametrize("precision", MIXED)
+def test_weights_used_only_rounded_cross_the_link_in_two_bytes_and_norms_and_embeddings_in_four(
+    build: Build, precision: str
+) -> None:
+    def wide(name: str) -> bool:
+        return "norm" in name or name.startswith("embedding")
+
+    model = gpt()
+    rounded = sum(aligned(tensor.numel(), 2) for name, tensor in model.named_parameters() if not wide(name))
+    trainer = build(model, precision=precision, device="cpu:discrete", slots=8)
+    batch = reference.text_batches(1)[0]
+    assert trainer.evaluate(batch).weight_bytes == sent(model, wide)
+    rows = {(state, dtype): size for state, dtype, size in trainer.ledger.rows()}
+    assert rows[("rounded weights", mixed_reference.LOW[precision])] == rounded
+    assert rows[("weights", torch.float32)] == sent(model, lambda name: True)
+    assert not [state for state, dtype in rows if state == "weights" and dtype is not torch.float32]
+
+
+def test_a_training_step_sends_half_the_bytes_of_fp32_for_linear_layers(build: Build) -> None:
+    def weight_bytes(precision: str) -> int:
+        torch.manual_seed(0)
+        layers = [nn.Linear(32, 32) for _ in range(6)]
+        trainer = build(layers, loss=nn.functional.mse_loss, precision=precision, device="cpu:discrete")
+        return trainer.step((torch.randn(8, 32), torch.randn(8, 32))).weight_bytes
+
+    assert weight_bytes("bf16") == weight_bytes("fp16") == weight_bytes("fp32") // 2
+
+
+@pytest.mark.parametrize("precision", MIXED)
+@pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
+def test_tied_embeddings_are_equal_with_one_micro_batch(build: Build, device: str, precision: str) -> None:
+    model, plain = gpt(tied=True), gpt(tied=True)
+    batches = reference.text_batches(STEPS)
+    losses = mixed_reference.train(plain, batches, 1, precision=precision).losses
+    trainer = build(model, precision=precision, device=device, microbatches=1)
+    assert [trainer.step(batch).loss for batch in batches] == losses
+    reference.assert_same_state(trainer.state_dict(), plain.state_dict())
+
+
+# **** around the steps ****
+
+
+@pytest.mark.parametrize("precision", ["fp32", *MIXED])
+@pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
+def test_weights_written_through_the_model_between_steps_are_trained_on(
+    build: Build, device: str, precision: str
+) -> None:
+    model, plain = gpt(), gpt()
+    batches = reference.text_batches(4)
+
+    def halve(one: nn.Module, number: int) -> None:
+        if number == 2:
+            with torch.no_grad():
+                for parameter in one.parameters():
+                    parameter.mul_(0.5)
+
+    losses = mixed_reference.train(
+        plain, batches, precision=precision, before_step=functools.partial(halve, plain)
+    ).losses
+    trainer = build(model, precision=precision, device=device)
+    found = []
+    for number, batch in enumerate(batches):
+        trainer.synchronize()  # with fp16 the updates of the last step may still run
+        halve(model, number)
+        found.append(trainer.step(batch).loss)
+    assert found == losses
+    reference.assert_same_state(trainer.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("precision", MIXED)
+@pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
+def test_evaluate_and_predict_compute_as_autocast_does(build: Build, device: str, precision: str) -> None:
+    model, plain = gpt(dropout=0.5), gpt(dropout=0.5).eval()
+    trainer = build(model, precision=precision, device=device)
+    batch = reference.text_batches(1)[0]
+    pieces = reference.cut(batch, 4)
+    with torch.no_grad(), mixed_reference.autocast(precision):
+        outputs = [plain(**piece) for piece in pieces]
+    shares = reference.by_samples(pieces)
+    expected = sum((output.loss * share).item() for output, share in zip(outputs, shares, strict=True))
+    assert trainer.evaluate(batch).loss == expected
+    logits = trainer.predict(batch).logits
+    assert logits.dtype is mixed_reference.LOW[precision]
+    assert torch.equal(logits, torch.cat([output.logits for output in outputs]))
+    assert trainer.evaluate(batch).grad_norm == 0
+    reference.assert_same_state(trainer.state_dict(), plain.state_dict())
+
+
+def test_evaluating_between_steps_leaves_the_training_as_it_is(build: Build) -> None:
+    losses, state = plainly_trained(True, "bf16")
+    trainer = build(gpt(), precision="bf16", device="cpu:discrete")
+    batches = reference.text_batches(STEPS)
+    found = []
+    for batch in batches:
+        trainer.evaluate(batches[0])
+        found.append(trainer.step(batch).loss)
+        trainer.predict({"input_ids": batch["input_ids"]})
+    assert found == losses
+    reference.assert_same_state(trainer.state_dict(), state)
+
+
+# **** fp16: overflow ****
+
+
+class Multiplied(nn.Module):
+    """A layer with running statistics that multiplies by a buffer: 1, until a test makes gradients overflow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("factor", torch.ones(()))
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value + self.norm(torch.tanh(self.linear(value))) * self.factor
+
+
+def multiplied() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(6, 8), Multiplied(), Multiplied(), Multiplied(), nn.Linear(8, 3)]
+
+
+def clamped_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Finite for any finite output, and so small that nothing overflows at the first scale unless a test makes it."""
+    return nn.functional.mse_loss(torch.tanh(output), target) / 128
+
+
+def everything(trainer: relay.Trainer, modules: list[nn.Module]) -> dict[str, Any]:
+    """Copies of all that a step may change: parameters, buffers, optimizer states with their step counts."""
+    held: dict[str, Any] = reference.copy_of(trainer.state_dict())
+    bound = trainer._session.server._optimizer
+    for name, _ in nn.Sequential(*modules).named_parameters():
+        for label, tensor in bound.state(name).items():
+            held[f"{name}: {label}"] = tensor.clone()
+    return held
+
+
+def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
+@pytest.mark.parametrize("how", ["a layer", "one sample of one micro-batch"])
+def test_an_overflow_applies_nothing_halves_the_scale_and_training_goes_on_as_with_a_grad_scaler(
+    build: Build, how: str, device: str
+) -> None:
+    ours, plain = multiplied(), multiplied()
+    batches = [regression(seed=seed) for seed in range(8)]
+    if how != "a layer":
+        batches[3][0][7] = 1e6  # infinite in fp16; in the third of four micro-batches
+
+    def disturb(modules: list[nn.Module], number: int) -> None:
+        if how == "a layer":
+            with torch.no_grad():
+                modules[2].factor.fill_(1e30 if number == 3 else 1.0)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # plain PyTorch's schedulers warn about a skipped first step
+        statistics = [module.norm for module in plain[1:4]]
+        kept: list[dict[str, Tensor]] = []
+
+        def before(number: int) -> None:
+            # GradScaler does not undo BatchNorm's statistics; the relay's "nothing of the step" does.
+            if number == 4:
+                for norm, state in zip(statistics, kept, strict=True):
+                    norm.load_state_dict(state)
+            kept[:] = [reference.copy_of(norm.state_dict()) for norm in statistics]
+            disturb(plain, number)
+
+        found = mixed_reference.train(
+            plain, batches, precision="fp16", loss=clamped_loss, before_step=before, schedule=decay
+        )
+    assert found.skipped == [number == 3 for number in range(8)], "the test's own overflow"
+
+    trainer = build(ours, loss=clamped_loss, precision="fp16", device=device)
+    scheduler = decay(trainer.optimizer)
+    losses = []
+    for number, batch in enumerate(batches):
+        trainer.synchronize()
+        disturb(ours, number)
+        if number == 3:
+            before_it, rate, scale = everything(trainer, ours), trainer.param_groups[0]["lr"], trainer.loss_scale
+        metrics = trainer.step(batch)
+        losses.append(metrics.loss)
+        assert metrics.skipped == found.skipped[number]
+        assert trainer.loss_scale == found.scales[number]
+        if not metrics.skipped:
+            scheduler.step()
+        if number == 3:
+            after = everything(trainer, ours)
+            assert [name for name in after if not torch.equal(after[name], before_it[name])] == []
+            assert trainer.param_groups[0]["lr"] == rate
+            assert trainer.loss_scale == scale / 2
+    assert [one for number, one in enumerate(losses) if number != 3] == [
+        one for number, one in enumerate(found.losses) if number != 3
+    ]
+    reference.assert_same_state(trainer.state_dict(), reference.state_of(plain))
+
+
+def test_a_scheduler_hooked_to_the_optimizer_follows_real_steps_only(build: Build) -> None:
+    ours = multiplied()
+    trainer = build(ours, loss=clamped_loss, precision="fp16")
+    scheduler = decay(trainer.optimizer)
+    trainer.optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    rates = []
+    for number in range(5):
+        with torch.no_grad():
+            ours[2].factor.fill_(1e30 if number in (1, 2) else 1.0)
+        trainer.step(regression(seed=number))
+        rates.append(scheduler.last_epoch)
+    assert rates == [1, 1, 1, 2, 3]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
+def test_an_overflow_is_noticed_although_clipping_by_value_would_hide_it(build: Build, device: str) -> None:
+    def modules() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [nn.Linear(6, 3)]
+
+    # Gradients of one sign: what overflows is infinite, not NaN, and clipping would make it finite.
+    batches = [(regression(seed=seed)[0].abs(), torch.full((12, 3), 30.0)) for seed in range(3)]
+    ours, plain = modules(), modules()
+    found = mixed_reference.train(
+        plain, batches, precision="fp16", loss=nn.functional.mse_loss, clip_value=0.1
+    )
+    assert found.skipped[0], "the test's own overflow"
+    trainer = build(ours, loss=nn.functional.mse_loss, precision="fp16", clip_grad_value=0.1, device=device)
+    metrics = [trainer.step(batch) for batch in batches]
+    assert [one.skipped for one in metrics] == found.skipped
+    assert [one.loss for one in metrics] == found.losses
+    reference.assert_same_state(trainer.state_dict(), reference.state_of(plain))
+
+
+def test_the_scale_doubles_after_as_many_good_steps_as_grad_scaler_takes(build: Build) -> None:
+    trainer = build(multiplied(), loss=clamped_loss, precision="fp16")
+    assert trainer._scale is not None
+    assert trainer._scale.growth_interval == torch.amp.GradScaler("cpu").get_growth_interval()
+    assert trainer.loss_scale == torch.amp.GradScaler("cpu").get_scale()
+    trainer._scale.growth_interval = 3
+    scales = []
+    for number in range(7):
+        trainer.step(regression(seed=number))
+        scales.append(trainer.loss_scale / 65536)
+    assert scales == [1, 1, 2, 2, 2, 4, 4]
+
+
+def test_a_run_that_overflows_at_every_scale_ends_with_an_error_that_says_so(build: Build) -> None:
+    ours = multiplied()
+    trainer = build(ours, loss=clamped_loss, precision="fp16")
+    trainer.step(regression())
+    with torch.no_grad():
+        ours[2].factor.fill_(float("inf"))
+    before = everything(trainer, ours)
+    skipped = 0
+    with pytest.raises(relay.LossScaleExhausted, match="bf16"):  # noqa: PT012
+        while skipped < 100:
+            assert trainer.step(regression(seed=2)).skipped
+            skipped += 1
+    assert skipped == 30  # from 2**16 to 2**-14
+    after = everything(trainer, ours)
+    assert [name for name in after if not torch.equal(after[name], before[name])] == []
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_other_precisions_have_no_loss_scale(build: Build, precision: str) -> None:
+    assert build(gpt(), precision=precision).loss_scale == 1.0
+
+
+def test_an_unknown_precision_is_refused_with_what_there_is(build: Build) -> None:
+    with pytest.raises(ValueError, match="'fp32', 'bf16', 'fp16'"):
+        build(gpt(), precision="fp8")
