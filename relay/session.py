@@ -331,6 +331,7 @@ class Session:
         Slots and stash are taken anew at the next step. Nothing may be under way.
         """
         self._model = model
+        self._rehearsed.clear()
         self._free_device_memory()
         self.store.rename(names)
         for kept in self._kept_buffers.values():

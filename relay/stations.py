@@ -14,7 +14,7 @@ from torch import nn
 
 from hal.device import Device
 from hal.kernel import Kernel, Program, Role
-from relay.blocks import same_structure, tie_pattern
+from relay.blocks import plain_attributes, same_structure, tie_pattern
 from relay.capture import Captured, Lowering, Presence, capture
 from relay.segments import Partition, Segment, Value
 
@@ -177,10 +177,11 @@ class Captures:
         if segment.alike is None:
             return None
         modes = _modes(segment.module)
-        for other, other_signature, other_modes, captured in self._known:
+        for other, other_signature, other_state, captured in self._known:
             if (
                 other_signature == signature
-                and other_modes == modes
+                and _modes(other.module) == modes
+                and other_state == (modes, plain_attributes(other.module))  # as it was when it was captured
                 and other.alike[1:] == segment.alike[1:]
                 and same_structure(other.alike[0], segment.alike[0], captured.reads)
                 and tie_pattern(other.module) == tie_pattern(segment.module)
@@ -191,7 +192,8 @@ class Captures:
     def add(self, segment: Segment, signature: Any, captured: Captured) -> None:
         """Keep a capture; the oldest goes where there are too many."""
         if segment.alike is not None:
-            self._known.append((segment, signature, _modes(segment.module), captured))
+            state = (_modes(segment.module), plain_attributes(segment.module))
+            self._known.append((segment, signature, state, captured))
             del self._known[: -self._limit]
 
     def clear(self) -> None:

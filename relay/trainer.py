@@ -372,7 +372,7 @@ class Trainer:
             undo = edit_blocks(self._model, within, change)
         else:
             self._modules = change(self._modules)
-            self._model = nn.Sequential(*self._modules)
+            self._model = list_as_model(self._modules, self._loss)
 
             def undo() -> None:
                 self._modules, self._model = old_modules, old_model

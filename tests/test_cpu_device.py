@@ -505,8 +505,10 @@ def test_a_captured_backward_gives_the_bits_of_eager_autograd(device: Device, wh
     module, inputs = module_and_inputs(which)
     program = captured_from(which).backward
     assert program is not None
+    buffers = list(module.buffers())
+    kept = [buffers[index] for index in captured_from(which).kept]  # as the forward found them
     seeds = [numbers(*value.shape).to(value.dtype) for value in module_and_inputs(which)[0](*inputs)]
-    found = run_program(device, program, module, inputs, seeds)
+    found = run_program(device, program, module, [*inputs, *kept], seeds)
     module, inputs = module_and_inputs(which)
     differentiable = [(value, seed) for value, seed in zip(module(*inputs), seeds, strict=True) if value.requires_grad]
     torch.autograd.backward([value for value, _ in differentiable], [seed for _, seed in differentiable])
