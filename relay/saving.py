@@ -32,6 +32,7 @@ class Saving:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.error: BaseException | None = None
+        self.thread: threading.Thread | None = None
         self._ended = threading.Event()
 
     def done(self) -> bool:
@@ -41,6 +42,8 @@ class Saving:
     def wait(self) -> None:
         """Block until the checkpoint is in place. Raises CheckpointError where it could not be written."""
         self._ended.wait()
+        if self.thread is not None:
+            self.thread.join()
         if self.error is not None:
             raise self.error
 
@@ -92,7 +95,8 @@ def start(
             saving.end(error)
 
     if behind:
-        threading.Thread(target=write, name="relay-checkpoint", daemon=True).start()
+        saving.thread = threading.Thread(target=write, name="relay-checkpoint", daemon=True)
+        saving.thread.start()
     else:
         write()
         saving.wait()
