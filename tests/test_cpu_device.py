@@ -505,8 +505,9 @@ def test_a_captured_backward_gives_the_bits_of_eager_autograd(device: Device, wh
     module, inputs = module_and_inputs(which)
     program = captured_from(which).backward
     assert program is not None
-    buffers = list(module.buffers())
-    kept = [buffers[index] for index in captured_from(which).kept]  # as the forward found them
+    captured = captured_from(which)
+    forward = run_program(device, captured.forward, module_and_inputs(which)[0], inputs)
+    kept = [forward[Role.VALUE, port.index] for port in captured.kept]  # buffers as the forward found them
     seeds = [numbers(*value.shape).to(value.dtype) for value in module_and_inputs(which)[0](*inputs)]
     found = run_program(device, program, module, [*inputs, *kept], seeds)
     module, inputs = module_and_inputs(which)
