@@ -14,6 +14,7 @@ from torch import fx
 
 from backends.opencl import OpenClBackend, faults, platforms
 from backends.opencl.indices import Index, Ranges, Split, linear, reshaped_strides, variable
+from backends.opencl.kernels import OpenClKernel
 from hal import registry
 from hal.conformance.op_samples import case
 from hal.device import Device
@@ -400,3 +401,28 @@ def test_the_command_line_trains_on_it(tmp_path: Any, needs_opencl: None) -> Non
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)
+
+
+def test_a_device_that_vanishes_leaves_parameters_that_can_be_saved(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, needs_opencl: None
+) -> None:
+    def vanish(*_: Any) -> Any:
+        failure = RuntimeError("clEnqueueNDRangeKernel failed: DEVICE_NOT_AVAILABLE")
+        failure.code = -2  # type: ignore[attr-defined]
+        raise failure
+
+    model = small_models.build("gpt")
+    trainer = small_models.relay.Trainer(model, device="opencl", microbatches=small_models.MICROBATCHES)
+    batches = small_models.batches("gpt", 2)
+    try:
+        trainer.step(batches[0])
+        before = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
+        monkeypatch.setattr(OpenClKernel, "enqueue", vanish)
+        with pytest.raises(DeviceLost, match="stopped answering"):
+            trainer.step(batches[1])
+        after = trainer.state_dict()
+        assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+        torch.save(after, tmp_path / "saved")
+        assert (tmp_path / "saved").exists()
+    finally:
+        trainer.close()

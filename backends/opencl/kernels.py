@@ -8,6 +8,7 @@ so does pyopencl. `OpenClKernel` knows which memory each launch is given.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,7 +49,9 @@ class Library:
             if new:
                 try:
                     built = pyopencl.Program(self._context, PRELUDE + "\n".join(new.values()))
-                    built.build(self._options, [self._device])
+                    with warnings.catch_warnings():  # compilers that have something to say of code that is right
+                        warnings.simplefilter("ignore", pyopencl.CompilerWarning)
+                        built.build(self._options, [self._device])
                 except Exception as failure:
                     raise translated(failure, what, self._name) from failure
                 for name in new:

@@ -15,20 +15,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from backends.opencl import gemm, scatters, values
+from backends.opencl import scatters, values
 from backends.opencl.elementwise import elementwise
-from backends.opencl.emit import Buffer, Launch, Scope, held, number
-from backends.opencl.indices import Index
+from backends.opencl.emit import Buffer, Launch, number
 from backends.opencl.loops import Columns, Map, Reduce, Task, Traits, rows_first
-from backends.opencl.values import Computed, Place, Stored, Value, whole
-from backends.opencl.windows import WINDOWS
+from backends.opencl.rewrites import CHEAP, FUNCTIONS
+from backends.opencl.values import Computed, Stored, Value, again, whole
 from hal.kernel import Program, Role
-from hal.op_rules import broadcast
 from hal.ops import OPS, Kind, name_of
 from hal.random import keep_threshold
-
-CHEAP = 3
-"""Up to this many cheap operations a value is computed again for every reader."""
 
 LIMIT = 48
 """An expression does not grow beyond this."""
@@ -132,14 +127,14 @@ class Lowering:
         ready = [(place, self.realize(self._own(value))) for place, value in self._late]
         self.barrier = len(self.steps)
         for place, value in ready:
-            self.realize(_again(value), whole(self._output(place), value.shape), self._adds(place))
+            self.realize(again(value), whole(self._output(place), value.shape), self._adds(place))
 
     def _adds(self, place: int) -> int | None:
         return place if self.program.outputs[place].accumulates else None
 
     def _own(self, value: Value) -> Value:
         if isinstance(value, Stored) and value.buffer.kind != "workspace":
-            return _again(value)
+            return again(value)
         return value
 
     def _give(self, place: int, value: Value) -> None:
@@ -148,7 +143,7 @@ class Lowering:
         if port.role is Role.BUFFER_UPDATE:
             self._late.append((place, values.view(value, port.shape)))
             return
-        self.realize(_again(values.view(value, port.shape)), whole(self._output(place), port.shape), self._adds(place))
+        self.realize(again(values.view(value, port.shape)), whole(self._output(place), port.shape), self._adds(place))
 
     def _choose_places(self, results: Sequence[fx.Node]) -> None:
         """Nodes that are one output and nothing else are made where the output is."""
@@ -182,7 +177,7 @@ class Lowering:
             return elementwise(short, args, dict(node.kwargs), node.meta["val"].dtype)
         if row.kind is Kind.RANDOM:
             return self._draw(name.rpartition(".")[2], node.args)
-        function: Callable[..., Any] = _FUNCTIONS[name.removeprefix("aten.")]
+        function: Callable[..., Any] = FUNCTIONS[name.removeprefix("aten.")]
         return function(self, node, *args)
 
     def _draw(self, kind: str, args: Sequence[Any]) -> Value:
@@ -210,386 +205,3 @@ def _reads(user: fx.Node, node: fx.Node) -> int:
     if user.op == "output":
         return 1
     return max(1, len([arg for arg in user.all_input_nodes if arg is node]))
-
-
-def _again(value: Value) -> Computed:
-    """The value as something to be computed: a copy, when it is put into memory."""
-    return Computed(value.shape, value.dtype, lambda scope, place: value.at(scope, place), value.cost)
-
-
-# -- reductions and rows ------------------------------------------------------------------------------------------
-
-
-def _reduced(kind: str) -> Callable[..., Value]:
-    def function(low: Lowering, node: fx.Node, x: Value, dims: Any, keep: bool) -> Value:
-        dims = (dims,) if isinstance(dims, int) else tuple(dims)
-        if not dims or not x.shape:
-            return x
-        return values.view(low.reduce(kind, x, dims, node), tuple(node.meta["val"].shape))
-
-    return function
-
-
-def _mean(low: Lowering, node: fx.Node, x: Value, dims: Sequence[int], keep: bool) -> Value:
-    return values.view(_mean_of(low, x, tuple(dims)), tuple(node.meta["val"].shape))
-
-
-def _mean_of(low: Lowering, x: Value, dims: tuple[int, ...]) -> Value:
-    if not dims:
-        return x
-    count = math.prod(x.shape[dim] for dim in dims)
-    # The sum of half precision is not rounded before it is divided.
-    wide = elementwise("_to_copy", [x], {}, torch.float32) if x.dtype.itemsize == 2 else x
-    mean = elementwise("div", [low.reduce("sum", wide, dims), float(count) if count else math.nan], {}, wide.dtype)
-    return elementwise("_to_copy", [mean], {}, x.dtype)
-
-
-def _place(largest: bool) -> Callable[..., Value]:
-    def function(low: Lowering, node: fx.Node, x: Value, dim: int, keep: bool) -> Value:
-        shape = [1 if place == dim else extent for place, extent in enumerate(x.shape)]
-        target = whole(low.buffer(math.prod(shape), torch.int64), shape)
-        if target.count:
-            low.steps.append(scatters.extreme_place(x, dim, largest, target))
-        return values.view(target, tuple(node.meta["val"].shape))
-
-    return function
-
-
-def _scan(kind: str) -> Callable[..., Value]:
-    def function(low: Lowering, node: fx.Node, x: Value, dim: int) -> Value:
-        target = whole(low.buffer(x.count, x.dtype), x.shape)
-        if target.count:
-            low.steps.append(scatters.scan(kind, x, dim, target))
-        return target
-
-    return function
-
-
-def _calc(op: str, dtype: torch.dtype, *args: Any) -> Value:
-    return elementwise(op, args, {}, dtype)
-
-
-def _prepared(low: Lowering, x: Value) -> tuple[Value, torch.dtype]:
-    """The operand in float and, unless it costs nothing, in memory: it is read in several passes."""
-    if isinstance(x, Computed) and x.cost > CHEAP:
-        x = low.realize(x)
-    wide = torch.float32 if x.dtype.itemsize == 2 else x.dtype
-    return (_calc("_to_copy", wide, x) if wide is not x.dtype else x), wide
-
-
-def _softmax(safe: bool, logarithm: bool) -> Callable[..., Value]:
-    def function(low: Lowering, node: fx.Node, x: Value, dim: int, *_: Any) -> Value:
-        dtype = x.dtype
-        if not x.shape:
-            x = values.view(x, (1,))
-            dim = 0
-        if not x.count:
-            return values.view(x, tuple(node.meta["val"].shape))
-        wide, kind = _prepared(low, x)
-        most: Value = low.reduce("max", wide, (dim,))
-        if safe:
-            nothing = _calc("eq", torch.bool, most, -math.inf)
-            zero = Computed((), kind, lambda scope, place: number(0, kind))
-            most = _calc("where", kind, nothing, zero, most)
-        shifted = _calc("sub", kind, wide, most)
-        weights = _calc("exp", kind, shifted)
-        total: Value = low.reduce("sum", weights, (dim,))
-        if logarithm:
-            result = _calc("sub", kind, shifted, low.realize(_calc("log", kind, total)))
-        else:
-            if safe:
-                total = _calc("add", kind, total, _calc("_to_copy", kind, nothing))
-            result = _calc("div", kind, weights, total)
-        if kind is not dtype:
-            result = _calc("_to_copy", dtype, result)
-        return values.view(result, tuple(node.meta["val"].shape))
-
-    return function
-
-
-def _layer_norm(
-    low: Lowering, node: fx.Node, x: Value, shape: Sequence[int], weight: Value | None, bias: Value | None, small: float
-) -> tuple[Value, ...]:
-    """(result, mean, 1 / deviation). Source: Ba, Kiros and Hinton, "Layer Normalization", arXiv 1607.06450."""
-    dtype = x.dtype
-    dims = tuple(range(len(x.shape) - len(shape), len(x.shape)))
-    wide, kind = _prepared(low, x)
-    mean = low.realize(_mean_of(low, wide, dims))
-    centred = _calc("sub", kind, wide, mean)
-    variance = _mean_of(low, _calc("mul", kind, centred, centred), dims)
-    scale = low.realize(_calc("rsqrt", kind, _calc("add", kind, variance, small)))
-    result = _calc("mul", kind, centred, scale)
-    for op, factor in (("mul", weight), ("add", bias)):
-        if factor is not None:
-            result = _calc(op, kind, result, _calc("_to_copy", kind, factor))
-    parts = [result, mean, scale]
-    # It is used again in the gradient as often as not, and costs a pass over memory either way.
-    return tuple(_calc("_to_copy", dtype, part) if kind is not dtype else part for part in parts)
-
-
-# -- products -----------------------------------------------------------------------------------------------------
-
-
-def _mm(low: Lowering, node: fx.Node, x: Value, y: Value) -> Value:
-    product = _product(low, node, values.unsqueeze(x, 0), values.unsqueeze(y, 0), None)
-    return values.view(product, tuple(node.meta["val"].shape))
-
-
-def _bmm(low: Lowering, node: fx.Node, x: Value, y: Value) -> Value:
-    return _product(low, node, x, y, None)
-
-
-def _addmm(low: Lowering, node: fx.Node, bias: Value, x: Value, y: Value) -> Value:
-    wide = values.expand(bias, (1, x.shape[0], y.shape[1]))
-    product = _product(low, node, values.unsqueeze(x, 0), values.unsqueeze(y, 0), wide)
-    return values.view(product, tuple(node.meta["val"].shape))
-
-
-def _product(low: Lowering, node: fx.Node, x: Value, y: Value, bias: Value | None) -> Value:
-    batch, rows, depth = x.shape
-    columns = y.shape[2]
-    if not x.dtype.is_floating_point or not depth or not batch * rows * columns:
-        return _plain_product(low, x, y, bias)
-    target, output = _result(low, node, (batch, rows, columns))
-    real = torch.float64 if x.dtype is torch.float64 else torch.float32
-    tile = gemm.tile_of(low.traits, rows, columns)
-    packed = []
-    for value, along, panel in ((x, 1, tile.rows), (y, 2, tile.columns)):
-        extent = value.shape[along]
-        count = batch * -(-extent // panel) * panel * depth
-        buffer = low.buffer(count, real)
-        low.steps.append(gemm.pack(value, buffer, along, panel, low.traits))
-        packed.append(buffer)
-    if bias is not None and bias.cost > CHEAP:
-        bias = low.realize(bias)
-    sizes = gemm.Sizes(batch, rows, columns, depth)
-    low.steps.append(gemm.product(packed[0], packed[1], target, sizes, tile, bias, output, low.traits))
-    return target
-
-
-def _result(low: Lowering, node: fx.Node, shape: tuple[int, ...]) -> tuple[Stored, int | None]:
-    return low._target(node, shape, node.meta["val"].dtype)
-
-
-def _plain_product(low: Lowering, x: Value, y: Value, bias: Value | None) -> Value:
-    """Of integers, and of nothing: a sum of products."""
-    batch, rows, depth = x.shape
-    shape = (batch, rows, y.shape[2], depth)
-    left = values.expand(values.unsqueeze(x, 2), shape)
-    right = values.expand(values.unsqueeze(values.permute(y, (0, 2, 1)), 1), shape)
-    result = values.view(low.reduce("sum", _calc("mul", x.dtype, left, right), (3,)), shape[:3])
-    return result if bias is None else _calc("add", x.dtype, result, bias)
-
-
-# -- gather and scatter -------------------------------------------------------------------------------------------
-
-
-def _picked(scope: Scope, index: Value, place: Place, extent: int) -> Index:
-    name = index.at(scope, place)
-    return scope.place(f"(INDEX)({name} < 0 ? {name} + {extent} : {name})", extent)
-
-
-def _embedding(low: Lowering, node: fx.Node, weight: Value, index: Value) -> Value:
-    source = low.realize(weight)
-
-    def function(scope: Scope, place: Place) -> str:
-        return source.at(scope, (_picked(scope, index, place[:-1], source.shape[0]), place[-1]))
-
-    return Computed((*index.shape, weight.shape[1]), weight.dtype, function, 2)
-
-
-def _index(low: Lowering, node: fx.Node, x: Value, indices: Sequence[Value | None]) -> Value:
-    source = low.realize(x)
-    used = [place for place, index in enumerate(indices) if index is not None]
-    picked = broadcast(*[index.shape for index in indices if index is not None])
-    wide = [None if index is None else values.expand(index, picked) for index in indices]
-    front = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
-
-    def function(scope: Scope, place: Place) -> str:
-        seen = place[front : front + len(picked)]
-        rest = list(place[:front] + place[front + len(picked) :])
-        spot = []
-        for dim, extent in enumerate(source.shape):
-            index = wide[dim] if dim < len(wide) else None
-            spot.append(rest.pop(0) if index is None else _picked(scope, index, seen, extent))
-        return source.at(scope, tuple(spot))
-
-    return Computed(tuple(node.meta["val"].shape), x.dtype, function, 2 * len(used))
-
-
-def _gather(low: Lowering, node: fx.Node, x: Value, dim: int, index: Value) -> Value:
-    if not index.shape:
-        return x
-    source = low.realize(x)
-
-    def function(scope: Scope, place: Place) -> str:
-        spot = _picked(scope, index, place, source.shape[dim])
-        return source.at(scope, (*place[:dim], spot, *place[dim + 1 :]))
-
-    return Computed(index.shape, x.dtype, function, 2)
-
-
-def _copied(low: Lowering, x: Value) -> Stored:
-    """A copy in memory of one's own."""
-    return low.realize(_again(x))
-
-
-def _index_put(
-    low: Lowering, node: fx.Node, x: Value, indices: Sequence[Value | None], source: Value, accumulate: bool
-) -> Value:
-    target = _copied(low, x)
-    if source.count and target.count:
-        low.steps.append(scatters.index_put(target, indices, source, accumulate, low.traits))
-    return target
-
-
-def _scatter(accumulate: bool) -> Callable[..., Value]:
-    def function(low: Lowering, node: fx.Node, x: Value, dim: int, index: Value, source: Any) -> Value:
-        target = _copied(low, x)
-        if index.count and target.count:
-            low.steps.append(scatters.scatter(target, dim, index, source, accumulate))
-        return target
-
-    return function
-
-
-def _slice_scatter(
-    low: Lowering, node: fx.Node, x: Value, source: Value, dim: int, start: int, end: int, step: int
-) -> Value:
-    target = _copied(low, x)
-    part = values.sliced(target, dim, start, end, step)
-    assert isinstance(part, Stored)
-    low.realize(_again(source), part)
-    return target
-
-
-def _select_scatter(low: Lowering, node: fx.Node, x: Value, source: Value, dim: int, index: int) -> Value:
-    target = _copied(low, x)
-    part = values.select(target, dim, index)
-    assert isinstance(part, Stored)
-    low.realize(_again(source), part)
-    return target
-
-
-def _cat(low: Lowering, node: fx.Node, tensors: Sequence[Value], dim: int) -> Value:
-    shape = tuple(node.meta["val"].shape)
-    target = whole(low.buffer(math.prod(shape), tensors[0].dtype), shape)
-    start = 0
-    for tensor in tensors:
-        end = start + tensor.shape[dim]
-        part = values.sliced(target, dim, start, end, 1)
-        assert isinstance(part, Stored)
-        low.realize(_again(tensor), part)
-        start = end
-    return target
-
-
-def _pad(low: Lowering, node: fx.Node, x: Value, pads: Sequence[int], fill: Any) -> Value:
-    """`pads` are (before, after) from the last dimension on; below zero they cut."""
-    shape = tuple(node.meta["val"].shape)
-    constant = Computed(shape, x.dtype, lambda scope, place: number(fill, x.dtype))
-    target = low.realize(constant)
-    part: Value = target
-    for place in range(len(pads) // 2):
-        dim = len(shape) - 1 - place
-        before, after = pads[2 * place], pads[2 * place + 1]
-        x = values.sliced(x, dim, max(0, -before), x.shape[dim] + min(0, after), 1)
-        part = values.sliced(part, dim, max(0, before), shape[dim] - max(0, after), 1)
-    assert isinstance(part, Stored)
-    low.realize(_again(x), part)
-    return target
-
-
-# -- creation and order -------------------------------------------------------------------------------------------
-
-
-def _full(low: Lowering, node: fx.Node, shape: Sequence[int], value: Any) -> Value:
-    dtype = node.meta["val"].dtype
-    return Computed(tuple(shape), dtype, lambda scope, place: number(value, dtype), 0)
-
-
-def _arange(low: Lowering, node: fx.Node, start: Any, end: Any, step: Any) -> Value:
-    dtype, shape = node.meta["val"].dtype, tuple(node.meta["val"].shape)
-
-    def function(scope: Scope, place: Place) -> str:
-        kind = held(dtype)
-        name = f"({kind})({number(start, dtype)} + ({kind})({place[0].text}) * {number(step, dtype)})"
-        return scope.value(kind, name)
-
-    return Computed(shape, dtype, function, 1)
-
-
-def _topk(
-    low: Lowering, node: fx.Node, x: Value, count: int, dim: int, largest: bool, in_order: bool
-) -> tuple[Value, ...]:
-    source = low.realize(x)
-    shape = tuple(node.meta["val"][0].shape)
-    size = math.prod(shape)
-    results = whole(low.buffer(size, x.dtype), shape), whole(low.buffer(size, torch.int64), shape)
-    if size:
-        low.steps.append(scatters.order(source, dim, count, largest, *results))
-    return results
-
-
-def _sort(low: Lowering, node: fx.Node, x: Value, dim: int, descending: bool) -> tuple[Value, ...]:
-    return _topk(low, node, x, x.shape[dim] if x.shape else 1, dim, descending, True)
-
-
-def _window(name: str) -> Callable[..., Any]:
-    def function(low: Lowering, node: fx.Node, *args: Any) -> Any:
-        operands = [low.realize(arg) if isinstance(arg, Value) else arg for arg in args]
-        return WINDOWS[name](low, node.meta["val"], *operands)
-
-    return function
-
-
-def _pass(way: Callable[..., Value]) -> Callable[..., Value]:
-    return lambda low, node, *args: way(*args)
-
-
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "view.default": _pass(values.view),
-    "permute.default": _pass(values.permute),
-    "expand.default": _pass(values.expand),
-    "squeeze.dims": _pass(values.squeeze),
-    "unsqueeze.default": _pass(values.unsqueeze),
-    "select.int": _pass(values.select),
-    "slice.Tensor": _pass(values.sliced),
-    "flip.default": _pass(values.flip),
-    "sum.dim_IntList": _reduced("sum"),
-    "amax.default": _reduced("max"),
-    "amin.default": _reduced("min"),
-    "any.dim": _reduced("any"),
-    "prod.dim_int": _reduced("prod"),
-    "mean.dim": _mean,
-    "argmax.default": _place(True),
-    "argmin.default": _place(False),
-    "cumsum.default": _scan("cumsum"),
-    "cumprod.default": _scan("cumprod"),
-    "_softmax.default": _softmax(False, False),
-    "_safe_softmax.default": _softmax(True, False),
-    "_log_softmax.default": _softmax(False, True),
-    "native_layer_norm.default": _layer_norm,
-    "mm.default": _mm,
-    "bmm.default": _bmm,
-    "addmm.default": _addmm,
-    "embedding.default": _embedding,
-    "index.Tensor": _index,
-    "gather.default": _gather,
-    "index_put.default": _index_put,
-    "scatter.src": _scatter(False),
-    "scatter.value": _scatter(False),
-    "scatter_add.default": _scatter(True),
-    "slice_scatter.default": _slice_scatter,
-    "select_scatter.default": _select_scatter,
-    "cat.default": _cat,
-    "constant_pad_nd.default": _pad,
-    "full.default": _full,
-    "arange.start_step": _arange,
-    "topk.default": _topk,
-    "sort.default": _sort,
-    "convolution.default": _window("convolution"),
-    "convolution_backward.default": _window("convolution_backward"),
-    "max_pool2d_with_indices.default": _window("max_pool"),
-    "max_pool2d_with_indices_backward.default": _window("max_pool_backward"),
-}

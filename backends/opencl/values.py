@@ -210,3 +210,8 @@ def flip(x: Value, dims: Sequence[int]) -> Value:
         offset = x.offset + sum((x.shape[dim] - 1) * x.strides[dim] for dim in dims if x.shape[dim])
         return _strided(x, x.shape, [-s if dim in dims else s for dim, s in enumerate(x.strides)], offset)
     return _mapped(x, x.shape, way)
+
+
+def again(value: Value) -> Computed:
+    """The value as something to be computed: a copy, when it is put into memory."""
+    return Computed(value.shape, value.dtype, lambda scope, place: value.at(scope, place), value.cost)
