@@ -314,7 +314,7 @@ def optimizer_step() -> tuple[Callable[[], None], int]:
         with torch.no_grad():
             for gradient in gradients:
                 torch.linalg.vector_norm(gradient)
-            optimizer.update_by_torch(masters, gradients, states, group)
+            optimizer.update_by_torch(masters, gradients, states, group, first=False)
 
     return step, 32 * sum(master.numel() for master in masters)
 

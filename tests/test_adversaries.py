@@ -1,6 +1,7 @@
 """The relay gives the CPU's results under every order of execution that its events allow, over poisoned memory."""
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -47,9 +48,9 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 
 
 @functools.cache
-def captures(case: str) -> dict[Any, Any]:
+def captures(case: str) -> OrderedDict[Any, Any]:
     """What was captured of a case's model, for all its trainers: tracing takes ten times as long as the steps."""
-    return {}
+    return OrderedDict()
 
 
 def trained(case: str, device: str) -> tuple[list[float], dict[str, Tensor]]:

@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -289,7 +290,7 @@ def test_evaluating_right_after_a_clipped_step_sees_the_updated_weights(build: B
 
 def everything(trainer: relay.Trainer) -> dict[str, Tensor]:
     held = reference.copy_of(trainer.state_dict())
-    bound = trainer._session.server._optimizer
+    bound = trainer._session.server.optimizer
     for name, _ in trainer._model.named_parameters():
         held.update({f"{name}: {label}": tensor.clone() for label, tensor in bound.state(name).items()})
     return held
@@ -400,7 +401,7 @@ def test_an_interrupt_while_a_clipped_step_is_under_way_comes_after_the_whole_st
     def interrupted_once(event: WorkerEvent) -> None:
         if not interrupted:
             interrupted.append(event)
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         wait(event)
 
     monkeypatch.setattr(WorkerEvent, "wait", interrupted_once)

@@ -173,7 +173,7 @@ def test_the_relay_is_plain_pytorch(trainers: list[relay.Trainer], case: Case) -
         metrics.append(trainer.step(one))
         if number == 0:
             trainer.synchronize()
-            bound, label = trainer._session.server._optimizer, FIRST_STATE[case["optimizer"]]
+            bound, label = trainer._session.server.optimizer, FIRST_STATE[case["optimizer"]]
             states = {name: bound.state(name)[label] for name, _ in form_of(model, whole).named_parameters()}
             firsts = {
                 name: state.clone() if isinstance(state, Tensor) else state.to_float().view(first_states[0][name].shape)

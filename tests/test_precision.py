@@ -287,7 +287,7 @@ def clamped_loss(output: Tensor, target: Tensor) -> Tensor:
 def everything(trainer: relay.Trainer, modules: list[nn.Module]) -> dict[str, Any]:
     """Copies of all that a step may change: parameters, buffers, optimizer states with their step counts."""
     held: dict[str, Any] = reference.copy_of(trainer.state_dict())
-    bound = trainer._session.server._optimizer
+    bound = trainer._session.server.optimizer
     for name, _ in nn.Sequential(*modules).named_parameters():
         for label, tensor in bound.state(name).items():
             held[f"{name}: {label}"] = tensor.clone()

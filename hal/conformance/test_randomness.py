@@ -76,10 +76,12 @@ def test_a_mask_inside_a_fused_chain_is_the_same_mask(device: Device) -> None:
 
 def test_the_key_is_taken_anew_at_each_run_of_one_kernel(device: Device) -> None:
     program = drawing("keep_mask", 3, (257,), 0.5)
+    kernel = device.compile(program)  # kept, so that every run is of this one
     for step in range(4):
         key = RandomKey(9, step, 2, 1)
         (found,) = run(device, program, [torch.zeros(1)], key)
         assert torch.equal(found, counter_random.keep_mask(key, 3, (257,), 0.5)), step
+    assert kernel is device.compile(program)
 
 
 def test_drawing_without_a_key_is_refused(device: Device) -> None:
