@@ -191,7 +191,7 @@ def parse_spec(text: str, origin: str) -> Spec:
     """A description from TOML. `origin` is the file's name, for errors. Raises SpecError."""
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as wrong:
+    except (tomllib.TOMLDecodeError, RecursionError) as wrong:
         raise SpecError(f"{origin} is not valid TOML: {wrong}") from wrong
     return spec_of(table, origin)
 
@@ -199,7 +199,7 @@ def parse_spec(text: str, origin: str) -> Spec:
 def spec_of(table: dict[str, Any], origin: str) -> Spec:
     """A description from its table, which is used up. Raises SpecError."""
     kind = table.pop("kind", None)
-    if kind not in COLUMNS:
+    if not isinstance(kind, str) or kind not in COLUMNS:
         raise SpecError(f"{origin}: kind should be one of {', '.join(COLUMNS)}; received {kind!r}.")
     columns = COLUMNS[kind]
     plain: dict[str, Any] = {"name": Path(origin).stem, "title": Path(origin).stem}
@@ -273,13 +273,17 @@ def load(kind: str, name: str) -> Spec:
             return spec_of({"kind": kind, **tables[kind]}, name)
         except OSError as failure:
             raise SpecError(f"The calibration {name!r} cannot be read: {failure.strerror}.") from failure
-        except (ValueError, KeyError, TypeError) as wrong:
+        except SpecError:
+            raise
+        except (ValueError, KeyError, TypeError, RecursionError) as wrong:
             raise SpecError(f"{name} is not a calibration with a {kind}: {type(wrong).__name__}: {wrong}") from wrong
     if name.endswith(".toml"):
         try:
             spec = parse_spec(Path(name).read_text(encoding="utf-8"), name)
         except OSError as failure:
             raise SpecError(f"The description {name!r} cannot be read: {failure.strerror}.") from failure
+        except UnicodeDecodeError as wrong:
+            raise SpecError(f"{name} is not text in UTF-8: {wrong}") from wrong
         if spec.kind != kind:
             raise SpecError(f"{name} describes a {spec.kind}; a {kind} was asked for.")
         return spec
