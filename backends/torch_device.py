@@ -20,7 +20,7 @@ import torch
 
 from backends.torch_accelerator import FAMILIES, Accelerator
 from backends.torch_program import lower
-from hal.device import NATIVE, Backend, Buffer, Device, DeviceInfo, Probe, Queue, View
+from hal.device import NATIVE, PORTABLE, Backend, Buffer, Device, DeviceInfo, Probe, Queue, View
 from hal.errors import DeviceLost, HalError, OutOfMemory, Unavailable, Unsupported
 from hal.event import Event
 from hal.host import Host
@@ -233,7 +233,7 @@ class TorchDevice(Device):
         self.info = DeviceInfo(
             name,
             accelerator.description(),
-            frozenset({NATIVE}),
+            frozenset({NATIVE, PORTABLE}),
             accelerator.dtypes(),
             accelerator.dtypes(),
             accelerator.memory_size(),

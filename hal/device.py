@@ -44,6 +44,9 @@ UNIFIED = "unified"
 NATIVE = "native"
 """Tag: programs are wanted undecomposed (fused attention and the like), as PyTorch's own devices run them."""
 
+PORTABLE = "portable"
+"""Tag, beside NATIVE: PyTorch's kernels here are not the CPU's, so a program may hold no op that only the CPU has."""
+
 HOST_CORES = "host-cores"
 """Tag: kernels run on the cores that the host's tasks need too, so the two gain nothing from running at once."""
 

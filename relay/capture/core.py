@@ -50,7 +50,9 @@ class Lowering(enum.Enum):
     """Which graph of a segment a device is given."""
 
     NATIVE = "native"
-    """As PyTorch's autograd runs it, fused ops and all."""
+    """As PyTorch's autograd runs it on the CPU, fused ops and all."""
+    PORTABLE = "portable"
+    """As PyTorch's autograd runs it, attention as matrix products: the fused kernels of the CPU are the CPU's alone."""
     CORE = "core"
     """Decomposed to the ops of `hal.ops`."""
 

@@ -103,8 +103,9 @@ def capture(
             mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
             stack.enter_context(tracing(TracingContext(mode)))
             table = None
-            if lowering is Lowering.CORE:
+            if lowering is not Lowering.NATIVE:
                 stack.enter_context(attention())
+            if lowering is Lowering.CORE:
                 table = decompositions()
             reads = stack.enter_context(recorded_reads(module))
             joint = aot_export_joint_with_descriptors(stack, traced, (*inputs, *spare), {}, decompositions=table)
