@@ -22,14 +22,11 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-# Beside this script lies a benchmark called backends.py, which is not the package of that name.
-sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
-
-import relay  # noqa: E402
-from backends.cpu import CpuDevice, CpuKernel  # noqa: E402
-from hal import registry  # noqa: E402
-from hal.kernel import Kernel, Program  # noqa: E402
-from relay.models import GPT  # noqa: E402
+import relay
+from backends.cpu import CpuDevice, CpuKernel
+from hal import registry
+from hal.kernel import Kernel, Program
+from relay.models import GPT
 
 
 def plain_step(model: GPT, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor], pieces: int) -> float:

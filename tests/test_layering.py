@@ -1,6 +1,7 @@
 """Who may know whom: relay -> hal <- backends, read from the imports of every file."""
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -90,3 +91,10 @@ def test_this_test_would_notice() -> None:
     ]
     assert any(within(entry.module, TORCH_VENDOR) for entry in attributes(tree))
     assert {file.split("/")[0] for file in FILES} == {"hal", "backends", "relay"}
+
+
+def test_no_benchmark_or_example_hides_a_package_from_the_scripts_beside_it() -> None:
+    root = Path(__file__).resolve().parent.parent
+    scripts = {path.stem for folder in ("benchmarks", "examples") for path in (root / folder).glob("*.py")}
+    assert scripts
+    assert not scripts & {"hal", "backends", "relay", "torch", "numpy", *sys.stdlib_module_names}

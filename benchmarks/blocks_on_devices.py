@@ -3,7 +3,7 @@
 The two sides run in turn, pair by pair, for the machine's speed drifts; the median of the paired ratios counts. Before
 a figure is printed the device's results are compared with PyTorch's: a figure of a broken run is worth nothing.
 
-    python benchmarks/backends.py [--device opencl] [--pairs 9] [--json out.json]
+    python benchmarks/blocks_on_devices.py [--device opencl] [--pairs 9] [--json out.json]
 """
 
 from __future__ import annotations
@@ -189,8 +189,6 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    # This file's folder would give `backends` this file's name.
-    sys.path[:] = [folder for folder in sys.path if Path(folder or ".").resolve() != Path(__file__).resolve().parent]
     figures: dict[str, Any] = {"threads": torch.get_num_threads(), "torch": torch.__version__}
     for name in options.device or ["opencl"]:
         device = registry.open(name)

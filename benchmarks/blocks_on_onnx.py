@@ -5,7 +5,7 @@ that the whole forward is needed. PyTorch runs forward and autograd's backward; 
 relay gives it for a last segment, which is both in one. The two take turns, so that a drift of the machine meets both.
 Both must give the same gradients: a figure of a broken run is worth nothing.
 
-    python benchmarks/backends_onnx.py [--device onnx:cpu] [--pairs 15] [--json out.json] [--accumulate]
+    python benchmarks/blocks_on_onnx.py [--device onnx:cpu] [--pairs 15] [--json out.json] [--accumulate]
 """
 
 from __future__ import annotations
