@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from backends.host_memory import self_test
 from backends.torch_accelerator import FAMILIES, Accelerator
 from backends.torch_program import lower
 from hal.device import NATIVE, PORTABLE, Backend, Buffer, Device, DeviceInfo, Probe, Queue, View
@@ -29,8 +31,6 @@ from hal.memory import MemoryAccount, MemoryUse
 from hal.pages import LockedMemory
 from hal.random import RandomKey
 from hal.worker import Worker, WorkerEvent
-
-COMPUTE = "compute"
 
 
 class StreamEvent(Event):
@@ -103,11 +103,7 @@ class TorchBuffer(Buffer):
         if self._memory is None:
             raise HalError("this buffer was freed; allocate a new one")
         view = View(None, tuple(shape), dtype)
-        if offset < 0 or offset + view.size > self.size or offset % dtype.itemsize:
-            raise ValueError(
-                f"a view of {view.size} bytes ({tuple(shape)} of {dtype}) at offset {offset} does not lie, aligned,"
-                f" in a buffer of {self.size} bytes"
-            )
+        view.check_place(offset, self.size)
         view.native = self._memory[offset : offset + view.size].view(dtype).view(view.shape)
         return view
 
@@ -168,15 +164,7 @@ class TorchQueue(Queue):
         wait: Sequence[Event] = (),
     ) -> Event:
         program = kernel.program
-        if len(inputs) != len(program.inputs) or len(outputs) != len(program.outputs):
-            raise ValueError(
-                f"{program.name} takes {len(program.inputs)} inputs and {len(program.outputs)} outputs, "
-                f"got {len(inputs)} and {len(outputs)}"
-            )
-        if accumulate and len(accumulate) != len(program.outputs):
-            raise ValueError(f"{program.name} has {len(program.outputs)} outputs, got {len(accumulate)} flags")
-        if program.draws and key is None:
-            raise ValueError(f"{program.name} draws random numbers and was run without a key")
+        program.check_binding(len(inputs), len(outputs), accumulate, key)
         assert isinstance(kernel, TorchKernel)
         function = kernel.function(accumulate)
         arguments = [view.native for view in inputs]
@@ -327,7 +315,8 @@ class TorchBackend(Backend):
         reason = family.missing()
         if reason:
             return [Probe(self.name, False, reason)]
-        return [self._self_test(f"{self.name}:{number}") for number in range(family.count())]
+        tested = [self_test(self, f"{self.name}:{number}") for number in range(family.count())]
+        return [replace(probe, notes=()) for probe in tested]  # how many threads the host has says nothing of a GPU
 
     def open(self, selector: str, capacity: int | None = None) -> Device:
         family = FAMILIES[self.name]
@@ -341,27 +330,6 @@ class TorchBackend(Backend):
                 f"There is no device '{self.name}:{selector}'. Here are {self.name}:0 to {self.name}:{last}."
             )
         return TorchDevice(f"{self.name}:{number}", family.open(int(number)), capacity)
-
-    def _self_test(self, name: str) -> Probe:
-        try:
-            device = self.open(name.partition(":")[2])
-            try:
-                queue = device.queue(COMPUTE)
-                buffer = device.alloc(1024)
-                numbers = torch.arange(256, dtype=torch.float32)
-                view = buffer.view(0, (256,), torch.float32)
-                back = torch.empty(256)
-                written = queue.write(view, numbers)
-                filled = queue.fill(buffer.view(0, (1,), torch.float32), 7.0, [written])
-                queue.read(back, view, [filled]).wait()
-                numbers[0] = 7.0
-                if not torch.equal(back, numbers):
-                    return Probe(name, False, "its self-test read back other numbers than it wrote")
-            finally:
-                device.close()
-        except Exception as failure:  # contract 10: the reason is kept, not raised
-            return Probe(name, False, f"{type(failure).__name__}: {failure}")
-        return Probe(name, True, "", device.info.description, device.info.memory, device.info.tags)
 
 
 def cuda() -> TorchBackend:
