@@ -50,11 +50,7 @@ class OpenClBuffer(Buffer):
         if self._freed:
             raise HalError("this buffer was freed; allocate a new one")
         view = View((self._memory, offset), tuple(shape), dtype)
-        if offset < 0 or offset + view.size > self.size or offset % dtype.itemsize:
-            raise ValueError(
-                f"a view of {view.size} bytes ({tuple(shape)} of {dtype}) at offset {offset} does not lie, aligned,"
-                f" in a buffer of {self.size} bytes"
-            )
+        view.check_place(offset, self.size)
         return view
 
     def free(self) -> None:

@@ -221,15 +221,7 @@ class OpenClQueue(Queue):
         wait: Sequence[Event] = (),
     ) -> Event:
         program = kernel.program
-        if len(inputs) != len(program.inputs) or len(outputs) != len(program.outputs):
-            raise ValueError(
-                f"{program.name} takes {len(program.inputs)} inputs and {len(program.outputs)} outputs, "
-                f"got {len(inputs)} and {len(outputs)}"
-            )
-        if accumulate and len(accumulate) != len(outputs):
-            raise ValueError(f"{program.name} has {len(outputs)} outputs, and accumulate speaks of {len(accumulate)}")
-        if program.draws and key is None:
-            raise ValueError(f"{program.name} draws random numbers and was run without a key")
+        program.check_binding(len(inputs), len(outputs), accumulate, key)
         assert isinstance(kernel, OpenClKernel)
         workspace = self._workspace_for(kernel.workspace)
         given: list[Memory] = [view.native for view in inputs]

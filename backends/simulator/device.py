@@ -84,11 +84,7 @@ class SimulatedBuffer(Buffer):
         if self._freed:
             raise HalError("this buffer was freed; allocate a new one")
         view = SimulatedView(None, tuple(shape), dtype, self)
-        if offset < 0 or offset + view.size > self.size or offset % dtype.itemsize:
-            raise ValueError(
-                f"a view of {view.size} bytes ({tuple(shape)} of {dtype}) at offset {offset} does not lie, aligned,"
-                f" in a buffer of {self.size} bytes"
-            )
+        view.check_place(offset, self.size)
         if self._memory is not None:
             view.native = self._memory[offset : offset + view.size].view(dtype).view(view.shape)
         return view
@@ -177,15 +173,7 @@ class SimulatedQueue(Queue):
         wait: Sequence[Event] = (),
     ) -> Event:
         program = kernel.program
-        if len(inputs) != len(program.inputs) or len(outputs) != len(program.outputs):
-            raise ValueError(
-                f"{program.name} takes {len(program.inputs)} inputs and {len(program.outputs)} outputs, "
-                f"got {len(inputs)} and {len(outputs)}"
-            )
-        if accumulate and len(accumulate) != len(outputs):
-            raise ValueError(f"{program.name} has {len(outputs)} outputs, and accumulate speaks of {len(accumulate)}")
-        if program.draws and key is None:
-            raise ValueError(f"{program.name} draws random numbers and was run without a key")
+        program.check_binding(len(inputs), len(outputs), accumulate, key)
         assert isinstance(kernel, SimulatedKernel)
         call = None
         views: Sequence[View] = ()
