@@ -29,9 +29,9 @@ from relay.meta_models import MetaModel
 from relay.schedule import Ran, Relay, TrainingStep
 from relay.session import Session
 from relay.shapes import ModelShape, ShapeError
-from relay.stash import Key, Stash
+from relay.stash import Key, Stash, device_bytes
 from relay.stations import Stations
-from relay.workspace import kernel_workspace, plan_for, slot_sizes
+from relay.workspace import kernel_workspace, plans_for, slot_sizes
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 UNLIMITED = 10**18
@@ -150,12 +150,12 @@ class SimulatedRun:
 
     def memory(self) -> Memory:
         """The whole requirement, known before any step."""
-        plan = plan_for(self._stations[0], self.run.stash, True)
+        plans = plans_for(self._stations, self.run.stash, True)
         parameters, gradients = slot_sizes(self._contents)
         rows = {
             "slots: weights": self.run.slots * parameters,
             "slots: gradients": self.run.slots * gradients,
-            "stash of activations": plan.device_bytes(len(self._stations)),
+            "stash of activations": device_bytes(plans),
             "workspace of kernels": max(kernel_workspace(one) for one in set(self._stations)),
         }
         peak = self._device.memory().peak

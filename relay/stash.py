@@ -53,14 +53,30 @@ class StashPlan:
     ring_size: int = 0
     ring_count: int = 0
 
-    def device_bytes(self, microbatches: int) -> int:
-        """Bytes on the device for that many micro-batches."""
-        resident = sum(size for size, streams in zip(self.sizes, self.streams, strict=True) if not streams)
-        return resident * microbatches + self.ring_size * self.ring_count
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes on the device for one micro-batch."""
+        return sum(size for size, streams in zip(self.sizes, self.streams, strict=True) if not streams)
 
-    def host_bytes(self, microbatches: int) -> int:
-        """Bytes on the host for that many micro-batches."""
-        return microbatches * sum(size for size, streams in zip(self.sizes, self.streams, strict=True) if streams)
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes on the host for one micro-batch."""
+        return sum(size for size, streams in zip(self.sizes, self.streams, strict=True) if streams)
+
+
+def device_bytes(plans: Sequence[StashPlan]) -> int:
+    """Bytes on the device for a step, given each micro-batch's plan: the ring is one for all."""
+    return sum(plan.resident_bytes for plan in plans) + ring_of(plans)[0] * ring_of(plans)[1]
+
+
+def host_bytes(plans: Sequence[StashPlan]) -> int:
+    """Bytes on the host for a step, given each micro-batch's plan."""
+    return sum(plan.streamed_bytes for plan in plans)
+
+
+def ring_of(plans: Sequence[StashPlan]) -> tuple[int, int]:
+    """The size of the ring's buffers, and how many there are."""
+    return max(plan.ring_size for plan in plans), max(plan.ring_count for plan in plans)
 
 
 def plan_stash(lives: dict[Key, Life], accesses_per_visit: int) -> StashPlan:
@@ -139,18 +155,18 @@ class Access:
 
 
 class Stash:
-    """The memory of a plan, for the micro-batches of a step. `shapes[j]` gives a value's shape in micro-batch j."""
+    """The memory of a step. Micro-batch j follows `plans[j]`, and `shapes[j]` gives its values' shapes."""
 
     def __init__(
         self,
-        plan: StashPlan,
+        plans: Sequence[StashPlan],
         device: Device,
         host: Host,
         queue_in: Queue,
         queue_out: Queue,
         shapes: Sequence[Sequence[tuple[tuple[int, ...], torch.dtype]]],
     ) -> None:
-        self.plan = plan
+        self.plans = list(plans)
         self.queue_in = queue_in
         self.queue_out = queue_out
         self.transfers: list[Event] = []
@@ -162,13 +178,14 @@ class Stash:
         self._next_entry = 0
         self._places: list[list[_Place]] = []
         try:
-            for size, streams in zip(plan.sizes, plan.streams, strict=True):
+            for plan in plans:
                 row: list[_Place] = []
                 self._places.append(row)
-                for _ in shapes:
+                for size, streams in zip(plan.sizes, plan.streams, strict=True):
                     row.append(self._make_place(size, streams))
-            for _ in range(plan.ring_count):
-                self._ring.append(_RingEntry(device.alloc(plan.ring_size, "ring of streamed activations")))
+            ring_size, ring_count = ring_of(plans)
+            for _ in range(ring_count):
+                self._ring.append(_RingEntry(device.alloc(ring_size, "ring of streamed activations")))
         except BaseException:
             self.free()
             raise
@@ -180,7 +197,7 @@ class Stash:
 
     def access(self, key: Key, microbatch: int, writes: bool, keeps: bool = False) -> Access:
         """Use a key in a visit: read it, or write it, or (`writes` and `keeps`) add to it."""
-        place = self._places[self.plan.cell_of[key]][microbatch]
+        place = self._places[microbatch][self.plans[microbatch].cell_of[key]]
         if place.host is None or self._device.info.unified:
             view = self._views.get((key, microbatch))
             if view is None:
@@ -202,7 +219,7 @@ class Stash:
 
     def bring(self, key: Key, microbatch: int, tensor: torch.Tensor) -> None:
         """Write a tensor of the batch into its cell, before anything of the step is submitted."""
-        place = self._places[self.plan.cell_of[key]][microbatch]
+        place = self._places[microbatch][self.plans[microbatch].cell_of[key]]
         if place.host is not None and not self._device.info.unified:
             place.host[: tensor.numel() * tensor.dtype.itemsize].view(tensor.dtype).copy_(tensor.view(-1))
             return

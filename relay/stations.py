@@ -92,10 +92,26 @@ class Stations:
                     one.kernel = device.compile(one.program)
 
     def signature(self) -> Any:
-        """What must be equal for two shapes of micro-batch to take part in one step."""
+        """What must be equal for two micro-batches to take part in one step: the layers, their states and gradients."""
         return [
-            (station.segment.name, station.segment.inputs, station.segment.outputs, station.parameters)
+            (
+                station.segment.name,
+                station.parameters,
+                station.buffers,
+                station.dtypes,
+                station.gradients,
+                tuple(one is not None and one.updates for one in (station.forward, station.backward)),
+            )
             for station in self.stations
+        ]
+
+    def layout(self) -> Any:
+        """What must be equal for two micro-batches' values to lie in the same cells: who makes and who takes which."""
+        return [
+            (one.reads, one.writes, one.seeds, one.value_gradients)
+            for station in self.stations
+            for one in (station.forward, station.backward)
+            if one is not None
         ]
 
 

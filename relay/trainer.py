@@ -11,7 +11,6 @@ import functools
 import logging
 import math
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -54,6 +53,7 @@ from relay.errors import InconsistentState, NonFiniteLoss, PartitionError
 from relay.huggingface import save_pretrained
 from relay.metrics import Metrics, total_elapsed
 from relay.partition import list_as_model, partition_list, partition_model
+from relay.program_cache import ProgramCache
 from relay.saving import (
     Saving,
     check_fits,
@@ -170,8 +170,7 @@ class Trainer:
         self._step = 0
         self._scale = LossScale() if precision == "fp16" and loss_scale == "dynamic" else None
         self._fixed_scale = _fixed_scale(loss_scale) if precision == "fp16" else 1.0
-        self._cache: OrderedDict[Any, Stations] = OrderedDict()
-        self._programs = programs
+        self._cache = ProgramCache(programs)
         self._buckets = buckets
         self._presences: dict[str, Presence] = {}
         self._saving: Saving | None = None
@@ -601,8 +600,9 @@ class Trainer:
         for other in stations[1:]:
             if other is not stations[0] and other.signature() != stations[0].signature():
                 raise PartitionError(
-                    "The model takes another path for the last, smaller micro-batch than for the others, so they "
-                    "cannot share a step. Make the batch a multiple of microbatches."
+                    "The model calls other layers for one micro-batch than for the others (a smaller last one, or one "
+                    "in which it found other numbers), so they cannot share a step. Make the batch a multiple of "
+                    "microbatches, or give it with microbatches=1."
                 )
         self._session.check_host(stations, self.param_groups, training)
         if training and not self.plain_bytes:
@@ -622,12 +622,10 @@ class Trainer:
     ) -> Stations:
         trainable = tuple(parameter.requires_grad for parameter in self._model.parameters())
         key = (batch.signature(number), training, results, trainable, active, plain_attributes(self._model))
-        stations = self._cache.get(key)
+        stations = self._cache.find(key, batch.pieces[number])
         if stations is None:
-            stations = self._cache[key] = self._record(batch, batch.pieces[number], training, results, active)
-        self._cache.move_to_end(key)
-        while len(self._cache) > self._programs:
-            self._cache.popitem(last=False)
+            stations = self._record(batch, batch.pieces[number], training, results, active)
+            self._cache.add(key, stations)
         return stations
 
     def _record(
@@ -663,8 +661,8 @@ class Trainer:
     # -- running ----------------------------------------------------------------------------------------------
 
     def _bring(self, stash: Stash, stations: Sequence[Stations], pieces: Batch) -> None:
-        partition = stations[0].partition
         for microbatch, tensors in enumerate(pieces.pieces):
+            partition = stations[microbatch].partition
             for value, tensor in zip(partition.inputs, tensors, strict=True):
                 if partition.values[value].consumers:
                     stash.bring(Key(value, False), microbatch, tensor.contiguous())

@@ -96,6 +96,19 @@ def plan_for(stations: Stations, stash: str, training: bool) -> StashPlan:
     return plan_stash(lives, most_streamed)
 
 
+def plans_for(pieces: Sequence[Stations], stash: str, training: bool) -> list[StashPlan]:
+    """A plan for each micro-batch: one for all whose values are passed on alike, made for the first (the largest)."""
+    plans: list[tuple[Stations, StashPlan]] = []
+    chosen = []
+    for one in pieces:
+        plan = next((plan for other, plan in plans if other is one or other.layout() == one.layout()), None)
+        if plan is None:
+            plan = plan_for(one, stash, training)
+            plans.append((one, plan))
+        chosen.append(plan)
+    return chosen
+
+
 def _use(lives: dict[Key, Life], key: Key, visit: int, value: Value, stash: str) -> None:
     life = lives.get(key)
     if life is None:
