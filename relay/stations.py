@@ -142,7 +142,9 @@ def build_stations(
         signature = [(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in inputs]
         captured = captures.find(segment, signature)
         if captured is None:
-            captured = capture(segment.module, inputs, segment.name, last and partition.has_loss, compute, lowering)
+            captured = capture(
+                segment.module, inputs, segment.name, last and partition.has_loss, compute, lowering, training
+            )
             if captured.eager is None:
                 captures.add(segment, signature, captured)
             elif presences is not None:

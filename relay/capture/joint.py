@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import operator
 import warnings
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,7 @@ from relay.capture.reads import Reads, recorded_reads
 from relay.errors import CaptureError
 
 aten = torch.ops.aten
+logger = logging.getLogger(__name__)
 
 
 def autocast(compute: torch.dtype) -> contextlib.AbstractContextManager[Any]:
@@ -84,14 +86,18 @@ def capture(
     ends_in_loss: bool = False,
     compute: torch.dtype = torch.float32,
     lowering: Lowering = Lowering.NATIVE,
+    training: bool = True,
 ) -> Captured:
     """Capture `module(*inputs)`, which returns a tuple of tensors, the loss first where it `ends_in_loss`.
 
     `requires_grad` of the inputs is respected. `inputs` are examples: shapes, dtypes and `requires_grad` count,
     values do not. With `compute` bfloat16 or float16 the module runs as under PyTorch's autocast; a parameter that is
     only ever used rounded to that dtype then comes in rounded. `lowering` is what the device wants (`NATIVE` among its
-    tags, or core). Raises CaptureError.
+    tags, or core). Without `training` no gradient will be asked for. Raises CaptureError.
     """
+    if lowering is Lowering.NATIVE and any(isinstance(one, (nn.RNNBase, nn.RNNCellBase)) for one in module.modules()):
+        logger.info("layer %r holds recurrent layers, and runs as PyTorch's own kernels have it", name)
+        return _run_eagerly(module, inputs, name, ends_in_loss, compute, training)
     wants_gradients = any(tensor.requires_grad for tensor in [*module.parameters(), *inputs])
     traced = _Traced(module, compute, not wants_gradients)
     # The joint export wants something to differentiate; a zero-sized input is as good as any.
@@ -110,7 +116,19 @@ def capture(
             reads = stack.enter_context(recorded_reads(module))
             joint = aot_export_joint_with_descriptors(stack, traced, (*inputs, *spare), {}, decompositions=table)
     except Exception as failure:
-        return _run_eagerly(module, inputs, name, ends_in_loss, compute, failure)
+        why = reason(failure, name)
+        if why is None:
+            raise
+        try:
+            captured = _run_eagerly(module, inputs, name, ends_in_loss, compute, training)
+        except Exception:
+            raise explain(failure, name) from failure
+        warnings.warn(
+            f"layer {name!r} runs eagerly, op by op, since {why}: right, but slower, and only on devices that execute "
+            "PyTorch.",
+            stacklevel=2,
+        )
+        return captured
     extraction = _Extraction(module, joint.graph_module, name, wants_gradients, compute, lowering)
     captured = extraction.captured(ends_in_loss)
     return replace(captured, reads=reads)
@@ -122,22 +140,11 @@ def _run_eagerly(
     name: str,
     ends_in_loss: bool,
     compute: torch.dtype,
-    failure: Exception,
+    training: bool,
 ) -> Captured:
-    """The fallback for a segment that cannot be captured; raises that failure if it cannot be run either."""
-    why = reason(failure, name)
-    if why is None:
-        raise failure
-    try:
-        segment, programs, wants, saved = eager_programs(
-            module, inputs, name, ends_in_loss, functools.partial(autocast, compute)
-        )
-    except Exception:
-        raise explain(failure, name) from failure
-    warnings.warn(
-        f"layer {name!r} runs eagerly, op by op, since {why}: right, but slower, and only on devices that execute "
-        "PyTorch.",
-        stacklevel=2,
+    """A segment that is not captured: Python runs it at every visit. Raises what the module raises."""
+    segment, programs, wants, saved, kept = eager_programs(
+        module, inputs, name, ends_in_loss, functools.partial(autocast, compute), training
     )
     assert programs["forward"] is not None
     return Captured(
@@ -149,6 +156,7 @@ def _run_eagerly(
         joint=programs["joint"],
         output_requires_grad=wants,
         saved=saved,
+        kept=kept,
         eager=segment,
     )
 
