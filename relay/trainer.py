@@ -637,6 +637,10 @@ class Trainer:
         active: tuple[str, ...] | None,
     ) -> Stations:
         """Partition and capture for the shapes of one piece. Tracing is not made for several threads at once."""
+        shapes = ", ".join("x".join(map(str, tensor.shape)) or "1" for tensor in tensors)
+        logger.info(
+            "compiling for %s on micro-batches of %s", "training" if training else "evaluation", shapes
+        )
         with _RECORDING, undisturbed(self._model):
             if self._whole:
                 partition = partition_model(self._model, tensors, batch.tree, self._compute, active)

@@ -110,7 +110,8 @@ def batches(rows: int = 6, steps: int = 6) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("kind", [AllKept, HowMany, ByWriting, Compared])
 @pytest.mark.parametrize(
-    "options", [{"microbatches": 1}, {"microbatches": 4}, {"microbatches": 3, "device": "cpu:discrete", "stash": "host"}]
+    "options",
+    [{"microbatches": 1}, {"microbatches": 4}, {"microbatches": 3, "device": "cpu:discrete", "stash": "host"}],
 )
 def test_branches_that_the_batch_decides_are_taken_as_in_pytorch(
     build: Build, kind: type[Deciding], options: dict[str, Any]

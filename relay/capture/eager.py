@@ -252,7 +252,8 @@ def eager_programs(
 ) -> tuple[EagerSegment, dict[str, Program | None], tuple[bool, ...], int, tuple[Port, ...]]:
     """Programs by kind for `module(*inputs)`, which outputs ask for gradients, and the bytes that autograd keeps.
 
-    Last come the copies of buffers that the forward keeps for the backward (see `Captured.kept`). Raises whatever the module raises when run on made-up numbers.
+    Last come the copies of buffers that the forward keeps for the backward (see `Captured.kept`). Raises whatever the
+    module raises when run on made-up numbers.
     """
     segment = EagerSegment(module, compute)
     parameters, buffers = segment.tensors, segment.buffer_tensors

@@ -35,10 +35,10 @@ from hal import random as counter_random
 from hal.kernel import Port, Program, Role
 from relay.capture.core import Lowering, attention, decompositions, simplify
 from relay.capture.eager import EagerSegment, eager_programs
-from relay.capture.explain import explain, reason
+from relay.capture.explain import explain, reason, sparse_gradient
 from relay.capture.measure import count_flops, count_moved, fingerprint, peak_of_temporaries, saved_bytes
 from relay.capture.reads import Reads, recorded_reads
-from relay.errors import CaptureError
+from relay.errors import CaptureError, RelayError
 
 aten = torch.ops.aten
 logger = logging.getLogger(__name__)
@@ -121,6 +121,8 @@ def capture(
             raise
         try:
             captured = _run_eagerly(module, inputs, name, ends_in_loss, compute, training)
+        except RelayError:
+            raise
         except Exception:
             raise explain(failure, name) from failure
         warnings.warn(
@@ -143,6 +145,9 @@ def _run_eagerly(
     training: bool,
 ) -> Captured:
     """A segment that is not captured: Python runs it at every visit. Raises what the module raises."""
+    for path, one in module.named_modules():
+        if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.sparse and one.weight.requires_grad:
+            raise sparse_gradient(name, f"{path}.weight")
     segment, programs, wants, saved, kept = eager_programs(
         module, inputs, name, ends_in_loss, functools.partial(autocast, compute), training
     )
@@ -288,9 +293,17 @@ class _Extraction:
                     "recompute: clone the input before changing it.",
                     layer=self.name,
                 )
+        self._refuse_sparse()
         if not self.wants_gradients:
             self.outputs.pop(max(self.outputs))
             self.seeds.clear()
+
+    def _refuse_sparse(self) -> None:
+        for names in self.parameters:
+            for parameter, node in names:
+                gradient = self.gradients.get(node)
+                if gradient is not None and gradient.meta["val"].layout is not torch.strided:
+                    raise sparse_gradient(self.name, parameter)
 
     def captured(self, ends_in_loss: bool) -> Captured:
         """Cut out the programs."""
