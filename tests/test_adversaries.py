@@ -57,7 +57,7 @@ def trained(case: str, device: str) -> tuple[list[float], dict[str, Tensor]]:
     make, options = CASES[case]
     batches = [regression(seed) for seed in range(STEPS)] if "loss" in options else reference.text_batches(STEPS)
     trainer = relay.Trainer(make(), device=device, **options)
-    trainer._cache = captures(case)
+    trainer._recorder.cache = captures(case)
     losses = [trainer.step(batch).loss for batch in batches]
     state = reference.copy_of(trainer.state_dict())
     trainer.close()
