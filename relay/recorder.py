@@ -21,8 +21,10 @@ from relay.blocks import plain_attributes, undisturbed
 from relay.buckets import Buckets
 from relay.capture import Lowering, Presence
 from relay.errors import PartitionError
+from relay.merging import merge_layers
 from relay.partition import list_as_model, partition_list, partition_model
 from relay.stations import Captures, Stations, build_stations
+from relay.workspace import level_kept
 
 _RECORDING = threading.RLock()
 
@@ -50,6 +52,8 @@ class Recorder:
         programs: int,
         buckets: Buckets | None,
         shared_inputs: Sequence[str],
+        layers_per_slot: int,
+        recompute: bool | int,
     ) -> None:
         assert model is not None or modules is not None
         self.modules = modules
@@ -62,6 +66,8 @@ class Recorder:
         self._programs = programs
         self._buckets = buckets
         self._shared_inputs = tuple(shared_inputs)
+        self._layers_per_slot = layers_per_slot
+        self._recompute = recompute
         self._presences: dict[str, Presence] = {}
         self._captures = Captures()
 
@@ -109,6 +115,7 @@ class Recorder:
                     "The model takes another path for the last, smaller micro-batch than for the others, so they "
                     "cannot share a step. Make the batch a multiple of microbatches."
                 )
+        level_kept(stations)
         return Ready(pieces, weights, stations)
 
     def take_apart(self, batch: Any, training: bool, needs_targets: bool) -> Batch:
@@ -159,6 +166,8 @@ class Recorder:
                 partition = partition_list(
                     self.modules, self._loss, inputs, batch.tree, targets, batch.target_tree, self._compute, active
                 )
+            partition = merge_layers(partition, self._layers_per_slot)
             return build_stations(
-                partition, training, results, self._compute, self._presences, self.lowering, self._captures
-            )
+                partition, training, results, self._compute, self._presences, self.lowering, self._captures,
+                self._recompute,
+            )  # fmt: skip

@@ -153,6 +153,7 @@ class Session:
             stash=plan.device_bytes(len(pieces)),
             workspace=max(kernel_workspace(one) for one in distinct),
             scalars=scalar_bytes(len(pieces)),
+            kept=plan.kept_bytes(len(pieces)),
         )
         requirement.check(self.device.info.name, self.capacity, self._stash_place, len(pieces), largest.name)
         self._advice = requirement.advice(self._stash_place, len(pieces), largest.name)
@@ -331,10 +332,10 @@ class Session:
         if self._stash is None or self._stash_key != key:
             self._free_stash()
             plan = plan_for(pieces[0], self._stash_place, purpose == "train")
-            shapes = [[(value.shape, value.dtype) for value in one.partition.values] for one in pieces]
+            values = [one.partition.values for one in pieces]
             self._scalars = self.device.alloc(scalar_bytes(len(pieces)), "losses and seeds")
             queues = self.device.queue("stash in"), self.device.queue("stash out")
-            self._stash = Stash(plan, self.device, self.host, *queues, shapes)
+            self._stash = Stash(plan, self.device, self.host, *queues, values)
             self._stash_key = key
             for value in pieces[0].unfed if purpose == "train" else ():
                 for microbatch in range(len(pieces)):

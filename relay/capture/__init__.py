@@ -7,6 +7,7 @@ models with their blocks opaque, `measure` counts what a graph costs, `explain` 
 from relay.capture.core import Lowering
 from relay.capture.eager import Presence
 from relay.capture.joint import Captured, autocast, capture
+from relay.capture.layers import layer_of_segment
 from relay.capture.measure import fingerprint
 from relay.capture.states import call_with
 from relay.capture.tracing import BLOCK, OpaqueCall, as_fake, opaque_blocks, run_fake, trace
@@ -22,6 +23,7 @@ __all__ = [
     "call_with",
     "capture",
     "fingerprint",
+    "layer_of_segment",
     "opaque_blocks",
     "run_fake",
     "trace",
