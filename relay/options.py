@@ -29,7 +29,7 @@ _CHOICES: dict[str, Any] = {
     "on_device_lost": ("raise", "repeat"),
 }
 _POSITIVE = ("stall_seconds", "clip_grad_norm", "clip_grad_value")
-_COUNTS = ("microbatches", "slots", "programs")
+_COUNTS = ("microbatches", "slots", "programs", "layers_per_slot")
 
 
 def check(options: Mapping[str, Any]) -> None:
@@ -44,6 +44,10 @@ def check(options: Mapping[str, Any]) -> None:
         value = options[name]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+    if not isinstance(options["recompute"], int) or options["recompute"] < 0:
+        raise ValueError(
+            f"recompute={options['recompute']!r} must be True, False, or the number of segments that recompute"
+        )
     if not isinstance(options["seed"], int) or not 0 <= options["seed"] < 2**64:
         raise ValueError(f"seed={options['seed']!r} must be a whole number from 0 to 2**64 - 1")
 

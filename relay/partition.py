@@ -144,6 +144,7 @@ def partition_list(
                 _own_names(segment_module, module, f"{name}.", names, buffers=False),
                 _own_names(segment_module, module, f"{name}.", names, buffers=True),
                 None if last else alike,
+                None if last else type(module),
             )
         )
         for source in sources:

@@ -21,9 +21,11 @@ from relay.blocks import plain_attributes, undisturbed
 from relay.buckets import Buckets
 from relay.capture import Lowering, Presence
 from relay.errors import PartitionError
+from relay.merging import merge_layers
 from relay.partition import list_as_model, partition_list, partition_model
 from relay.program_cache import ProgramCache
 from relay.stations import Captures, Stations, build_stations
+from relay.workspace import level_kept
 
 _RECORDING = threading.RLock()
 logger = logging.getLogger("relay")
@@ -52,6 +54,8 @@ class Recorder:
         programs: int,
         buckets: Buckets | None,
         shared_inputs: Sequence[str],
+        layers_per_slot: int,
+        recompute: bool | int,
     ) -> None:
         assert model is not None or modules is not None
         self.modules = modules
@@ -63,6 +67,8 @@ class Recorder:
         self.lowering = Lowering.NATIVE
         self._buckets = buckets
         self._shared_inputs = tuple(shared_inputs)
+        self._layers_per_slot = layers_per_slot
+        self._recompute = recompute
         self._presences: dict[str, Presence] = {}
         self._captures = Captures()
 
@@ -111,6 +117,7 @@ class Recorder:
                     "in which it found other numbers), so they cannot share a step. Make the batch a multiple of "
                     "microbatches, or give it with microbatches=1."
                 )
+        level_kept(stations)
         return Ready(pieces, weights, stations)
 
     def take_apart(self, batch: Any, training: bool, needs_targets: bool) -> Batch:
@@ -162,6 +169,8 @@ class Recorder:
                 partition = partition_list(
                     self.modules, self._loss, inputs, batch.tree, targets, batch.target_tree, self._compute, active
                 )
+            partition = merge_layers(partition, self._layers_per_slot)
             return build_stations(
-                partition, training, results, self._compute, self._presences, self.lowering, self._captures
-            )
+                partition, training, results, self._compute, self._presences, self.lowering, self._captures,
+                self._recompute,
+            )  # fmt: skip

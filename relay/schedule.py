@@ -239,7 +239,7 @@ class Relay:
             assert one is not None
             assert one.kernel is not None
             accesses = [stash.access(Key(value, False), microbatch, False) for value in one.reads]
-            inputs = [*slot.parameters, *[access.view for access in accesses]]
+            inputs = [*slot.parameters, *[view for access in accesses for view in access.views]]
             waits: list[Event] = []
             outputs: list[View] = []
             if special is not None:
@@ -255,7 +255,7 @@ class Relay:
             for value in one.writes[len(outputs) :]:
                 access = stash.access(Key(value, False), microbatch, True)
                 accesses.append(access)
-                outputs.append(access.view)
+                outputs += access.views
             outputs += [slot.parameters[len(station.parameters) + index] for index in one.updates]
             if one.parameter_gradients:
                 outputs += slot.gradients
@@ -271,7 +271,7 @@ class Relay:
                 inputs,
                 outputs,
                 one.first if microbatch == 0 else one.later,
-                RandomKey(step.seed, step.number, visit.number, microbatch) if one.program.draws else None,
+                RandomKey(step.seed, step.number, station.segment.place, microbatch) if one.program.draws else None,
                 waits,
                 bool(one.parameter_gradients),
             )

@@ -25,7 +25,7 @@ from relay.errors import RelayError
 from relay.interrupts import DeferredInterrupt
 from relay.rehearsal import Build, CountingHost, refuse_beyond, rehearse
 from relay.schedule import Ran, Relay, SlotRing
-from relay.stash import STASH_STATE, Key, Stash, device_bytes, host_bytes
+from relay.stash import STASH_STATE, Key, Stash, device_bytes, host_bytes, kept_bytes
 from relay.stations import Stations, changing_buffers, gradient_fields, wanted_of
 from relay.trace import Trace
 from relay.watchdog import Watchdog, waited_for
@@ -153,6 +153,7 @@ class Session:
             stash=device_bytes(stash_plans),
             workspace=max(kernel_workspace(one) for one in distinct),
             scalars=scalar_bytes(len(pieces)),
+            kept=kept_bytes(stash_plans),
         )
         requirement.check(self.device.info.name, self.capacity, self._stash_place, len(pieces), largest.name)
         self._advice = requirement.advice(self._stash_place, len(pieces), largest.name)
@@ -331,10 +332,10 @@ class Session:
         if self._stash is None or self._stash_key != key:
             self._free_stash()
             stash_plans = plans_for(pieces, self._stash_place, purpose == "train")
-            shapes = [[(value.shape, value.dtype) for value in one.partition.values] for one in pieces]
+            values = [one.partition.values for one in pieces]
             self._scalars = self.device.alloc(scalar_bytes(len(pieces)), "losses and seeds")
             queues = self.device.queue("stash in"), self.device.queue("stash out")
-            self._stash = Stash(stash_plans, self.device, self.host, *queues, shapes)
+            self._stash = Stash(stash_plans, self.device, self.host, *queues, values)
             self._stash_key = key
             for microbatch, one in enumerate(pieces):
                 for value in one.unfed if purpose == "train" else ():

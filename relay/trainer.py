@@ -51,6 +51,11 @@ class Trainer(RunState):
     `slots` how many layers the device holds at once, `stash` whether boundary activations stay on the `device` or
     stream to the `host`. `seed` decides every dropout mask.
 
+    `layers_per_slot` consecutive layers (repeated blocks of a whole model, modules of a list) share a slot: fewer and
+    larger transfers, and fewer values between them to stash. `recompute` True runs each segment's forward again in its
+    backward; False keeps what the backward needs in the stash instead; a number has that many segments recompute,
+    the first ones. Neither changes a bit of any result.
+
     `precision` `"bf16"` or `"fp16"` computes as PyTorch's autocast does, with master weights and optimizer state on
     the host in fp32. fp16 has a loss scale: `"dynamic"` keeps all gradients of a step on the host until they are known
     to be finite, and skips the step if not; a number (a power of two) is fixed, updates each layer as soon as it may
@@ -95,10 +100,13 @@ class Trainer(RunState):
         on_device_lost: str = "raise",
         stall_seconds: float | None = None,
         loss_scale: str | float = "dynamic",
+        layers_per_slot: int = 1,
+        recompute: bool | int = True,
     ) -> None:
         chosen: dict[str, Any] = {
             "device": str(device), "microbatches": microbatches, "precision": precision, "stash": stash, "slots": slots,
             "state_dtype": state_dtype, "clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value,
+            "layers_per_slot": layers_per_slot, "recompute": recompute,
         }  # fmt: skip
         further = {
             "seed": seed, "programs": programs, "on_nonfinite": on_nonfinite, "on_device_lost": on_device_lost,
@@ -108,7 +116,7 @@ class Trainer(RunState):
         options.check(chosen | further)
         recorder = Recorder(
             model if isinstance(model, nn.Module) else None, modules, loss, microbatches, options.COMPUTE[precision],
-            programs, buckets, shared_inputs,
+            programs, buckets, shared_inputs, layers_per_slot, recompute,
         )  # fmt: skip
         whole = recorder.model
         if not any(parameter.requires_grad for parameter in whole.parameters()):

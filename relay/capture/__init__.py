@@ -9,6 +9,7 @@ from relay.capture.core import Lowering
 from relay.capture.decisions import Decider, Decision
 from relay.capture.eager import Presence
 from relay.capture.joint import Captured, autocast, capture
+from relay.capture.layers import layer_of_segment
 from relay.capture.measure import fingerprint
 from relay.capture.states import call_with
 from relay.capture.tracing import BLOCK, OpaqueCall, as_fake, opaque_blocks, run_fake, trace
@@ -26,6 +27,7 @@ __all__ = [
     "call_with",
     "capture",
     "fingerprint",
+    "layer_of_segment",
     "opaque_blocks",
     "run_fake",
     "trace",
