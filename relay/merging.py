@@ -139,7 +139,7 @@ def _merged(group: Sequence[Segment], index: int, partition: Partition) -> Segme
         alike = ([one.alike[0] for one in group], [one.alike[1:] for one in group], places, used)
     return Segment(
         index,
-        f"{first.name}..{group[-1].name}",
+        "+".join(one.name for one in group),  # all of them: with active= any layers may come together
         LayersSegment([one.module for one in group], places, used),
         inputs,
         tuple(handed_on),

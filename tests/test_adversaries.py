@@ -43,6 +43,11 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "dropout": (functools.partial(gpt, dropout=0.3), {"stash": "host"}),
     "bf16": (gpt, {"precision": "bf16"}),
     "fp16 with a loss scale": (gpt, {"precision": "fp16", "slots": 3}),
+    "kept on the device": (functools.partial(gpt, dropout=0.3), {"recompute": False, "slots": 1}),
+    "kept on the host, two layers a slot": (gpt, {"recompute": 1, "layers_per_slot": 2, "stash": "host"}),
+    "running statistics, kept on the host": (
+        with_batchnorm, {"loss": nn.functional.mse_loss, "slots": 1, "recompute": False, "stash": "host"}
+    ),
     "running statistics": (with_batchnorm, {"loss": nn.functional.mse_loss, "slots": 1}),
 }
 
