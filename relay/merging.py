@@ -52,6 +52,7 @@ def merge_layers(partition: Partition, count: int) -> Partition:
             value.dtype,
             None if value.producer is None else number[value.producer],
             [number[consumer] for consumer in value.consumers],
+            order=value.order,
         )
         for value in partition.values
     ]
@@ -71,6 +72,7 @@ def merge_layers(partition: Partition, count: int) -> Partition:
         partition.results,
         partition.result_tree,
         partition.loss_weight,
+        partition.decisions,
     )
 
 

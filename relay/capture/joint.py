@@ -22,7 +22,7 @@ import logging
 import operator
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,8 +37,20 @@ from hal.kernel import Port, Program, Role
 from relay.capture.core import Lowering, attention, decompositions, simplify
 from relay.capture.eager import EagerSegment, eager_programs
 from relay.capture.explain import explain, reason, sparse_gradient
-from relay.capture.keeping import in_order, nodes_to_keep, order_in_memory, permuted
+from relay.capture.keeping import nodes_to_keep
 from relay.capture.layers import layer_of
+from relay.capture.layouts import (
+    Order,
+    Seeded,
+    as_written,
+    in_order,
+    inverse,
+    order_in_memory,
+    order_of,
+    permuted,
+    stored,
+    stored_shape,
+)
 from relay.capture.measure import count_flops, count_moved, fingerprint, peak_of_temporaries, saved_bytes
 from relay.capture.reads import Reads, recorded_reads
 from relay.errors import CaptureError, RelayError
@@ -68,6 +80,9 @@ class Captured:
     `kept` are what `backward` is given of the forward besides its inputs: own outputs, then tensors kept for it and
     copies of buffers as the forward found them, which are further outputs (`index` counts on from the outputs).
     `eager` is the segment as it is run where it could not be captured, `reads` what the module's code looked at.
+
+    Ports of values, their gradients and seeds have the shape of the memory that holds them; `output_orders`,
+    `seed_orders` and `gradient_orders` (of inputs) say in which order of dimensions where it is not as written.
     """
 
     parameter_names: tuple[tuple[str, ...], ...]
@@ -81,6 +96,9 @@ class Captured:
     kept: tuple[Port, ...] = ()
     eager: EagerSegment | None = None
     reads: Reads | None = None
+    output_orders: Mapping[int, Order] = field(default_factory=dict)
+    seed_orders: Mapping[int, Order] = field(default_factory=dict)
+    gradient_orders: Mapping[int, Order] = field(default_factory=dict)
 
 
 def capture(
@@ -92,6 +110,8 @@ def capture(
     lowering: Lowering = Lowering.NATIVE,
     training: bool = True,
     keep: bool = False,
+    seeds: Mapping[int, torch.Tensor] | None = None,
+    gradients: Mapping[int, Order] | None = None,
 ) -> Captured:
     """Capture `module(*inputs)`, which returns a tuple of tensors, the loss first where it `ends_in_loss`.
 
@@ -99,14 +119,21 @@ def capture(
     values do not. With `compute` bfloat16 or float16 the module runs as under PyTorch's autocast; a parameter that is
     only ever used rounded to that dtype then comes in rounded. `lowering` is what the device wants (`NATIVE` among its
     tags, or core). With `keep` the backward does not recompute the forward: what it reads of it is kept (a segment that
-    runs eagerly, or ends in the loss, keeps nothing). Without `training` no gradient will be asked for. Raises
-    CaptureError.
+    runs eagerly, or ends in the loss, keeps nothing). Without `training` no gradient will be asked for.
+
+    Strides of the inputs count. The gradients of outputs are taken to lie as the outputs do, but for those that `seeds`
+    has examples of; those of inputs come as they are made, or in the orders that `gradients` names.
+
+    Raises CaptureError.
     """
     if lowering is Lowering.NATIVE and any(isinstance(one, (nn.RNNBase, nn.RNNCellBase)) for one in module.modules()):
         logger.info("layer %r holds recurrent layers, and runs as PyTorch's own kernels have it", name)
-        return _run_eagerly(module, inputs, name, ends_in_loss, compute, training)
+        return _run_eagerly(module, inputs, name, ends_in_loss, compute, training, seeds, gradients)
     wants_gradients = any(tensor.requires_grad for tensor in [*module.parameters(), *inputs])
-    traced = _Traced(module, compute, not wants_gradients)
+    examples = dict(seeds or {}) if wants_gradients else {}
+    orders = {index: order_of(example) for index, example in examples.items()}
+    traced = _Traced(module, compute, not wants_gradients, orders, lowering is not Lowering.CORE)
+    given = [stored(example, orders[index]) for index, example in examples.items()]
     # The joint export wants something to differentiate; a zero-sized input is as good as any.
     spare = [] if wants_gradients else [torch.zeros(0, requires_grad=True)]
     try:
@@ -121,13 +148,14 @@ def capture(
             if lowering is Lowering.CORE:
                 table = decompositions()
             reads = stack.enter_context(recorded_reads(module))
-            joint = aot_export_joint_with_descriptors(stack, traced, (*inputs, *spare), {}, decompositions=table)
+            everything = (*inputs, *given, *spare)
+            joint = aot_export_joint_with_descriptors(stack, traced, everything, {}, decompositions=table)
     except Exception as failure:
         why = reason(failure, name)
         if why is None:
             raise
         try:
-            captured = _run_eagerly(module, inputs, name, ends_in_loss, compute, training)
+            captured = _run_eagerly(module, inputs, name, ends_in_loss, compute, training, seeds, gradients)
         except RelayError:
             raise
         except Exception:
@@ -138,8 +166,8 @@ def capture(
             stacklevel=2,
         )
         return captured
-    extraction = _Extraction(module, joint.graph_module, name, wants_gradients, compute, lowering)
-    captured = extraction.captured(ends_in_loss, keep and not ends_in_loss)
+    extraction = _Extraction(module, joint.graph_module, name, wants_gradients, compute, lowering, orders)
+    captured = extraction.captured(dict(gradients or {}), ends_in_loss, keep and not ends_in_loss)
     return replace(captured, reads=reads)
 
 
@@ -150,54 +178,71 @@ def _run_eagerly(
     ends_in_loss: bool,
     compute: torch.dtype,
     training: bool,
+    seeds: Mapping[int, torch.Tensor] | None,
+    gradients: Mapping[int, Order] | None,
 ) -> Captured:
     """A segment that is not captured: Python runs it at every visit. Raises what the module raises."""
     for path, one in module.named_modules():
         if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.sparse and one.weight.requires_grad:
             raise sparse_gradient(name, f"{path}.weight")
-    segment, programs, wants, saved, kept = eager_programs(
-        module, inputs, name, ends_in_loss, functools.partial(autocast, compute), training
+    made = eager_programs(
+        module, inputs, name, ends_in_loss, functools.partial(autocast, compute), training, seeds, gradients
     )
-    assert programs["forward"] is not None
+    forward = made.programs["forward"]
+    assert forward is not None
     return Captured(
-        parameter_names=tuple(segment.parameters),
-        buffer_names=tuple(segment.buffers),
-        forward=programs["forward"],
-        backward=programs["backward"],
-        loss=programs["loss"],
-        joint=programs["joint"],
-        output_requires_grad=wants,
-        saved=saved,
-        kept=kept,
-        eager=segment,
+        parameter_names=tuple(made.segment.parameters),
+        buffer_names=tuple(made.segment.buffers),
+        forward=forward,
+        backward=made.programs["backward"],
+        loss=made.programs["loss"],
+        joint=made.programs["joint"],
+        output_requires_grad=made.wants,
+        saved=made.saved,
+        kept=made.kept,
+        eager=made.segment,
+        output_orders=made.layouts.outputs,
+        seed_orders=made.layouts.seeds,
+        gradient_orders=made.layouts.gradients,
     )
 
 
 class _Traced(nn.Module):
     """The module as it is traced: under autocast if asked, with a spare output to differentiate if it has none."""
 
-    def __init__(self, module: nn.Module, compute: torch.dtype, has_spare: bool) -> None:
+    def __init__(
+        self, module: nn.Module, compute: torch.dtype, has_spare: bool, seeds: Mapping[int, Order], strided: bool
+    ) -> None:
         super().__init__()
         self.module = module
         self.compute = compute
         self.has_spare = has_spare
+        self.seeds = dict(seeds)
+        self.strided = strided
 
-    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        spare = arguments[-1:] if self.has_spare else ()
+        last = len(arguments) - len(spare)
+        inputs, seeds = arguments[: last - len(self.seeds)], arguments[last - len(self.seeds) : last]
         # The backward is traced outside of autocast, as eager backward runs outside of it.
         buffers = dict(self.module.named_buffers())
         with autocast(self.compute):
-            outputs: tuple[torch.Tensor, ...] = self.module(*(inputs[:-1] if self.has_spare else inputs))
+            outputs: tuple[torch.Tensor, ...] = self.module(*inputs)
         self._take_in_assigned(buffers)
         # Tracing gives an output that shares memory with an input or another output no gradient of its own.
         taken = {id(tensor) for tensor in inputs}
         separate = []
         for output in outputs:
             shares = id(output) in taken or output._is_view()
-            # A seed has the layout of its output, and seeds come in contiguous.
-            separate.append(output.clone(memory_format=torch.contiguous_format) if shares else output.contiguous())
+            if not self.strided:
+                own = output.clone(memory_format=torch.contiguous_format) if shares else output.contiguous()
+            else:
+                own = output.clone() if shares or order_in_memory(output) is None else output
+            separate.append(own)
             taken.add(id(output))
-        return (*separate, inputs[-1] * 2) if self.has_spare else tuple(separate)
-
+        for (index, order), seed in zip(self.seeds.items(), seeds, strict=True):
+            separate[index] = Seeded.apply(separate[index], as_written(seed, order))
+        return (*separate, *(one * 2 for one in spare))
 
     def _take_in_assigned(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """A buffer that the forward replaced (`self.average = ...`) is changed in place, as the trace can see it."""
@@ -221,8 +266,10 @@ class _Extraction:
         wants_gradients: bool,
         compute: torch.dtype,
         lowering: Lowering,
+        seeded: Mapping[int, Order],
     ) -> None:
         self.traced = traced
+        self.seeded = seeded
         self.lowering = lowering
         self.name = name
         self.wants_gradients = wants_gradients
@@ -248,7 +295,8 @@ class _Extraction:
         for node in kinds.pop("BufferAOTInput", []):
             self.buffers.append((node.meta["desc"].target.removeprefix(prefix), node))
         plain = sorted(kinds.pop("PlainAOTInput", []), key=lambda node: node.meta["desc"].idx)
-        self.values = plain if wants_gradients else plain[:-1]
+        count = len(plain) - len(seeded) - (not wants_gradients)
+        self.values = plain[:count]
         for node in kinds.pop("TangentAOTInput", []):
             source = node.meta["desc"].output
             if type(source).__name__ != "PlainAOTOutput":
@@ -258,6 +306,8 @@ class _Extraction:
                     layer=name,
                 )
             self.seeds[source.idx] = node
+        # Where the seed was given its own place comes in unused.
+        self.seeds.update(zip(seeded, plain[count : count + len(seeded)], strict=True))
         if kinds:
             raise CaptureError(
                 f"layer {name!r} has inputs of a kind that is not known here: {sorted(kinds)}", layer=name
@@ -312,9 +362,10 @@ class _Extraction:
                 if gradient is not None and gradient.meta["val"].layout is not torch.strided:
                     raise sparse_gradient(self.name, parameter)
 
-    def captured(self, ends_in_loss: bool, keep: bool) -> Captured:
-        """Cut out the programs."""
-        outputs = [(value, self._port(Role.VALUE, index, value)) for index, value in sorted(self.outputs.items())]
+    def captured(self, asked: Mapping[int, Order], ends_in_loss: bool, keep: bool) -> Captured:
+        """Cut out the programs. `asked` are the orders in which gradients of inputs are wanted."""
+        self.asked = asked
+        outputs = [(node, self._stored_port(Role.VALUE, index, node)) for index, node in sorted(self.outputs.items())]
         updates = self._buffer_updates()
         gradients = self._gradient_results() if self.wants_gradients else []
         seeds = sorted(self.seeds.items())
@@ -329,7 +380,10 @@ class _Extraction:
         own = [(node, port) for node, port in outputs if node in saved]
         held = [node for node in saved if not any(node is output for output, _ in own)]
         copies = [] if ends_in_loss else self._buffers_to_keep(wanted, set(saved))
-        kept = [(node, self._kept_port(len(outputs) + number, node)) for number, node in enumerate([*held, *copies])]
+        kept = [
+            (node, self._stored_port(Role.VALUE, number, node))
+            for number, node in enumerate([*held, *copies], len(outputs))
+        ]
         given = [node for node, _ in [*own, *kept]]
         return Captured(
             parameter_names=tuple(tuple(name for name, _ in names) for names in self.parameters),
@@ -343,6 +397,13 @@ class _Extraction:
             output_requires_grad=tuple(index in self.seeds for index in sorted(self.outputs)),
             kept=tuple(port for _, port in [*own, *kept]),
             saved=saved_bytes(self.traced.graph, forward, _ancestors(wanted), states),
+            output_orders={index: self._order(node) for index, node in self.outputs.items()},
+            seed_orders={index: self.seeded.get(index, self._order(node)) for index, node in seeds},
+            gradient_orders={
+                index: self._gradient_order(index, self.gradients[node])
+                for index, node in enumerate(self.values)
+                if self.gradients.get(node) is not None
+            },
         )
 
     def _buffers_to_keep(self, gradients: Sequence[tuple[Any, ...]], saved: set[fx.Node]) -> list[fx.Node]:
@@ -366,14 +427,17 @@ class _Extraction:
         read = {port.index - len(self.values) for port in program.inputs if port.role is Role.VALUE}
         return [node for number, node in enumerate(saved) if number in read]
 
-    def _order(self, node: fx.Node) -> list[int]:
-        """The order of a kept tensor's dimensions in memory; core graphs have no strides."""
-        order = None if self.lowering is Lowering.CORE else order_in_memory(node)
-        return list(range(node.meta["val"].dim())) if order is None else order
+    def _order(self, node: fx.Node) -> Order:
+        """The order of a tensor's dimensions in memory; core graphs have no strides."""
+        return () if self.lowering is Lowering.CORE else order_of(node.meta["val"])
 
-    def _kept_port(self, index: int, node: fx.Node) -> Port:
-        port = self._port(Role.VALUE, index, node)
-        return replace(port, shape=tuple(port.shape[dim] for dim in self._order(node)))
+    def _gradient_order(self, index: int, node: fx.Node) -> Order:
+        return self.asked.get(index, self._order(node))
+
+    def _stored_port(self, role: Role, index: int, node: fx.Node, order: Order | None = None) -> Port:
+        """The port of a value in memory of its own."""
+        port = self._port(role, index, node)
+        return replace(port, shape=stored_shape(port.shape, self._order(node) if order is None else order))
 
     def _buffer_updates(self) -> list[tuple[Any, Port]]:
         return [
@@ -391,7 +455,9 @@ class _Extraction:
         for index, node in enumerate(self.values):
             gradient = self.gradients.get(node)
             if gradient is not None:
-                results.append(((gradient,), self._port(Role.VALUE_GRADIENT, index, node, True)))
+                order = self._gradient_order(index, gradient)
+                port = self._stored_port(Role.VALUE_GRADIENT, index, node, order)
+                results.append(((gradient,), replace(port, accumulates=True)))
         return results
 
     def _program(
@@ -406,6 +472,7 @@ class _Extraction:
         environment: dict[fx.Node, Any] = {}
         ports: list[Port] = []
         placeholders: list[fx.Node] = []
+        laid: list[tuple[fx.Node, Order]] = []
 
         def add_input(role: Role, index: int, nodes: Sequence[fx.Node]) -> None:
             placeholder = graph.placeholder(f"{role.name.lower()}_{index}")
@@ -415,7 +482,14 @@ class _Extraction:
             for node in [*nodes, *casts]:
                 environment[node] = placeholder
             placeholders.append(placeholder)
-            ports.append(self._port(role, index, like))
+            if role in (Role.VALUE, Role.SEED):
+                order = self._order(like)
+                ports.append(self._stored_port(role, index, like))
+                if order:
+                    placeholder.meta = {"val": in_order(like.meta["val"], order)}
+                    laid.append((like, order))
+            else:
+                ports.append(self._port(role, index, like))
 
         for index, names in enumerate(self.parameters):
             add_input(Role.PARAMETER, index, [node for _, node in names])
@@ -425,14 +499,11 @@ class _Extraction:
             add_input(Role.VALUE, index, [node])
         for index, node in enumerate(kept, len(self.values)):
             add_input(Role.VALUE, index, [node])
-            ports[-1] = self._kept_port(index, node)
-            placeholders[-1].meta = {"val": in_order(node.meta["val"], self._order(node))}
         for index, node in seeds:
             add_input(Role.SEED, index, [node])
         key = graph.placeholder("key")
-        for node in kept:
-            order = self._order(node)
-            environment[node] = permuted(graph, environment[node], sorted(range(len(order)), key=order.__getitem__))
+        for node, order in laid:
+            environment[node] = permuted(graph, environment[node], inverse(order))
         wanted = [value if isinstance(value, tuple) else (value,) for value, _ in results]
         needed = _ancestors(wanted, set(environment))
         _copy_nodes(self.traced.graph, needed, graph, environment, key, self.name)
@@ -444,9 +515,15 @@ class _Extraction:
             for use in uses[1:]:
                 total = graph.call_function(aten.add.Tensor, (total, use))
                 total.meta = {"val": uses[0].meta["val"]}
-            if port.role is Role.VALUE and port.index >= len(self.outputs):  # kept for the backward
-                early.append(len(outputs))
-                total = permuted(graph, total, self._order(values[0]))
+            order: Order = ()
+            if port.role is Role.VALUE:
+                order = self._order(values[0])
+                if port.index >= len(self.outputs):  # kept for the backward
+                    early.append(len(outputs))
+            elif port.role is Role.VALUE_GRADIENT:
+                order = self._gradient_order(port.index, values[0])
+            if order:
+                total = permuted(graph, total, order)
             outputs.append(total)
         graph.output(tuple(outputs))
         graph.eliminate_dead_code()
