@@ -448,8 +448,11 @@ class _Extraction:
 
     def _gradient_results(self) -> list[tuple[Any, Port]]:
         results = []
+        position = {node: number for number, node in enumerate(self.traced.graph.nodes)}
         for index, names in enumerate(self.parameters):
+            # Autograd adds up the uses of a tied parameter as they come, the last use first.
             uses = [self.gradients[node] for _, node in names if self.gradients.get(node) is not None]
+            uses.sort(key=position.__getitem__)
             if uses:
                 results.append((tuple(uses), self._port(Role.PARAMETER_GRADIENT, index, names[0][1], True)))
         for index, node in enumerate(self.values):

@@ -26,7 +26,8 @@ def order_in_memory(value: torch.Tensor) -> list[int] | None:
     """The dimensions from the one that is slowest in memory to the fastest; None where the tensor has gaps."""
     if value.is_contiguous():
         return list(range(value.dim()))
-    order = sorted(range(value.dim()), key=lambda dim: (-value.stride(dim), dim))
+    # Dimensions of length one come first: their strides say nothing, and one layout must have one order.
+    order = sorted(range(value.dim()), key=lambda dim: (value.shape[dim] != 1, -value.stride(dim), dim))
     expected = 1
     for dim in reversed(order):
         if value.shape[dim] != 1 and value.stride(dim) != expected:
