@@ -1,4 +1,4 @@
-"""Compiling is paid once: by the first of layers that are alike, and by the first process, where the driver keeps it."""
+"""Compiling is paid once: by the first of layers that are alike, and by the first process where the driver keeps it."""
 
 import os
 import subprocess
