@@ -43,6 +43,7 @@ from relay.batches import Batch, count_tokens, take_apart, weigh, without_empty
 from relay.blocks import plain_attributes, undisturbed
 from relay.buckets import Buckets
 from relay.capture import Lowering, Presence
+from relay.capture.outside import watching_draws
 from relay.eps.bound import STATE_DTYPES, as_spec, bind
 from relay.eps.checkpoint import SHARD_BYTES, Checkpoint, Progress
 from relay.eps.groups import split_into_groups
@@ -639,7 +640,7 @@ class Trainer:
         active: tuple[str, ...] | None,
     ) -> Stations:
         """Partition and capture for the shapes of one piece. Tracing is not made for several threads at once."""
-        with _RECORDING, undisturbed(self._model):
+        with _RECORDING, undisturbed(self._model), watching_draws():
             if self._whole:
                 partition = partition_model(self._model, tensors, batch.tree, self._compute, active)
             else:

@@ -1,7 +1,7 @@
 """Dropout: the recompute draws the masks of the forward, and masks depend on the seed and on nothing else."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,20 +17,6 @@ DROP = 0.1
 WIDTH = 8
 
 Build = Callable[..., relay.Trainer]
-
-
-@pytest.fixture
-def build() -> Iterator[Build]:
-    """Makes trainers and closes them after the test."""
-    made: list[relay.Trainer] = []
-
-    def make(*arguments: Any, **options: Any) -> relay.Trainer:
-        made.append(relay.Trainer(*arguments, **options))
-        return made[-1]
-
-    yield make
-    for trainer in made:
-        trainer.close()
 
 
 def gpt(dropout: float = DROP, layers: int = 2) -> GPT:

@@ -83,7 +83,7 @@ class ToldMasks(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.aten.bernoulli_.float or (self.eagerly and self._inside is not None):
             return func(*args, **(kwargs or {}))
-        noise, kept = args
+        noise, kept = args[0], args[1] if len(args) > 1 else 0.5  # the op's own default
         segment = self._segment()
         mask = keep_mask(self._key(segment), self._numbers[segment], noise.shape, 1.0 - kept)
         self._numbers[segment] += 1

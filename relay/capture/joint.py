@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hal import ops
 from hal import random as counter_random
 from hal.kernel import Port, Program, Role
+from relay.capture.attributes import PlainTensors, UsedTensors, constants_of
 from relay.capture.core import Lowering, attention, decompositions, simplify
 from relay.capture.eager import EagerSegment, eager_programs
 from relay.capture.explain import explain, reason
@@ -108,9 +109,11 @@ def capture(
             if lowering is Lowering.CORE:
                 table = decompositions()
             reads = stack.enter_context(recorded_reads(module))
+            plain = stack.enter_context(PlainTensors(module))
             joint = aot_export_joint_with_descriptors(stack, traced, (*inputs, *spare), {}, decompositions=table)
     except Exception as failure:
         return _run_eagerly(module, inputs, name, ends_in_loss, compute, failure)
+    plain.refuse_states(name, constants_of(joint.graph_module))
     extraction = _Extraction(module, joint.graph_module, name, wants_gradients, compute, lowering)
     captured = extraction.captured(ends_in_loss)
     return replace(captured, reads=reads)
@@ -129,9 +132,13 @@ def _run_eagerly(
     if why is None:
         raise failure
     try:
-        segment, programs, wants, saved = eager_programs(
-            module, inputs, name, ends_in_loss, functools.partial(autocast, compute)
-        )
+        with PlainTensors(module) as plain, UsedTensors() as used:
+            segment, programs, wants, saved = eager_programs(
+                module, inputs, name, ends_in_loss, functools.partial(autocast, compute)
+            )
+        plain.refuse_states(name, used.addresses)
+    except CaptureError:
+        raise
     except Exception:
         raise explain(failure, name) from failure
     warnings.warn(
