@@ -130,6 +130,17 @@ def test_every_step_and_every_piece_draws_another_mask(build: Build) -> None:
     assert together.step(repeated).loss != pytest.approx(first_piece, rel=1e-4)
 
 
+def test_segments_that_drop_nothing_draw_nothing(build: Build) -> None:
+    still = Noisy()
+    still.drop.p = 0.0
+    layers = [nn.Linear(WIDTH, WIDTH), Noisy(), still, nn.Linear(WIDTH, 2)]
+    trainer = build(layers, loss=nn.functional.mse_loss)
+    trainer.step(some_batches(1)[0])
+    stations = next(iter(trainer._cache.values())).stations
+    drawn = [[one.program.draws for one in (each.forward, each.backward) if one is not None] for each in stations]
+    assert drawn == [[False, False], [True, True], [False, False], [False]]
+
+
 def test_evaluation_drops_nothing(build: Build) -> None:
     trainer = build(gpt(0.5))
     batch = reference.text_batches(1, 8, vocabulary=32)[0]

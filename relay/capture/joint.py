@@ -108,8 +108,9 @@ def capture(
                 stack.enter_context(attention())
             if lowering is Lowering.CORE:
                 table = decompositions()
-            reads = stack.enter_context(recorded_reads(module))
+            # In this order: to look at attributes would count as the module's code reading them all.
             plain = stack.enter_context(PlainTensors(module))
+            reads = stack.enter_context(recorded_reads(module))
             joint = aot_export_joint_with_descriptors(stack, traced, (*inputs, *spare), {}, decompositions=table)
     except Exception as failure:
         return _run_eagerly(module, inputs, name, ends_in_loss, compute, failure)
