@@ -19,6 +19,7 @@ import torch
 
 from backends.simulator.clock import COMPUTE, DOWN, HOST, NOTHING, UP, Clock, Cost, Owner, SimulatedEvent
 from backends.simulator.cost import CostModel, Work
+from backends.simulator.elsewhere import Arrivals, await_those_of, stand_in
 from backends.simulator.orders import make_order
 from backends.torch_program import lower
 from hal.device import HOST_CORES, NATIVE, UNIFIED, Buffer, DeviceInfo, Queue, View
@@ -65,6 +66,8 @@ class SimulatedBuffer(Buffer):
 
     def __init__(self, device: SimulatedDevice, size: int, what: str) -> None:
         granularity = int(device.machine.device["granularity"])
+        if size < 0:
+            raise ValueError(f"{what} cannot have {size} bytes")
         self._charged = -(-size // granularity) * granularity
         device.account.charge(self._charged, what)
         self.size = size
@@ -96,8 +99,7 @@ class SimulatedBuffer(Buffer):
         self._device.account.release(self._charged)
         memory, self._memory = self._memory, None
         if memory is not None and self._device.options.poison:
-            last = [event for event in self.users if not event.ran]
-            self._device.submit(COMPUTE, "poison of freed memory", NOTHING, last, lambda: memory.fill_(POISON), None)
+            self._device.poison(memory, [event for event in self.users if not event.ran])
         self.users = []
 
 
@@ -212,8 +214,9 @@ class SimulatedQueue(Queue):
         views: Sequence[View],
     ) -> SimulatedEvent:
         device = self._device
-        event = device.submit(lane, label, cost, wait, call, self._last)
-        self._last = event
+        with device.lock:
+            event = device.submit(lane, label, cost, wait, call, self._last)
+            self._last = event
         if device.options.poison:
             for view in views:
                 if isinstance(view, SimulatedView) and view.buffer is not None:
@@ -268,8 +271,9 @@ class SimulatedHost(Host):
     ) -> Event:
         call = task if self._device.options.numerics else None
         cost = self._device.host_cost(work)
-        self._last = self._device.submit(HOST, label, cost, wait, call, self._last)
-        return self._last
+        with self._device.lock:
+            self._last = self._device.submit(HOST, label, cost, wait, call, self._last)
+            return self._last
 
     def free(self, tensor: torch.Tensor, state: str) -> None:
         crosses = state in self._crossing
@@ -312,7 +316,8 @@ class SimulatedDevice(VirtualDevice, Owner):
         self._kernels: dict[str, SimulatedKernel] = {}
         self._workspace = 0
         self._number = 0
-        self._lock = threading.RLock()
+        self._arrivals = Arrivals(self._order)
+        self.lock = threading.RLock()
         self._closed = False
         self._crossings: dict[tuple[int, int], Cost] = {}
 
@@ -324,14 +329,14 @@ class SimulatedDevice(VirtualDevice, Owner):
 
     def queue(self, name: str) -> Queue:
         self._check_open()
-        with self._lock:
+        with self.lock:
             if name not in self._queues:
                 self._queues[name] = SimulatedQueue(self, name)
             return self._queues[name]
 
     def compile(self, program: Program) -> Kernel:
         self._check_open()
-        with self._lock:
+        with self.lock:
             kernel = self._kernels.get(program.fingerprint)
             if kernel is None:
                 kernel = SimulatedKernel(program, self.model, self.info.unified)
@@ -368,8 +373,11 @@ class SimulatedDevice(VirtualDevice, Owner):
     def close(self) -> None:
         if self._closed:
             return
-        with self._lock:
+        self._arrivals.await_all()
+        with self.lock:
+            self._arrivals.take_in()
             self._order.finish()
+            self.clock.run_out()
             self._closed = True
             self._queues.clear()
             self._kernels.clear()
@@ -393,22 +401,48 @@ class SimulatedDevice(VirtualDevice, Owner):
         after: SimulatedEvent | None,
     ) -> SimulatedEvent:
         """Take a call in: after the events of `wait` and after the call before it on its queue."""
-        with self._lock:
+        with self.lock:
             self._check_open()
-            self._number += 1
-            event = SimulatedEvent(self, self._number, lane, label, cost)
-            waits = list(wait) if after is None else [*wait, after]
-            self.clock.submit(event, waits)  # type: ignore[arg-type]
-            if self.options.numerics:
+            self._arrivals.take_in()
+            parents = [self._own(one) for one in wait]
+            event = SimulatedEvent(self, self._numbered(), lane, label, cost)
+            event.parents = parents
+            event.before = after
+            awaited = event.awaited()
+            self.clock.submit(event, awaited)
+            # Without numbers a call has run at once, unless it waits for something that may still fail.
+            if self.options.numerics or any(not one.ran or one.error is not None for one in awaited):
                 event.call = call
-                event.parents = waits  # type: ignore[assignment]
                 self._order.submitted(event)
             else:
                 event.ran = True
+                event.parents = ()
+                event.before = None
             return event
 
+    def poison(self, memory: torch.Tensor, users: Sequence[SimulatedEvent]) -> None:
+        """Spoil freed memory once the last call that uses it has run."""
+        if not self._closed:
+            self.submit(COMPUTE, "poison of freed memory", NOTHING, users, lambda: memory.fill_(POISON), None)
+
+    def _numbered(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _own(self, event: Event) -> SimulatedEvent:
+        """The event, or one of this device's that stands for it."""
+        if isinstance(event, SimulatedEvent) and event.owner is self:
+            return event
+        one = stand_in(event, self, self._numbered(), self.clock.now)
+        self._arrivals.expect(one)
+        return one
+
     def demand(self, event: SimulatedEvent) -> None:
-        with self._lock:
+        with self.lock:
+            needed = event.needed()
+        await_those_of(needed)
+        with self.lock:
+            self._arrivals.take_in()
             if not event.ran:
                 self._order.demand(event)
             if not event.finished:
