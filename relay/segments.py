@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hal.slot import Field
+from relay.capture.decisions import Decision
 from relay.trees import TensorTree
 from relay.weighing import LossWeight
 
@@ -67,7 +68,8 @@ class Partition:
     """A model cut up for batches of one shape. `inputs` are the values of the batch's tensors in order.
 
     The last segment's first output is the loss when `has_loss`; `results` are the values of the model's other
-    outputs, which `result_tree` puts back into the model's own structure.
+    outputs, which `result_tree` puts back into the model's own structure. `decisions` are the model's questions about
+    the batch that was traced: for one that answers otherwise it takes another path.
     """
 
     segments: list[Segment]
@@ -77,3 +79,4 @@ class Partition:
     results: tuple[int, ...]
     result_tree: TensorTree
     loss_weight: LossWeight | None
+    decisions: tuple[Decision, ...] = ()

@@ -29,9 +29,9 @@ from relay.meta_models import MetaModel
 from relay.schedule import Ran, Relay, TrainingStep
 from relay.session import Session
 from relay.shapes import ModelShape, ShapeError
-from relay.stash import Key, Stash
+from relay.stash import Key, Stash, device_bytes, kept_bytes
 from relay.stations import Stations
-from relay.workspace import kernel_workspace, level_kept, plan_for, slot_sizes
+from relay.workspace import kernel_workspace, level_kept, plans_for, slot_sizes
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 UNLIMITED = 10**18
@@ -155,13 +155,13 @@ class SimulatedRun:
 
     def memory(self) -> Memory:
         """The whole requirement, known before any step."""
-        plan, count = plan_for(self._stations[0], self.run.stash, True), len(self._stations)
+        plans = plans_for(self._stations, self.run.stash, True)
         parameters, gradients = slot_sizes(self._contents)
         rows = {
             "slots: weights": self.run.slots * parameters,
             "slots: gradients": self.run.slots * gradients,
-            "stash of activations": plan.device_bytes(count) - plan.kept_bytes(count),
-            "tensors kept for backward": plan.kept_bytes(count),
+            "stash of activations": device_bytes(plans) - kept_bytes(plans),
+            "tensors kept for backward": kept_bytes(plans),
             "workspace of kernels": max(kernel_workspace(one) for one in set(self._stations)),
         }
         peak = self._device.memory().peak

@@ -62,20 +62,46 @@ class StashPlan:
     ring_count: int = 0
     kept_ring_size: int = 0
 
-    def device_bytes(self, microbatches: int) -> int:
-        """Bytes on the device for that many micro-batches."""
-        resident = sum(size for size, streams in zip(self.sizes, self.streams, strict=True) if not streams)
-        return resident * microbatches + self.ring_size * self.ring_count + self.kept_ring_size * KEPT_RING
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes on the device for one micro-batch."""
+        return sum(size for size, streams in zip(self.sizes, self.streams, strict=True) if not streams)
 
-    def kept_bytes(self, microbatches: int) -> int:
+    @property
+    def kept_resident_bytes(self) -> int:
         """Bytes on the device, of these, that hold what segments keep for their backward."""
         cells = zip(self.sizes, self.streams, self.kept, strict=True)
-        resident = sum(size for size, streams, kept in cells if kept and not streams)
-        return resident * microbatches + self.kept_ring_size * KEPT_RING
+        return sum(size for size, streams, kept in cells if kept and not streams)
 
-    def host_bytes(self, microbatches: int) -> int:
-        """Bytes on the host for that many micro-batches."""
-        return microbatches * sum(size for size, streams in zip(self.sizes, self.streams, strict=True) if streams)
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes on the host for one micro-batch."""
+        return sum(size for size, streams in zip(self.sizes, self.streams, strict=True) if streams)
+
+
+def device_bytes(plans: Sequence[StashPlan]) -> int:
+    """Bytes on the device for a step, given each micro-batch's plan: the rings are there for all."""
+    return sum(plan.resident_bytes for plan in plans) + sum(size * count for size, count in _rings_of(plans))
+
+
+def kept_bytes(plans: Sequence[StashPlan]) -> int:
+    """Bytes on the device, of these, that hold what segments keep for their backward."""
+    _, (size, count) = _rings_of(plans)
+    return sum(plan.kept_resident_bytes for plan in plans) + size * count
+
+
+def host_bytes(plans: Sequence[StashPlan]) -> int:
+    """Bytes on the host for a step, given each micro-batch's plan."""
+    return sum(plan.streamed_bytes for plan in plans)
+
+
+def _rings_of(plans: Sequence[StashPlan]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The size and the number of the buffers of both rings: of what passes between segments, and of what is kept."""
+    kept = max(plan.kept_ring_size for plan in plans)
+    return (
+        (max(plan.ring_size for plan in plans), max(plan.ring_count for plan in plans)),
+        (kept, KEPT_RING if kept else 0),
+    )
 
 
 def plan_stash(lives: dict[Key, Life], accesses_per_visit: int) -> StashPlan:
@@ -182,18 +208,18 @@ class Access:
 
 
 class Stash:
-    """The memory of a plan, for the micro-batches of a step. `values[j]` are the values of micro-batch j."""
+    """The memory of a step. Micro-batch j follows `plans[j]`, and `values[j]` are its values."""
 
     def __init__(
         self,
-        plan: StashPlan,
+        plans: Sequence[StashPlan],
         device: Device,
         host: Host,
         queue_in: Queue,
         queue_out: Queue,
         values: Sequence[Sequence[Value]],
     ) -> None:
-        self.plan = plan
+        self.plans = list(plans)
         self.queue_in = queue_in
         self.queue_out = queue_out
         self.transfers: list[Event] = []
@@ -204,15 +230,13 @@ class Stash:
         self._ring, self._kept_ring = _Ring(), _Ring()
         self._places: list[list[_Place]] = []
         try:
-            for size, streams, kept in zip(plan.sizes, plan.streams, plan.kept, strict=True):
+            for plan in plans:
                 row: list[_Place] = []
                 self._places.append(row)
-                for _ in values:
+                for size, streams, kept in zip(plan.sizes, plan.streams, plan.kept, strict=True):
                     row.append(self._make_place(size, streams, self._kept_ring if kept else self._ring))
-            for ring, size, count in (
-                (self._ring, plan.ring_size, plan.ring_count),
-                (self._kept_ring, plan.kept_ring_size, KEPT_RING if plan.kept_ring_size else 0),
-            ):
+            rings = _rings_of(plans)
+            for ring, (size, count) in zip((self._ring, self._kept_ring), rings, strict=True):
                 for _ in range(count):
                     ring.entries.append(_RingEntry(device.alloc(size, "ring of streamed activations")))
         except BaseException:
@@ -226,7 +250,7 @@ class Stash:
 
     def access(self, key: Key, microbatch: int, writes: bool, keeps: bool = False) -> Access:
         """Use a key in a visit: read it, or write it, or (`writes` and `keeps`) add to it."""
-        place = self._places[self.plan.cell_of[key]][microbatch]
+        place = self._places[microbatch][self.plans[microbatch].cell_of[key]]
         if place.host is None or self._device.info.unified:
             views = self._views.get((key, microbatch))
             if views is None:
@@ -248,7 +272,7 @@ class Stash:
 
     def bring(self, key: Key, microbatch: int, tensor: torch.Tensor) -> None:
         """Write a tensor of the batch into its cell, before anything of the step is submitted."""
-        place = self._places[self.plan.cell_of[key]][microbatch]
+        place = self._places[microbatch][self.plans[microbatch].cell_of[key]]
         if place.host is not None and not self._device.info.unified:
             place.host[: tensor.numel() * tensor.dtype.itemsize].view(tensor.dtype).copy_(tensor.view(-1))
             return

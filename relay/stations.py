@@ -96,10 +96,26 @@ class Stations:
                     one.kernel = device.compile(one.program)
 
     def signature(self) -> Any:
-        """What must be equal for two shapes of micro-batch to take part in one step."""
+        """What must be equal for two micro-batches to take part in one step: the layers, their states and gradients."""
         return [
-            (station.segment.name, station.segment.inputs, station.segment.outputs, station.parameters)
+            (
+                station.segment.name,
+                station.parameters,
+                station.buffers,
+                station.dtypes,
+                station.gradients,
+                tuple(one is not None and one.updates for one in (station.forward, station.backward)),
+            )
             for station in self.stations
+        ]
+
+    def layout(self) -> Any:
+        """What must be equal for two micro-batches' values to lie in the same cells: who makes and who takes which."""
+        return [
+            (one.reads, one.writes, one.seeds, one.value_gradients)
+            for station in self.stations
+            for one in (station.forward, station.backward)
+            if one is not None
         ]
 
 
@@ -133,7 +149,9 @@ def build_stations(
         captured = captures.find(segment, signature)
         if captured is None:
             ends_in_loss = last and partition.has_loss
-            captured = capture(segment.module, inputs, segment.name, ends_in_loss, compute, lowering, keep)
+            captured = capture(
+                segment.module, inputs, segment.name, ends_in_loss, compute, lowering, training, keep
+            )
             if captured.eager is None:
                 captures.add(segment, signature, captured)
             elif presences is not None:

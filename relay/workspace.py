@@ -78,12 +78,18 @@ def kernel_workspace(stations: Stations) -> int:
 
 
 def level_kept(pieces: Sequence[Stations]) -> None:
-    """Give what segments keep the same size in all pieces of a batch: the largest; ragged pieces may differ."""
-    for values in zip(*(one.partition.values for one in dict.fromkeys(pieces)), strict=False):
-        if values[0].parts:
-            largest = max(value.shape for value in values)
-            for value in values:
-                value.shape = largest
+    """Give what segments keep the same size in all pieces of a batch: the largest; ragged pieces may differ.
+
+    Only pieces with one layout have values that correspond, and share a plan.
+    """
+    distinct = list(dict.fromkeys(pieces))
+    for one in distinct:
+        alike = [other.partition.values for other in distinct if other is one or other.layout() == one.layout()]
+        for values in zip(*alike, strict=False):
+            if values[0].parts:
+                largest = max(value.shape for value in values)
+                for value in values:
+                    value.shape = largest
 
 
 def plan_for(stations: Stations, stash: str, training: bool) -> StashPlan:
@@ -111,6 +117,19 @@ def plan_for(stations: Stations, stash: str, training: bool) -> StashPlan:
         if life is not None:  # asked for: it is read back after the last visit
             life.last, life.streams = end, False
     return plan_stash(lives, most_streamed)
+
+
+def plans_for(pieces: Sequence[Stations], stash: str, training: bool) -> list[StashPlan]:
+    """A plan for each micro-batch: one for all whose values are passed on alike, made for the first (the largest)."""
+    plans: list[tuple[Stations, StashPlan]] = []
+    chosen = []
+    for one in pieces:
+        plan = next((plan for other, plan in plans if other is one or other.layout() == one.layout()), None)
+        if plan is None:
+            plan = plan_for(one, stash, training)
+            plans.append((one, plan))
+        chosen.append(plan)
+    return chosen
 
 
 def _use(lives: dict[Key, Life], key: Key, visit: int, value: Value, stash: str) -> None:

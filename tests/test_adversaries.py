@@ -1,7 +1,6 @@
 """The relay gives the CPU's results under every order of execution that its events allow, over poisoned memory."""
 
 import functools
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 import relay
 from hal import registry
 from relay.models import GPT
+from relay.program_cache import ProgramCache
 
 ORDERS = ["order=eager", "order=late", *(f"order=random,seed={seed}" for seed in range(10))]
 STEPS = 3
@@ -53,9 +53,9 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 
 
 @functools.cache
-def captures(case: str) -> OrderedDict[Any, Any]:
+def captures(case: str) -> ProgramCache:
     """What was captured of a case's model, for all its trainers: tracing takes ten times as long as the steps."""
-    return OrderedDict()
+    return ProgramCache(32)
 
 
 def trained(case: str, device: str) -> tuple[list[float], dict[str, Tensor]]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import operator
 import warnings
 from collections.abc import Mapping, Sequence
@@ -35,14 +36,15 @@ from hal import random as counter_random
 from hal.kernel import Port, Program, Role
 from relay.capture.core import Lowering, attention, decompositions, simplify
 from relay.capture.eager import EagerSegment, eager_programs
-from relay.capture.explain import explain, reason
+from relay.capture.explain import explain, reason, sparse_gradient
 from relay.capture.keeping import in_order, nodes_to_keep, order_in_memory, permuted
 from relay.capture.layers import layer_of
 from relay.capture.measure import count_flops, count_moved, fingerprint, peak_of_temporaries, saved_bytes
 from relay.capture.reads import Reads, recorded_reads
-from relay.errors import CaptureError
+from relay.errors import CaptureError, RelayError
 
 aten = torch.ops.aten
+logger = logging.getLogger(__name__)
 
 
 def autocast(compute: torch.dtype) -> contextlib.AbstractContextManager[Any]:
@@ -88,6 +90,7 @@ def capture(
     ends_in_loss: bool = False,
     compute: torch.dtype = torch.float32,
     lowering: Lowering = Lowering.NATIVE,
+    training: bool = True,
     keep: bool = False,
 ) -> Captured:
     """Capture `module(*inputs)`, which returns a tuple of tensors, the loss first where it `ends_in_loss`.
@@ -96,8 +99,12 @@ def capture(
     values do not. With `compute` bfloat16 or float16 the module runs as under PyTorch's autocast; a parameter that is
     only ever used rounded to that dtype then comes in rounded. `lowering` is what the device wants (`NATIVE` among its
     tags, or core). With `keep` the backward does not recompute the forward: what it reads of it is kept (a segment that
-    runs eagerly, or ends in the loss, keeps nothing). Raises CaptureError.
+    runs eagerly, or ends in the loss, keeps nothing). Without `training` no gradient will be asked for. Raises
+    CaptureError.
     """
+    if lowering is Lowering.NATIVE and any(isinstance(one, (nn.RNNBase, nn.RNNCellBase)) for one in module.modules()):
+        logger.info("layer %r holds recurrent layers, and runs as PyTorch's own kernels have it", name)
+        return _run_eagerly(module, inputs, name, ends_in_loss, compute, training)
     wants_gradients = any(tensor.requires_grad for tensor in [*module.parameters(), *inputs])
     traced = _Traced(module, compute, not wants_gradients)
     # The joint export wants something to differentiate; a zero-sized input is as good as any.
@@ -116,7 +123,21 @@ def capture(
             reads = stack.enter_context(recorded_reads(module))
             joint = aot_export_joint_with_descriptors(stack, traced, (*inputs, *spare), {}, decompositions=table)
     except Exception as failure:
-        return _run_eagerly(module, inputs, name, ends_in_loss, compute, failure)
+        why = reason(failure, name)
+        if why is None:
+            raise
+        try:
+            captured = _run_eagerly(module, inputs, name, ends_in_loss, compute, training)
+        except RelayError:
+            raise
+        except Exception:
+            raise explain(failure, name) from failure
+        warnings.warn(
+            f"layer {name!r} runs eagerly, op by op, since {why}: right, but slower, and only on devices that execute "
+            "PyTorch.",
+            stacklevel=2,
+        )
+        return captured
     extraction = _Extraction(module, joint.graph_module, name, wants_gradients, compute, lowering)
     captured = extraction.captured(ends_in_loss, keep and not ends_in_loss)
     return replace(captured, reads=reads)
@@ -128,22 +149,14 @@ def _run_eagerly(
     name: str,
     ends_in_loss: bool,
     compute: torch.dtype,
-    failure: Exception,
+    training: bool,
 ) -> Captured:
-    """The fallback for a segment that cannot be captured; raises that failure if it cannot be run either."""
-    why = reason(failure, name)
-    if why is None:
-        raise failure
-    try:
-        segment, programs, wants, saved = eager_programs(
-            module, inputs, name, ends_in_loss, functools.partial(autocast, compute)
-        )
-    except Exception:
-        raise explain(failure, name) from failure
-    warnings.warn(
-        f"layer {name!r} runs eagerly, op by op, since {why}: right, but slower, and only on devices that execute "
-        "PyTorch.",
-        stacklevel=2,
+    """A segment that is not captured: Python runs it at every visit. Raises what the module raises."""
+    for path, one in module.named_modules():
+        if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.sparse and one.weight.requires_grad:
+            raise sparse_gradient(name, f"{path}.weight")
+    segment, programs, wants, saved, kept = eager_programs(
+        module, inputs, name, ends_in_loss, functools.partial(autocast, compute), training
     )
     assert programs["forward"] is not None
     return Captured(
@@ -155,6 +168,7 @@ def _run_eagerly(
         joint=programs["joint"],
         output_requires_grad=wants,
         saved=saved,
+        kept=kept,
         eager=segment,
     )
 
@@ -286,9 +300,17 @@ class _Extraction:
                     "recompute: clone the input before changing it.",
                     layer=self.name,
                 )
+        self._refuse_sparse()
         if not self.wants_gradients:
             self.outputs.pop(max(self.outputs))
             self.seeds.clear()
+
+    def _refuse_sparse(self) -> None:
+        for names in self.parameters:
+            for parameter, node in names:
+                gradient = self.gradients.get(node)
+                if gradient is not None and gradient.meta["val"].layout is not torch.strided:
+                    raise sparse_gradient(self.name, parameter)
 
     def captured(self, ends_in_loss: bool, keep: bool) -> Captured:
         """Cut out the programs."""
