@@ -1,7 +1,6 @@
 """The OpenCL device: its ops against the oracle, its training against PyTorch, and what it says when it cannot."""
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import pytest
 import small_models
 import torch
-from click.testing import CliRunner
 from torch import fx
 
 from backends.opencl import OpenClBackend, faults, platforms
@@ -22,7 +20,6 @@ from hal.errors import CompileError, DeviceLost, HalError, OutOfMemory, Unavaila
 from hal.kernel import Port, Program, Role
 from hal.ops import OPS
 from hal.random import RandomKey, keep_mask, normal, uniform
-from relay.cli import main
 
 PROBES = OpenClBackend().probe()
 WORKS = [probe for probe in PROBES if probe.available]
@@ -373,16 +370,6 @@ def test_divisions_that_come_out_even_vanish_and_loops_are_split_for_others() ->
 
 
 # -- training -----------------------------------------------------------------------------------------------------
-
-
-def test_the_command_line_trains_on_it(tmp_path: Any, needs_opencl: None) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("the relay carries one layer at a time. " * 60, encoding="utf-8")
-    options = "--device opencl --layers 2 --hidden 16 --heads 2 --seq 8 --batch 2 --microbatches 2 --steps 2 --json"
-    arguments = ["train", "--data", str(text), "--out", str(tmp_path / "run"), *options.split()]
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)
 
 
 def test_a_device_that_vanishes_leaves_parameters_that_can_be_saved(
