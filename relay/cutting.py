@@ -230,6 +230,7 @@ class _Cut:
                 self._names_of(module, f"{call.name}.", module.named_parameters(remove_duplicate=False)),
                 self._names_of(module, f"{call.name}.", module.named_buffers(remove_duplicate=False)),
                 (call.block, call.input_tree.spec, call.input_tree.constants, places, tuple(used)),
+                "layer",
             )
         )
 

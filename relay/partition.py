@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from relay.blocks import find_blocks
-from relay.capture import as_fake, autocast, call_with, opaque_blocks, run_fake, trace
+from relay.capture import Decider, as_fake, autocast, call_with, opaque_blocks, run_fake, trace
 from relay.cutting import cut_graph
 from relay.errors import PartitionError
 from relay.huggingface import without_cache
@@ -64,14 +64,18 @@ def partition_model(
         return ([loss] if loss is not None else []) + results
 
     skipped = set() if active is None else set(blocks) - set(active)
+    decider = Decider(batch)
     with opaque_blocks(blocks, skipped) as calls, without_cache(model), autocast(compute):
-        traced = trace(run, (states, list(batch)), type(model).__name__)
+        traced = trace(run, (states, list(batch)), type(model).__name__, decider)
     if not calls:
         raise PartitionError(
             f"{type(model).__name__} did not call any of its repeated layers ({', '.join(list(blocks)[:3])}, ...) for "
             "this batch. Give the model as a list of modules, with loss=."
         )
-    return cut_graph(traced, dict(zip(state_names, states, strict=True)), calls, names, has_loss[0], structure[0])
+    held = dict(zip(state_names, states, strict=True))
+    partition = cut_graph(traced, held, calls, names, has_loss[0], structure[0])
+    partition.decisions = tuple(decider.decisions)
+    return partition
 
 
 def partition_list(
@@ -140,6 +144,7 @@ def partition_list(
                 _own_names(segment_module, module, f"{name}.", names, buffers=False),
                 _own_names(segment_module, module, f"{name}.", names, buffers=True),
                 None if last else alike,
+                None if last else type(module),
             )
         )
         for source in sources:

@@ -35,7 +35,13 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "device": ("cpu", "cpu:discrete"),
     "groups": (False, True),
     "form": ("whole", "list"),
+    "layers_per_slot": (1, 2),
+    "recompute": (True, 1, False),
 }
+
+PASSED_ON = (
+    "precision", "state_dtype", "microbatches", "stash", "slots", "device", "layers_per_slot", "recompute",
+)  # fmt: skip
 
 Case = dict[str, Any]
 
@@ -128,7 +134,7 @@ def trainers() -> Iterator[list[relay.Trainer]]:
 
 
 def name_of(case: Case) -> str:
-    words = {"tied": "tied", "groups": "groups"}
+    words = {"tied": "tied", "groups": "groups", "recompute": "recompute"}
     return "-".join(words.get(name, "") if value is True else str(value) for name, value in case.items() if value)
 
 
@@ -164,7 +170,7 @@ def test_the_relay_is_plain_pytorch(trainers: list[relay.Trainer], case: Case) -
         loss=None if whole else cross_entropy,
         optimizer=RELAYS[case["optimizer"]],
         parameter_groups=relay_groups(model, case),
-        **{name: case[name] for name in ("precision", "state_dtype", "microbatches", "stash", "slots", "device")},
+        **{name: case[name] for name in PASSED_ON},
         **{f"clip_grad_{name}": limit for name, limit in clip.items()},
     )
     trainers.append(trainer)

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from relay.capture.decisions import Decider, deciding
 from relay.capture.eager import run_made_up
 from relay.capture.explain import explain
 from relay.capture.states import call_with
@@ -130,8 +131,20 @@ def opaque_blocks(blocks: Mapping[str, nn.Module], skipped: Container[str] = ())
                 block.forward = own
 
 
-def trace(function: Callable[..., Any], arguments: Sequence[Any], name: str) -> fx.GraphModule:
-    """The graph of `function(*arguments)`, whose result is a flat list of tensors. Raises CaptureError."""
+def trace(
+    function: Callable[..., Any], arguments: Sequence[Any], name: str, decider: Decider | None = None
+) -> fx.GraphModule:
+    """The graph of `function(*arguments)`, whose result is a flat list of tensors. Raises CaptureError.
+
+    `decider` answers what the code asks of the batch, which are the last of the arguments' tensors.
+    """
+
+    def decided(*given: Any) -> Any:
+        if decider is None:
+            return function(*given)
+        with deciding(decider):
+            return function(*given)
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -139,7 +152,7 @@ def trace(function: Callable[..., Any], arguments: Sequence[Any], name: str) -> 
             # Arguments that are fake already keep theirs.
             mode = detect_fake_mode(arguments) or FakeTensorMode(allow_non_fake_inputs=True)
             fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, tuple(arguments))
-            return make_fx(function, tracing_mode="fake", pre_dispatch=True)(*fakes)
+            return make_fx(decided, tracing_mode="fake", pre_dispatch=True)(*fakes)
     except RelayError:
         raise
     except Exception as failure:
