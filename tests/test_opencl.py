@@ -305,8 +305,19 @@ def test_an_op_that_is_not_in_the_table_is_named(device: Device) -> None:
 
 
 def test_a_dtype_that_is_not_there_is_named(device: Device) -> None:
-    with pytest.raises(Unsupported, match="complex64"):
+    with pytest.raises(Unsupported, match="'cast' needs .*complex64"):
         device.compile(cast_program(3, torch.complex64))
+
+
+def test_a_device_without_double_says_so_with_the_layer(needs_opencl: None) -> None:
+    device = registry.open("opencl")
+    try:
+        device.info = dataclasses.replace(device.info, storage=device.info.storage - {torch.float64})
+        with pytest.raises(Unsupported, match="'cast' needs .*float64.*no cl_khr_fp64. Use float32") as caught:
+            device.compile(cast_program(3, torch.float64))
+        assert (caught.value.op, caught.value.dtype) == ("aten._to_copy.default", "torch.float64")
+    finally:
+        device.close()
 
 
 def test_codes_of_the_driver_become_the_errors_of_the_relay() -> None:
@@ -337,6 +348,32 @@ def test_two_platforms_with_one_name_and_a_dead_driver_are_told_apart(monkeypatc
         platforms.choose("2")
     first = OpenClBackend().probe()[0]
     assert (first.available, first.reason) == (False, "no compiler")
+
+
+def test_a_driver_that_does_not_know_the_processor_says_which_one_does(
+    monkeypatch: pytest.MonkeyPatch, needs_opencl: None
+) -> None:
+    import pyopencl
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("clBuildProgram failed\n\nerror: unknown target CPU 'generic'\n")
+
+    monkeypatch.setattr(pyopencl.Program, "build", refuse)
+    reason = platforms.broken(platforms.find()[0])
+    assert "does not work: error: unknown target CPU 'generic'. Debian's PoCL" in reason
+
+
+def test_products_of_other_sizes_are_the_same_kernels(needs_opencl: None) -> None:
+    device: Any = registry.open("opencl")
+    try:
+        device.compile(product_program((24, 30), (30, 40), False))
+        built = device.library.built
+        program = product_program((48, 31), (31, 72), False)
+        left, right = torch.randn(48, 31), torch.randn(31, 72)
+        close_to(run(device, program, [left, right])[0], left.double() @ right.double(), 1e-5, 1e-5)
+        assert device.library.built == built > 0
+    finally:
+        device.close()
 
 
 # -- indices ------------------------------------------------------------------------------------------------------
