@@ -20,6 +20,7 @@ from relay.batches import Batch, take_apart, weigh, without_empty
 from relay.blocks import plain_attributes, undisturbed
 from relay.buckets import Buckets
 from relay.capture import Lowering, Presence
+from relay.capture.outside import watching_draws
 from relay.errors import PartitionError
 from relay.merging import merge_layers
 from relay.partition import list_as_model, partition_list, partition_model
@@ -161,7 +162,7 @@ class Recorder:
         shapes = ", ".join("x".join(map(str, tensor.shape)) or "1" for tensor in tensors)
         purpose = "training" if training else "evaluation"
         logger.info("compiling for %s on micro-batches of %s", purpose, shapes)
-        with _RECORDING, undisturbed(self.model):
+        with _RECORDING, undisturbed(self.model), watching_draws():
             if self.modules is None:
                 partition = partition_model(self.model, tensors, batch.tree, self._compute, active)
             else:

@@ -34,6 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hal import ops
 from hal import random as counter_random
 from hal.kernel import Port, Program, Role
+from relay.capture.attributes import PlainTensors, UsedTensors, constants_of
 from relay.capture.core import Lowering, attention, decompositions, simplify
 from relay.capture.eager import EagerSegment, eager_programs
 from relay.capture.explain import explain, reason, sparse_gradient
@@ -120,6 +121,8 @@ def capture(
                 stack.enter_context(attention())
             if lowering is Lowering.CORE:
                 table = decompositions()
+            # In this order: to look at attributes would count as the module's code reading them all.
+            plain = stack.enter_context(PlainTensors(module))
             reads = stack.enter_context(recorded_reads(module))
             joint = aot_export_joint_with_descriptors(stack, traced, (*inputs, *spare), {}, decompositions=table)
     except Exception as failure:
@@ -138,6 +141,7 @@ def capture(
             stacklevel=2,
         )
         return captured
+    plain.refuse_states(name, constants_of(joint.graph_module))
     extraction = _Extraction(module, joint.graph_module, name, wants_gradients, compute, lowering)
     captured = extraction.captured(ends_in_loss, keep and not ends_in_loss)
     return replace(captured, reads=reads)
@@ -155,9 +159,11 @@ def _run_eagerly(
     for path, one in module.named_modules():
         if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.sparse and one.weight.requires_grad:
             raise sparse_gradient(name, f"{path}.weight")
-    segment, programs, wants, saved, kept = eager_programs(
-        module, inputs, name, ends_in_loss, functools.partial(autocast, compute), training
-    )
+    with PlainTensors(module) as plain, UsedTensors() as used:
+        segment, programs, wants, saved, kept = eager_programs(
+            module, inputs, name, ends_in_loss, functools.partial(autocast, compute), training
+        )
+    plain.refuse_states(name, used.addresses)
     assert programs["forward"] is not None
     return Captured(
         parameter_names=tuple(segment.parameters),
