@@ -305,7 +305,7 @@ def test_an_op_that_is_not_in_the_table_is_named(device: Device) -> None:
 
 
 def test_a_dtype_that_is_not_there_is_named(device: Device) -> None:
-    with pytest.raises(Unsupported, match="'cast' needs .*complex64"):
+    with pytest.raises(Unsupported, match=r"'cast' needs .*complex64"):
         device.compile(cast_program(3, torch.complex64))
 
 
@@ -313,7 +313,7 @@ def test_a_device_without_double_says_so_with_the_layer(needs_opencl: None) -> N
     device = registry.open("opencl")
     try:
         device.info = dataclasses.replace(device.info, storage=device.info.storage - {torch.float64})
-        with pytest.raises(Unsupported, match="'cast' needs .*float64.*no cl_khr_fp64. Use float32") as caught:
+        with pytest.raises(Unsupported, match=r"'cast' needs .*float64.*no cl_khr_fp64\. Use float32") as caught:
             device.compile(cast_program(3, torch.float64))
         assert (caught.value.op, caught.value.dtype) == ("aten._to_copy.default", "torch.float64")
     finally:
