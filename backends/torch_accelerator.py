@@ -36,6 +36,10 @@ class Accelerator:
         """Bytes of device memory."""
         return int(self._module.get_device_properties(self._number).total_memory)
 
+    def traced_for(self) -> str:
+        """The device that programs are traced for."""
+        return str(self.device)
+
     def dtypes(self) -> frozenset[torch.dtype]:
         """What it stores and computes in."""
         dtypes = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int16}

@@ -22,7 +22,7 @@ import torch
 from backends.host_memory import self_test
 from backends.torch_accelerator import FAMILIES, Accelerator
 from backends.torch_program import lower
-from hal.device import NATIVE, PORTABLE, Backend, Buffer, Device, DeviceInfo, Probe, Queue, View
+from hal.device import NATIVE, Backend, Buffer, Device, DeviceInfo, Probe, Queue, View
 from hal.errors import DeviceLost, HalError, OutOfMemory, Unavailable, Unsupported
 from hal.event import Event
 from hal.host import Host
@@ -221,10 +221,11 @@ class TorchDevice(Device):
         self.info = DeviceInfo(
             name,
             accelerator.description(),
-            frozenset({NATIVE, PORTABLE}),
+            frozenset({NATIVE}),
             accelerator.dtypes(),
             accelerator.dtypes(),
             accelerator.memory_size(),
+            traced_for=accelerator.traced_for(),
         )
         self.account = MemoryAccount(f"device {name!r}", capacity)
         self._queues: dict[str, TorchQueue] = {}

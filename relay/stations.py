@@ -18,6 +18,8 @@ from relay.blocks import plain_attributes, same_structure, tie_pattern
 from relay.capture import Captured, Lowering, Presence, capture
 from relay.segments import Partition, Segment, Value
 
+CPU = torch.device("cpu")
+
 
 @dataclass(eq=False)
 class Pass:
@@ -107,11 +109,12 @@ def build_stations(
     presences: dict[str, Presence] | None = None,
     lowering: Lowering = Lowering.NATIVE,
     captures: Captures | None = None,
+    place: torch.device = CPU,
 ) -> Stations:
     """Capture; nothing is compiled yet. For `training` the last segment gets one joint pass, else forward passes only;
     `results` asks for the model's outputs besides the loss. `presences` are those of the segments that run eagerly, by
     name: one for all shapes of micro-batch, since a step may have several. `captures` holds what earlier calls
-    captured, and takes what this one does."""
+    captured, and takes what this one does. `place` is the device that native graphs are traced for."""
     captures = captures if captures is not None else Captures()
     requires_grad: dict[int, bool] = {}
     built: list[tuple[Segment, Captured]] = []
@@ -126,7 +129,8 @@ def build_stations(
         signature = [(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in inputs]
         captured = captures.find(segment, signature)
         if captured is None:
-            captured = capture(segment.module, inputs, segment.name, last and partition.has_loss, compute, lowering)
+            ends = last and partition.has_loss
+            captured = capture(segment.module, inputs, segment.name, ends, compute, lowering, place)
             if captured.eager is None:
                 captures.add(segment, signature, captured)
             elif presences is not None:

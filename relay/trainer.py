@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from hal import registry
-from hal.device import NATIVE, PORTABLE, DeviceInfo
+from hal.device import NATIVE
 from hal.errors import DeviceLost
 from hal.event import Event
 from hal.host import Host, Ledger
@@ -207,7 +207,8 @@ class Trainer:
             self._model, opened, host, store, server, slots, stash, limit, build, precision, state_dtype
         )
         self._session.stall_seconds = stall_seconds
-        self._lowering = _lowering_for(opened.info)
+        self._lowering = Lowering.NATIVE if NATIVE in opened.info.tags else Lowering.CORE
+        self._place = torch.device(opened.info.traced_for)
 
     # -- training ---------------------------------------------------------------------------------------------
 
@@ -648,7 +649,14 @@ class Trainer:
                     self._modules, self._loss, inputs, batch.tree, targets, batch.target_tree, self._compute, active
                 )
             return build_stations(
-                partition, training, results, self._compute, self._presences, self._lowering, self._captures
+                partition,
+                training,
+                results,
+                self._compute,
+                self._presences,
+                self._lowering,
+                self._captures,
+                self._place,
             )
 
     def _plain_bytes(self, stations: Stations) -> int:
@@ -735,13 +743,6 @@ def _join(rows: Sequence[torch.Tensor], sizes: Sequence[int], weights: Sequence[
 def _weighted(losses: torch.Tensor, weights: Sequence[float]) -> float:
     """The mean loss of the batch: each piece's rounded to its own dtype, as plain training would see it."""
     return sum(float(loss * weight) for loss, weight in zip(losses, weights, strict=True))
-
-
-def _lowering_for(info: DeviceInfo) -> Lowering:
-    """Which graphs a device is given."""
-    if NATIVE not in info.tags:
-        return Lowering.CORE
-    return Lowering.PORTABLE if PORTABLE in info.tags else Lowering.NATIVE
 
 
 def _loss_dtype(stations: Stations) -> torch.dtype:

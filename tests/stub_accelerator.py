@@ -56,6 +56,9 @@ class StubAccelerator(Accelerator):
     def memory_size(self) -> int:
         return 1 << 30
 
+    def traced_for(self) -> str:
+        return "fpga"  # PyTorch has the name, and nothing behind it
+
     def dtypes(self) -> frozenset[torch.dtype]:
         return frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool})
 

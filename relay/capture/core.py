@@ -50,9 +50,9 @@ class Lowering(enum.Enum):
     """Which graph of a segment a device is given."""
 
     NATIVE = "native"
-    """As PyTorch's autograd runs it on the CPU, fused ops and all."""
+    """As PyTorch's autograd runs it on the device that it is traced for, fused ops and all."""
     PORTABLE = "portable"
-    """As PyTorch's autograd runs it, attention as matrix products: the fused kernels of the CPU are the CPU's alone."""
+    """As PyTorch's autograd runs it, attention as matrix products: for devices that no trace can be made for."""
     CORE = "core"
     """Decomposed to the ops of `hal.ops`."""
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import operator
 import warnings
 from collections.abc import Mapping, Sequence
@@ -34,19 +35,21 @@ from hal import random as counter_random
 from hal.kernel import Port, Program, Role
 from relay.capture.core import Lowering, attention, decompositions, simplify
 from relay.capture.eager import EagerSegment, eager_programs
+from relay.capture.elsewhere import CPU, OnDevice, fakes_on, missing
 from relay.capture.explain import explain, reason
 from relay.capture.measure import count_flops, count_moved, fingerprint, peak_of_temporaries, saved_bytes
 from relay.capture.reads import Reads, recorded_reads
 from relay.errors import CaptureError
 
 aten = torch.ops.aten
+logger = logging.getLogger(__name__)
 
 
-def autocast(compute: torch.dtype) -> contextlib.AbstractContextManager[Any]:
-    """PyTorch's autocast to that dtype; nothing for float32."""
+def autocast(compute: torch.dtype, kind: str = "cpu") -> contextlib.AbstractContextManager[Any]:
+    """PyTorch's autocast to that dtype on devices of that type; nothing for float32."""
     if compute is torch.float32:
         return contextlib.nullcontext()
-    return torch.autocast("cpu", dtype=compute)
+    return torch.autocast(kind, dtype=compute)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,36 +87,78 @@ def capture(
     ends_in_loss: bool = False,
     compute: torch.dtype = torch.float32,
     lowering: Lowering = Lowering.NATIVE,
+    place: torch.device = CPU,
 ) -> Captured:
     """Capture `module(*inputs)`, which returns a tuple of tensors, the loss first where it `ends_in_loss`.
 
     `requires_grad` of the inputs is respected. `inputs` are examples: shapes, dtypes and `requires_grad` count,
     values do not. With `compute` bfloat16 or float16 the module runs as under PyTorch's autocast; a parameter that is
     only ever used rounded to that dtype then comes in rounded. `lowering` is what the device wants (`NATIVE` among its
-    tags, or core). Raises CaptureError.
+    tags, or core), and `place` where native graphs are run. Raises CaptureError.
     """
     wants_gradients = any(tensor.requires_grad for tensor in [*module.parameters(), *inputs])
-    traced = _Traced(module, compute, not wants_gradients)
     # The joint export wants something to differentiate; a zero-sized input is as good as any.
     spare = [] if wants_gradients else [torch.zeros(0, requires_grad=True)]
+    given = (*inputs, *spare)
     try:
-        with warnings.catch_warnings(), contextlib.ExitStack() as stack:
-            warnings.simplefilter("ignore")
-            # A module's tensors that are neither parameters nor buffers meet fake ones in the trace.
-            mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
-            stack.enter_context(tracing(TracingContext(mode)))
-            table = None
-            if lowering is not Lowering.NATIVE:
-                stack.enter_context(attention())
-            if lowering is Lowering.CORE:
-                table = decompositions()
-            reads = stack.enter_context(recorded_reads(module))
-            joint = aot_export_joint_with_descriptors(stack, traced, (*inputs, *spare), {}, decompositions=table)
+        if lowering is Lowering.NATIVE and place.type != "cpu":
+            traced, reads = _trace_elsewhere(module, given, name, compute, not wants_gradients, place)
+        else:
+            traced, reads = _trace(module, given, compute, not wants_gradients, lowering)
     except Exception as failure:
         return _run_eagerly(module, inputs, name, ends_in_loss, compute, failure)
-    extraction = _Extraction(module, joint.graph_module, name, wants_gradients, compute, lowering)
+    extraction = _Extraction(module, traced, name, wants_gradients, compute, lowering)
     captured = extraction.captured(ends_in_loss)
     return replace(captured, reads=reads)
+
+
+def _trace(
+    module: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    compute: torch.dtype,
+    has_spare: bool,
+    lowering: Lowering,
+    place: torch.device = CPU,
+) -> tuple[fx.GraphModule, Reads]:
+    """The joint graph of a module, and what its code read. Raises whatever tracing raises."""
+    traced = _Traced(module, compute, has_spare, place)
+    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
+        warnings.simplefilter("ignore")
+        # A module's tensors that are neither parameters nor buffers meet fake ones in the trace.
+        mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
+        stack.enter_context(tracing(TracingContext(mode)))
+        table = None
+        if lowering is not Lowering.NATIVE:
+            stack.enter_context(attention())
+        if lowering is Lowering.CORE:
+            table = decompositions()
+        if place != CPU:
+            inputs = stack.enter_context(fakes_on(place, mode, module, inputs))
+        reads = stack.enter_context(recorded_reads(module))
+        joint = aot_export_joint_with_descriptors(stack, traced, tuple(inputs), {}, decompositions=table)
+        return joint.graph_module, reads
+
+
+def _trace_elsewhere(
+    module: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    name: str,
+    compute: torch.dtype,
+    has_spare: bool,
+    place: torch.device,
+) -> tuple[fx.GraphModule, Reads]:
+    """The joint graph as PyTorch would run it on `place`, or the portable one where it cannot be traced for that."""
+    why = missing(place)
+    if not why:
+        try:
+            traced, reads = _trace(module, inputs, compute, has_spare, Lowering.NATIVE, place)
+            if any(_draws_by_itself(node) and "attention" in str(node.target) for node in traced.graph.nodes):
+                traced, reads = _trace(module, inputs, compute, has_spare, Lowering.PORTABLE, place)
+            return traced, reads
+        except Exception as failure:
+            why = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0] if str(failure) else ''}"
+    logger.warning("%s is traced for any device, attention as matrix products, and not for %s: %s", name, place, why)
+    return _trace(module, inputs, compute, has_spare, Lowering.PORTABLE)
 
 
 def _run_eagerly(
@@ -156,16 +201,18 @@ def _run_eagerly(
 class _Traced(nn.Module):
     """The module as it is traced: under autocast if asked, with a spare output to differentiate if it has none."""
 
-    def __init__(self, module: nn.Module, compute: torch.dtype, has_spare: bool) -> None:
+    def __init__(self, module: nn.Module, compute: torch.dtype, has_spare: bool, place: torch.device) -> None:
         super().__init__()
         self.module = module
         self.compute = compute
         self.has_spare = has_spare
+        self.place = place
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # The backward is traced outside of autocast, as eager backward runs outside of it.
         buffers = dict(self.module.named_buffers())
-        with autocast(self.compute):
+        somewhere = OnDevice(self.place) if self.place != CPU else contextlib.nullcontext()
+        with autocast(self.compute, self.place.type), somewhere:
             outputs: tuple[torch.Tensor, ...] = self.module(*(inputs[:-1] if self.has_spare else inputs))
         self._take_in_assigned(buffers)
         # Tracing gives an output that shares memory with an input or another output no gradient of its own.
