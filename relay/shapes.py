@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from relay.capture import Lowering
 from relay.errors import RelayError
 from relay.models import Block, Embedding, Head, cross_entropy
 from relay.segments import Partition, Segment, Value
-from relay.stations import Stations, build_stations
+from relay.stations import CPU, Stations, build_stations
 from relay.trees import tensor_leaves
 
 
@@ -243,12 +244,20 @@ def model_of(shape: ModelShape, sequence: int) -> nn.Module:
 
 
 @functools.lru_cache(maxsize=16)
-def stations_of(shape: ModelShape, sequences: int, sequence: int, compute: torch.dtype) -> Stations:
-    """The stations for training on a micro-batch of `sequences` x `sequence` tokens, captured in `compute`."""
+def stations_of(
+    shape: ModelShape,
+    sequences: int,
+    sequence: int,
+    compute: torch.dtype,
+    lowering: Lowering = Lowering.NATIVE,
+    place: torch.device = CPU,
+) -> Stations:
+    """The stations for training on a micro-batch of `sequences` x `sequence` tokens, captured in `compute`, in the
+    graphs that a device wants (`relay.capture.graphs_for`)."""
     mode = FakeTensorMode()
     with mode:
         partition = _partition(shape, sequences, sequence, _templates(shape, sequence, mode))
-        return build_stations(partition, True, False, compute)
+        return build_stations(partition, True, False, compute, lowering=lowering, place=place)
 
 
 def _templates(shape: ModelShape, sequence: int, mode: FakeTensorMode | None = None) -> list[nn.Module]:

@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 from hal import registry
-from hal.device import NATIVE
 from hal.errors import DeviceLost
 from hal.event import Event
 from hal.host import Host, Ledger
@@ -42,7 +41,7 @@ from relay.architecture import (
 from relay.batches import Batch, count_tokens, take_apart, weigh, without_empty
 from relay.blocks import plain_attributes, undisturbed
 from relay.buckets import Buckets
-from relay.capture import Lowering, Presence
+from relay.capture import Presence, graphs_for
 from relay.eps.bound import STATE_DTYPES, as_spec, bind
 from relay.eps.checkpoint import SHARD_BYTES, Checkpoint, Progress
 from relay.eps.groups import split_into_groups
@@ -207,8 +206,7 @@ class Trainer:
             self._model, opened, host, store, server, slots, stash, limit, build, precision, state_dtype
         )
         self._session.stall_seconds = stall_seconds
-        self._lowering = Lowering.NATIVE if NATIVE in opened.info.tags else Lowering.CORE
-        self._place = torch.device(opened.info.traced_for)
+        self._lowering, self._place = graphs_for(opened.info)
 
     # -- training ---------------------------------------------------------------------------------------------
 

@@ -25,8 +25,9 @@ from backends.torch_device import TorchDevice
 from hal import registry
 from hal.kernel import Kernel, Program
 from hal.ops import calls, name_of
-from relay.capture import capture, joint
+from relay.capture import Lowering, capture, joint
 from relay.models import GPT
+from relay.shapes import ModelShape, stations_of
 
 HERE = Path(__file__).resolve().parent
 CUDA = torch.device("cuda:0")
@@ -140,6 +141,13 @@ def whole_model() -> list[str]:
     return sorted(names)
 
 
+def of_a_shape() -> dict[str, Any]:
+    """The backward of a layer of a model that is only numbers, as calibration captures it."""
+    stations = stations_of(ModelShape(2, 32, 2, 64), 2, 16, torch.float32, Lowering.NATIVE, CUDA).stations
+    assert stations[1].backward is not None
+    return describe(stations[1].backward.program)
+
+
 def main() -> None:
     handler = logging.StreamHandler(sys.stderr)
     logging.getLogger("relay").addHandler(handler)
@@ -164,6 +172,7 @@ def main() -> None:
         "bf16": both(encoder(0.0), 1, bf16=True),
         "bf16 on the cpu": both(encoder(0.0), 1, torch.device("cpu"), bf16=True),
         "positions": both(Positions(), 1),
+        "shape": {"backward": of_a_shape()},
         "model": whole_model(),
     }
     found["said before"] = list(heard)

@@ -74,6 +74,12 @@ def test_what_a_layer_makes_itself_is_made_on_the_device(found: dict[str, Any]) 
         assert program["devices"] == ["cuda"]
 
 
+def test_layers_for_calibration_are_captured_for_the_device(found: dict[str, Any]) -> None:
+    program = found["shape"]["backward"]
+    assert f"{FUSED['flash']}_backward.default" in program["ops"]
+    assert program["devices"] == ["cuda"]
+
+
 def test_all_programs_of_a_model_are_for_the_device(found: dict[str, Any]) -> None:
     assert f"{FUSED['flash']}_backward.default" in found["model"]
     assert [name for name in found["model"] if name.startswith("on ")] == ["on cuda"]

@@ -6,6 +6,7 @@ models with their blocks opaque, `measure` counts what a graph costs, `explain` 
 
 from relay.capture.core import Lowering
 from relay.capture.eager import Presence
+from relay.capture.elsewhere import graphs_for
 from relay.capture.joint import Captured, autocast, capture
 from relay.capture.measure import fingerprint
 from relay.capture.states import call_with
@@ -22,6 +23,7 @@ __all__ = [
     "call_with",
     "capture",
     "fingerprint",
+    "graphs_for",
     "opaque_blocks",
     "run_fake",
     "trace",

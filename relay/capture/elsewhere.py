@@ -24,7 +24,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._device import _device_constructors
 
+from hal.device import NATIVE, DeviceInfo
+from relay.capture.core import Lowering
+
 CPU = torch.device("cpu")
+
+
+def graphs_for(info: DeviceInfo) -> tuple[Lowering, torch.device]:
+    """Which graphs a device is given, and what they are traced for: what `capture` takes as `lowering` and `place`."""
+    return (Lowering.NATIVE if NATIVE in info.tags else Lowering.CORE), torch.device(info.traced_for)
 
 
 def missing(device: torch.device) -> str:
