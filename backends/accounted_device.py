@@ -32,7 +32,7 @@ class AccountedDevice(Device, Generic[AnyQueue]):
         self._kernels: weakref.WeakValueDictionary[str, Kernel] = weakref.WeakValueDictionary()
         self._buffers: weakref.WeakSet[Buffer] = weakref.WeakSet()
         self._workspace = 0
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
 
     @abc.abstractmethod
     def make_buffer(self, size: int, what: str) -> Buffer:
@@ -60,11 +60,11 @@ class AccountedDevice(Device, Generic[AnyQueue]):
 
     def queues(self) -> list[AnyQueue]:
         """All queues so far."""
-        with self._lock:
+        with self.lock:
             return list(self._queues.values())
 
     def alloc(self, size: int, what: str = "buffer") -> Buffer:
-        with self._lock:
+        with self.lock:
             self.check_open()
             try:
                 buffer = self.make_buffer(size, what)
@@ -76,14 +76,14 @@ class AccountedDevice(Device, Generic[AnyQueue]):
         return buffer
 
     def queue(self, name: str) -> AnyQueue:
-        with self._lock:
+        with self.lock:
             self.check_open()
             if name not in self._queues:
                 self._queues[name] = self.make_queue(name)
             return self._queues[name]
 
     def compile(self, program: Program) -> Kernel:
-        with self._lock:
+        with self.lock:
             self.check_open()
             kernel = self._kernels.get(program.fingerprint)
             if kernel is None:
@@ -112,7 +112,7 @@ class AccountedDevice(Device, Generic[AnyQueue]):
         self.account.reset_peak()
 
     def close(self) -> None:
-        with self._lock:
+        with self.lock:
             if self.closed:
                 return
             self.closed = True

@@ -46,10 +46,12 @@ def lower(program: Program, accumulate: tuple[bool, ...], device: torch.device =
 
     output = next(iter(reversed(graph.nodes)))
     values: list[fx.Node] = list(output.args[0])
-    last_placeholder = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    # A segment that is given nothing, and makes constants alone, has none.
+    last_placeholder = next(reversed(graph.find_nodes(op="placeholder")), None)
+    first = next(iter(graph.nodes))
     written: set[fx.Node] = set()
     for position, (value, port) in enumerate(zip(values, program.outputs, strict=True)):
-        with graph.inserting_after(last_placeholder):
+        with graph.inserting_before(first) if last_placeholder is None else graph.inserting_after(last_placeholder):
             target = last_placeholder = graph.placeholder(f"output_{position}")
         late = port.role is Role.BUFFER_UPDATE or value.op == "placeholder"
         if accumulate and accumulate[position] and port.role is Role.VALUE_GRADIENT and value.op != "placeholder":

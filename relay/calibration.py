@@ -138,7 +138,8 @@ def _programs(shapes: Sequence[tuple[int, int, int]], precision: str, info: Devi
     lowering, place = graphs_for(info)
     for hidden, sequence, sequences in shapes:
         shape = ModelShape(2, hidden, max(1, hidden // 32), 256)
-        stations = stations_of(shape, sequences, sequence, COMPUTE_DTYPES[precision], lowering, place).stations
+        compute = COMPUTE_DTYPES[precision]
+        stations = stations_of(shape, sequences, sequence, compute, lowering=lowering, place=place).stations
         for station in (stations[0], stations[1], stations[-1]):
             found += [one.program for one in (station.forward, station.backward) if one is not None]
     return found

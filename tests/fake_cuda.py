@@ -25,7 +25,7 @@ from backends.torch_device import TorchDevice
 from hal import registry
 from hal.kernel import Kernel, Program
 from hal.ops import calls, name_of
-from relay.capture import Lowering, capture, joint
+from relay.capture import capture, joint
 from relay.models import GPT
 from relay.shapes import ModelShape, stations_of
 
@@ -143,7 +143,7 @@ def whole_model() -> list[str]:
 
 def of_a_shape() -> dict[str, Any]:
     """The backward of a layer of a model that is only numbers, as calibration captures it."""
-    stations = stations_of(ModelShape(2, 32, 2, 64), 2, 16, torch.float32, Lowering.NATIVE, CUDA).stations
+    stations = stations_of(ModelShape(2, 32, 2, 64), 2, 16, torch.float32, place=CUDA).stations
     assert stations[1].backward is not None
     return describe(stations[1].backward.program)
 

@@ -1,7 +1,6 @@
 """The relay gives the CPU's results under every order of execution that its events allow, over poisoned memory."""
 
 import functools
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 import relay
 from hal import registry
 from relay.models import GPT
+from relay.program_cache import ProgramCache
 
 ORDERS = ["order=eager", "order=late", *(f"order=random,seed={seed}" for seed in range(10))]
 STEPS = 3
@@ -43,21 +43,26 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "dropout": (functools.partial(gpt, dropout=0.3), {"stash": "host"}),
     "bf16": (gpt, {"precision": "bf16"}),
     "fp16 with a loss scale": (gpt, {"precision": "fp16", "slots": 3}),
+    "kept on the device": (functools.partial(gpt, dropout=0.3), {"recompute": False, "slots": 1}),
+    "kept on the host, two layers a slot": (gpt, {"recompute": 1, "layers_per_slot": 2, "stash": "host"}),
+    "running statistics, kept on the host": (
+        with_batchnorm, {"loss": nn.functional.mse_loss, "slots": 1, "recompute": False, "stash": "host"}
+    ),
     "running statistics": (with_batchnorm, {"loss": nn.functional.mse_loss, "slots": 1}),
 }
 
 
 @functools.cache
-def captures(case: str) -> OrderedDict[Any, Any]:
+def captures(case: str) -> ProgramCache:
     """What was captured of a case's model, for all its trainers: tracing takes ten times as long as the steps."""
-    return OrderedDict()
+    return ProgramCache(32)
 
 
 def trained(case: str, device: str) -> tuple[list[float], dict[str, Tensor]]:
     make, options = CASES[case]
     batches = [regression(seed) for seed in range(STEPS)] if "loss" in options else reference.text_batches(STEPS)
     trainer = relay.Trainer(make(), device=device, **options)
-    trainer._cache = captures(case)
+    trainer._recorder.cache = captures(case)
     losses = [trainer.step(batch).loss for batch in batches]
     state = reference.copy_of(trainer.state_dict())
     trainer.close()

@@ -375,24 +375,6 @@ def test_divisions_that_come_out_even_vanish_and_loops_are_split_for_others() ->
 # -- training -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", ["gpt", "bert", "llama"])
-def test_gradients_of_a_step_are_those_of_plain_pytorch(which: str, needs_opencl: None) -> None:
-    ours = small_models.relayed(which, "steep", 1, "opencl")
-    plain = small_models.plain(which, "steep", 1)
-    assert small_models.gradient_error(ours.gradients, plain.gradients) < 1e-5
-
-
-@pytest.mark.parametrize("which", ["gpt", "bert", "llama"])
-@pytest.mark.parametrize(("optimizer", "within"), [("sgd", 1e-5), ("adamw", 1e-3)])
-def test_losses_of_twenty_steps_are_those_of_plain_pytorch(
-    which: str, optimizer: str, within: float, needs_opencl: None
-) -> None:
-    ours = small_models.relayed(which, optimizer, 20, "opencl")
-    plain = small_models.plain(which, optimizer, 20)
-    assert small_models.loss_error(ours.losses, plain.losses) < within
-    assert ours.losses[-1] != ours.losses[0]
-
-
 def test_the_command_line_trains_on_it(tmp_path: Any, needs_opencl: None) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the relay carries one layer at a time. " * 60, encoding="utf-8")

@@ -373,9 +373,8 @@ def column_kernel(tasks: Sequence[Columns], traits: Traits) -> Launch:
     blocks = -(-columns // block)
     writer = Writer()
     scope = Scope(writer)
-    names = {dim: writer.loop(extent, "k") for dim, extent in enumerate(shape[:-1])}
-    which, inside = writer.loop(blocks, "b"), writer.loop(block, "c")
-    writer.ranges.loops.clear()
+    names = {dim: writer.counter(extent, "k") for dim, extent in enumerate(shape[:-1])}
+    which, inside = writer.counter(blocks, "b"), writer.counter(block, "c")
     place = [variable(names[dim]) for dim in range(len(shape) - 1)]
     place.append(linear([(which, block), (inside, 1)]))
     lines, rest = [], "item"

@@ -43,6 +43,7 @@ class SimulatedEvent(Event):
     """One call: its place in virtual time, and, where numbers are computed, its place among the calls to run."""
 
     __slots__ = (
+        "before",
         "call",
         "cost",
         "demand",
@@ -55,6 +56,7 @@ class SimulatedEvent(Event):
         "lane",
         "left",
         "number",
+        "outside",
         "owner",
         "parents",
         "ran",
@@ -82,6 +84,8 @@ class SimulatedEvent(Event):
         self.ran = False
         self.error: BaseException | None = None
         self.parents: Sequence[SimulatedEvent] = ()
+        self.before: SimulatedEvent | None = None  # on its queue; its errors are its own
+        self.outside: Event | None = None  # of another device or of the host's, whose end this stands for
         self.heirs: list[SimulatedEvent] = []
         self.unrun = 0
 
@@ -95,6 +99,21 @@ class SimulatedEvent(Event):
 
     def span(self) -> tuple[float, float]:
         return self.start, self.end
+
+    def awaited(self) -> list[SimulatedEvent]:
+        """All that must have run before it."""
+        return [*self.parents, *([] if self.before is None else [self.before])]
+
+    def needed(self) -> list[SimulatedEvent]:
+        """What has to run for it to have run, itself among them, in no order."""
+        found: dict[int, SimulatedEvent] = {}
+        stack = [self]
+        while stack:
+            one = stack.pop()
+            if not one.ran and one.number not in found:
+                found[one.number] = one
+                stack.extend(one.awaited())
+        return list(found.values())
 
 
 class Owner:
@@ -163,6 +182,12 @@ class Clock:
                     self._finish(one)
                 else:
                     one.left -= passed * speed
+
+    def run_out(self) -> None:
+        """Let time pass until all calls have ended."""
+        for lane in range(len(LANES)):
+            while self._ready[lane] or self._active[lane] is not None:
+                self.run_until(self._active[lane] or self._ready[lane][-1])
 
     def _start(self) -> list[SimulatedEvent]:
         """Give free lanes their next calls; calls that take no time end at once and free others."""

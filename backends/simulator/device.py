@@ -19,6 +19,7 @@ import torch
 from backends.accounted_device import AccountedDevice
 from backends.simulator.clock import COMPUTE, DOWN, NOTHING, UP, Clock, Cost, Owner, SimulatedEvent
 from backends.simulator.cost import CostModel, Work
+from backends.simulator.elsewhere import Arrivals, await_those_of, stand_in
 from backends.simulator.host import POISON, SimulatedHost
 from backends.simulator.orders import make_order
 from backends.torch_program import lower
@@ -60,6 +61,8 @@ class SimulatedBuffer(Buffer):
 
     def __init__(self, device: SimulatedDevice, size: int, what: str) -> None:
         granularity = int(device.machine.device["granularity"])
+        if size < 0:
+            raise ValueError(f"{what} cannot have {size} bytes")
         self._charged = -(-size // granularity) * granularity
         device.account.charge(self._charged, what)
         self.size = size
@@ -90,9 +93,8 @@ class SimulatedBuffer(Buffer):
         self._freed = True
         self._device.account.release(self._charged)
         memory, self._memory = self._memory, None
-        if memory is not None and self._device.options.poison and not self._device.closed:
-            last = [event for event in self.users if not event.ran]
-            self._device.submit(COMPUTE, "poison of freed memory", NOTHING, last, lambda: memory.fill_(POISON), None)
+        if memory is not None and self._device.options.poison:
+            self._device.poison(memory, [event for event in self.users if not event.ran])
         self.users = []
 
 
@@ -207,8 +209,9 @@ class SimulatedQueue(Queue):
         views: Sequence[View],
     ) -> SimulatedEvent:
         device = self._device
-        event = device.submit(lane, label, cost, wait, call, self._last)
-        self._last = event
+        with device.lock:
+            event = device.submit(lane, label, cost, wait, call, self._last)
+            self._last = event
         if device.options.poison:
             for view in views:
                 if isinstance(view, SimulatedView) and view.buffer is not None:
@@ -247,6 +250,7 @@ class SimulatedDevice(AccountedDevice[SimulatedQueue], VirtualDevice, Owner):
         self.model = CostModel(machine)
         self._order = make_order(options.order, options.seed)
         self._number = 0
+        self._arrivals = Arrivals(self._order)
         self._crossings: dict[tuple[int, int], Cost] = {}
 
     # -- the device -------------------------------------------------------------------------------------------
@@ -278,10 +282,14 @@ class SimulatedDevice(AccountedDevice[SimulatedQueue], VirtualDevice, Owner):
         return tensor
 
     def close(self) -> None:
-        with self._lock:
-            if not self.closed:
-                self._order.finish()  # what it runs may submit more
-        super().close()
+        if self.closed:
+            return
+        self._arrivals.await_all()
+        with self.lock:
+            self._arrivals.take_in()
+            self._order.finish()
+            self.clock.run_out()
+            super().close()
 
     def end_queues(self) -> None:
         """They have no threads."""
@@ -304,22 +312,48 @@ class SimulatedDevice(AccountedDevice[SimulatedQueue], VirtualDevice, Owner):
         after: SimulatedEvent | None,
     ) -> SimulatedEvent:
         """Take a call in: after the events of `wait` and after the call before it on its queue."""
-        with self._lock:
+        with self.lock:
             self.check_open()
-            self._number += 1
-            event = SimulatedEvent(self, self._number, lane, label, cost)
-            waits = list(wait) if after is None else [*wait, after]
-            self.clock.submit(event, waits)  # type: ignore[arg-type]
-            if self.options.numerics:
+            self._arrivals.take_in()
+            parents = [self._own(one) for one in wait]
+            event = SimulatedEvent(self, self._numbered(), lane, label, cost)
+            event.parents = parents
+            event.before = after
+            awaited = event.awaited()
+            self.clock.submit(event, awaited)
+            # Without numbers a call has run at once, unless it waits for something that may still fail.
+            if self.options.numerics or any(not one.ran or one.error is not None for one in awaited):
                 event.call = call
-                event.parents = waits  # type: ignore[assignment]
                 self._order.submitted(event)
             else:
                 event.ran = True
+                event.parents = ()
+                event.before = None
             return event
 
+    def poison(self, memory: torch.Tensor, users: Sequence[SimulatedEvent]) -> None:
+        """Spoil freed memory once the last call that uses it has run."""
+        if not self.closed:
+            self.submit(COMPUTE, "poison of freed memory", NOTHING, users, lambda: memory.fill_(POISON), None)
+
+    def _numbered(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _own(self, event: Event) -> SimulatedEvent:
+        """The event, or one of this device's that stands for it."""
+        if isinstance(event, SimulatedEvent) and event.owner is self:
+            return event
+        one = stand_in(event, self, self._numbered(), self.clock.now)
+        self._arrivals.expect(one)
+        return one
+
     def demand(self, event: SimulatedEvent) -> None:
-        with self._lock:
+        with self.lock:
+            needed = event.needed()
+        await_those_of(needed)
+        with self.lock:
+            self._arrivals.take_in()
             if not event.ran:
                 self._order.demand(event)
             if not event.finished:

@@ -58,8 +58,9 @@ class SimulatedHost(Host):
     ) -> Event:
         call = task if self._device.options.numerics else None
         cost = self._device.host_cost(work)
-        self._last = self._device.submit(HOST, label, cost, wait, call, self._last)
-        return self._last
+        with self._device.lock:
+            self._last = self._device.submit(HOST, label, cost, wait, call, self._last)
+            return self._last
 
     def free(self, tensor: torch.Tensor, state: str) -> None:
         crosses = state in self._crossing

@@ -1,9 +1,10 @@
 """In which order submitted calls run their numbers: honestly, or as an adversary would.
 
 All three orders keep the contracts (a call runs after the events it waits for and after the calls before it on its
-queue) and nothing else, so whoever gets other results in one of them has forgotten a wait:
+queue) and nothing else, so whoever gets other results in one of them has forgotten a wait. What a call waits for may
+have been submitted elsewhere, to another device or to a thread of the host's:
 
-  eager    each call runs when it is submitted
+  eager    each call runs when it is submitted, unless it waits for something elsewhere that has not ended
   late     a call runs only when somebody waits for it, or for one that needs it. A missing wait before a read is
            wrong every time
   random   after each submission some of the calls that may run do, drawn by a seed. A missing wait before an
@@ -24,76 +25,79 @@ from hal.errors import HalError
 
 
 class Order(ABC):
-    """Decides when calls run. `pending` counts those submitted and not run."""
+    """Decides when calls run. A call may run when all that it must wait for has: its `parents`, and `before`."""
+
+    def __init__(self) -> None:
+        self._may_run: dict[int, SimulatedEvent] = {}
+
+    def submitted(self, event: SimulatedEvent) -> None:
+        """A call has been submitted."""
+        waiting = {other.number: other for other in event.awaited() if not other.ran}
+        event.unrun = len(waiting)
+        for other in waiting.values():
+            other.heirs.append(event)
+        if not waiting:
+            self._may_run[event.number] = event
+        self.advance()
+
+    def arrived(self, event: SimulatedEvent) -> None:
+        """What happened elsewhere, and calls here wait for, has ended."""
+        self._run(event)
+        self.advance()
 
     @abstractmethod
-    def submitted(self, event: SimulatedEvent) -> None:
-        """A call has been submitted: its `parents` are all it must wait for."""
+    def advance(self) -> None:
+        """Run what runs without being waited for."""
 
     @abstractmethod
     def demand(self, event: SimulatedEvent) -> None:
-        """Somebody waits for a call: see that it has run."""
+        """Somebody waits for a call: see that it has run. All that it needs from elsewhere has arrived."""
 
-    @abstractmethod
     def finish(self) -> None:
-        """Run everything that is left."""
+        """Run everything that may run."""
+        while self._may_run:
+            self._run(next(iter(self._may_run.values())))
+
+    def _run(self, event: SimulatedEvent) -> None:
+        self._may_run.pop(event.number, None)
+        run(event)
+        heirs, event.heirs = event.heirs, []
+        for heir in heirs:
+            heir.unrun -= 1
+            if heir.unrun == 0:
+                self._may_run[heir.number] = heir
 
 
 class Eager(Order):
-    """Run at submission."""
+    """Run at submission, or as soon as what was submitted elsewhere has ended."""
 
-    def submitted(self, event: SimulatedEvent) -> None:
-        run(event)
+    def advance(self) -> None:
+        self.finish()
 
     def demand(self, event: SimulatedEvent) -> None:
-        """It has run."""
-
-    def finish(self) -> None:
-        """Everything has run."""
+        self.finish()
 
 
 class Late(Order):
     """Run when waited for, and then only what that needs, in the order of submission."""
 
-    def __init__(self) -> None:
-        self._waiting: dict[int, SimulatedEvent] = {}
-
-    def submitted(self, event: SimulatedEvent) -> None:
-        self._waiting[event.number] = event
+    def advance(self) -> None:
+        """Nobody waits yet."""
 
     def demand(self, event: SimulatedEvent) -> None:
-        if event.ran:
-            return
-        needed: dict[int, SimulatedEvent] = {}
-        stack = [event]
-        while stack:
-            one = stack.pop()
-            if not one.ran and one.number not in needed:
-                needed[one.number] = one
-                stack.extend(one.parents)
+        needed = {one.number: one for one in event.needed()}
         for number in sorted(needed):
-            run(needed[number])
-            self._waiting.pop(number, None)
-
-    def finish(self) -> None:
-        for event in list(self._waiting.values()):
-            self.demand(event)
+            self._run(needed[number])
 
 
 class Random(Order):
     """Run what may run, drawn by a seed: none, one or two calls after each submission."""
 
     def __init__(self, seed: int) -> None:
+        super().__init__()
         self._random = random.Random(seed)
-        self._may_run: list[SimulatedEvent] = []
 
-    def submitted(self, event: SimulatedEvent) -> None:
-        waiting = {id(parent): parent for parent in event.parents if not parent.ran}
-        event.unrun = len(waiting)
-        for parent in waiting.values():
-            parent.heirs.append(event)
-        if not waiting:
-            self._may_run.append(event)
+    def advance(self) -> None:
         for _ in range(self._random.randrange(3)):
             self._run_one()
 
@@ -101,20 +105,9 @@ class Random(Order):
         while not event.ran:
             self._run_one()
 
-    def finish(self) -> None:
-        while self._may_run:
-            self._run_one()
-
     def _run_one(self) -> None:
-        if not self._may_run:
-            return
-        event = self._may_run.pop(self._random.randrange(len(self._may_run)))
-        run(event)
-        for heir in event.heirs:
-            heir.unrun -= 1
-            if heir.unrun == 0:
-                self._may_run.append(heir)
-        event.heirs = []
+        if self._may_run:
+            self._run(self._may_run[self._random.choice(list(self._may_run))])
 
 
 def make_order(name: str, seed: int) -> Order:
@@ -146,3 +139,4 @@ def run(event: SimulatedEvent) -> None:
     event.ran = True
     event.call = None
     event.parents = ()
+    event.before = None
