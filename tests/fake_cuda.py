@@ -104,15 +104,19 @@ def describe(program: Program) -> dict[str, Any]:
         "draws": program.draws,
         "flops": program.flops,
         "roles": [port.role.value for port in program.outputs],
+        "ports": sorted({str(port.dtype) for port in (*program.inputs, *program.outputs)}),
         "dtypes": [str(node.meta["val"].dtype) for node in nodes if isinstance(node.meta.get("val"), torch.Tensor)],
     }
 
 
-def both(module: nn.Module, preferred: int, place: torch.device = CUDA, bf16: bool = False) -> dict[str, Any]:
+def both(
+    module: nn.Module, preferred: int, place: torch.device = CUDA, bf16: bool = False, keep: bool = False
+) -> dict[str, Any]:
     """The forward and the backward of a module over (2, 16, 32), where attention prefers that kernel."""
     os.environ["RELAY_FAKE_SDPA"] = str(preferred)
     compute = torch.bfloat16 if bf16 else torch.float32
-    captured = capture(Of(module), [torch.zeros(2, 16, 32, requires_grad=True)], "layer", compute=compute, place=place)
+    example = torch.zeros(2, 16, 32, requires_grad=True)
+    captured = capture(Of(module), [example], "layer", compute=compute, place=place, keep=keep)
     assert captured.backward is not None
     return {"forward": describe(captured.forward), "backward": describe(captured.backward)}
 
@@ -165,6 +169,8 @@ def main() -> None:
         "efficient": both(block, 2),
         "cudnn": both(block, 3),
         "on the cpu": both(block, 1, torch.device("cpu")),
+        "kept": both(block, 1, keep=True),
+        "kept, efficient": both(block, 2, keep=True),
         "dropout": both(encoder(0.3), 1),
         "dropout on the cpu": both(encoder(0.3), 1, torch.device("cpu")),
         "batch norm": both(nn.Sequential(nn.Conv1d(16, 16, 3), nn.BatchNorm1d(16)), 1),

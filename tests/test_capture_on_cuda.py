@@ -54,6 +54,16 @@ def test_attention_that_drops_keeps_our_masks(found: dict[str, Any]) -> None:
         assert not [name for name in program["ops"] if "dot_product" in name]
 
 
+@pytest.mark.parametrize("which", ["kept", "kept, efficient"])
+def test_a_segment_that_keeps_runs_its_attention_once_and_keeps_no_seeds(found: dict[str, Any], which: str) -> None:
+    forward, backward = found[which]["forward"], found[which]["backward"]
+    fused = [name for name in forward["ops"] if "dot_product" in name]
+    assert len(fused) == 1
+    assert fused[0] not in backward["ops"]
+    assert forward["ports"] == backward["ports"] == ["torch.float32"]
+    assert len(forward["roles"]) > 3
+
+
 def test_batch_norm_changes_its_statistics_in_the_forward_alone(found: dict[str, Any]) -> None:
     forward, backward = found["batch norm"]["forward"], found["batch norm"]["backward"]
     assert forward["roles"].count("buffer update") == 3

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -28,6 +28,7 @@ from hal.device import NATIVE, DeviceInfo
 from relay.capture.core import Lowering
 
 CPU = torch.device("cpu")
+aten = torch.ops.aten
 
 
 def graphs_for(info: DeviceInfo) -> tuple[Lowering, torch.device]:
@@ -90,7 +91,7 @@ def fakes_on(
             known[id(tensor)] = like
         return known[id(tensor)]
 
-    tables = [table for one in module.modules() for table in (one._parameters, one._buffers)]
+    tables: list[Any] = [table for one in module.modules() for table in (one._parameters, one._buffers)]
     real = [dict(table) for table in tables]
     fakes = pytree.tree_map_only(torch.Tensor, fake, real)
     with contextlib.ExitStack() as stack:
@@ -98,6 +99,32 @@ def fakes_on(
             # Which attention is chosen depends on the thread's current device.
             stack.enter_context(torch.get_device_module(device).device(device))
         for table, own, replaced in zip(tables, real, fakes, strict=True):
-            stack.callback(table.update, own)  # type: ignore[attr-defined]
-            table.update(replaced)  # type: ignore[attr-defined]
+            stack.callback(table.update, own)
+            table.update(replaced)
         yield tuple(fake(tensor) for tensor in inputs)
+
+
+def spell_out(graph: fx.Graph) -> None:
+    """Write into the backward of fused attention what it need not be told by the forward.
+
+    Those are sizes, and where nothing is dropped seeds, which it does not read: else they would be values to keep, or
+    to compute the attention again for, in dtypes that no device stores.
+    """
+    for node in list(graph.nodes):
+        names = [argument.name for argument in getattr(getattr(node.target, "_schema", None), "arguments", ())]
+        if "philox_seed" not in names:
+            continue
+        unread = () if node.args[names.index("dropout_p")] else ("philox_seed", "philox_offset")
+        args = list(node.args)
+        for place, (name, argument) in enumerate(zip(names, node.args, strict=False)):
+            value = argument.meta.get("val") if isinstance(argument, fx.Node) else argument
+            if not isinstance(value, torch.Tensor):
+                args[place] = value
+            elif name in unread:
+                with graph.inserting_before(node):
+                    args[place] = graph.call_function(
+                        aten.empty.memory_format, (list(value.shape),), {"dtype": value.dtype, "device": value.device}
+                    )
+                args[place].meta = {"val": value}
+        node.args = tuple(args)
+    graph.eliminate_dead_code()

@@ -37,7 +37,7 @@ from hal.kernel import Port, Program, Role
 from relay.capture.attributes import PlainTensors, UsedTensors, constants_of
 from relay.capture.core import Lowering, attention, decompositions, simplify
 from relay.capture.eager import EagerSegment, eager_programs
-from relay.capture.elsewhere import CPU, OnDevice, fakes_on, missing
+from relay.capture.elsewhere import CPU, OnDevice, fakes_on, missing, spell_out
 from relay.capture.explain import explain, reason, sparse_gradient
 from relay.capture.keeping import in_order, nodes_to_keep, order_in_memory, permuted
 from relay.capture.layers import layer_of
@@ -165,6 +165,8 @@ def _trace(
         plain = stack.enter_context(PlainTensors(module))
         reads = stack.enter_context(recorded_reads(module))
         joint = aot_export_joint_with_descriptors(stack, traced, tuple(inputs), {}, decompositions=table)
+        if place != CPU:
+            spell_out(joint.graph_module.graph)
         return joint.graph_module, reads, plain
 
 
