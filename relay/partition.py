@@ -21,7 +21,9 @@ from torch import nn
 
 from relay.blocks import find_blocks
 from relay.capture import Decider, as_fake, autocast, call_with, opaque_blocks, run_fake, trace
+from relay.capture.attributes import PlainTensors, constants_of
 from relay.capture.layouts import order_of
+from relay.capture.outside import check_module, check_outside
 from relay.cutting import cut_graph
 from relay.errors import PartitionError
 from relay.huggingface import without_cache
@@ -42,6 +44,7 @@ def partition_model(
     Of its repeated blocks only the `active` take part, where given; the others hand on what they are given.
     Raises PartitionError or CaptureError.
     """
+    check_module(model)
     blocks = find_blocks(model)
     if not blocks:
         raise PartitionError(
@@ -65,9 +68,12 @@ def partition_model(
         return ([loss] if loss is not None else []) + results
 
     skipped = set() if active is None else set(blocks) - set(active)
+    check_outside(model, blocks)
     decider = Decider(batch)
-    with opaque_blocks(blocks, skipped) as calls, without_cache(model), autocast(compute):
-        traced = trace(run, (states, list(batch)), type(model).__name__, decider)
+    with PlainTensors(model) as plain:
+        with opaque_blocks(blocks, skipped) as calls, without_cache(model), autocast(compute):
+            traced = trace(run, (states, list(batch)), type(model).__name__, decider)
+    plain.refuse_states(type(model).__name__, constants_of(traced))
     if not calls:
         raise PartitionError(
             f"{type(model).__name__} did not call any of its repeated layers ({', '.join(list(blocks)[:3])}, ...) for "
@@ -95,7 +101,9 @@ def partition_list(
 
     Without `target_tree` the last module's output is the result and there is no loss.
     """
-    names = _canonical_names(list_as_model(modules, loss))
+    model = list_as_model(modules, loss)
+    check_module(model)
+    names = _canonical_names(model)
     values: list[Value] = []
 
     def new_values(tensors: Sequence[torch.Tensor], producer: int | None) -> tuple[int, ...]:

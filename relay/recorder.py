@@ -20,6 +20,7 @@ from relay.batches import Batch, take_apart, weigh, without_empty
 from relay.blocks import plain_attributes, undisturbed
 from relay.buckets import Buckets
 from relay.capture import Lowering, Presence
+from relay.capture.outside import watching_draws
 from relay.errors import PartitionError
 from relay.merging import merge_layers
 from relay.partition import list_as_model, partition_list, partition_model
@@ -42,7 +43,8 @@ class Ready:
 
 class Recorder:
     """A model, whole or as a list of modules with a loss, and what was recorded of it. `modules` is None for a whole
-    one. `programs` is how many shapes (and modes) are kept, `lowering` which graphs the device wants."""
+    one. `programs` is how many shapes (and modes) are kept, `lowering` which graphs the device wants and
+    `place` what native ones are traced for."""
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class Recorder:
         self._loss = loss
         self._microbatches = microbatches
         self._compute = compute
-        self.lowering = Lowering.NATIVE
+        self.lowering, self.place = Lowering.NATIVE, torch.device("cpu")
         self._buckets = buckets
         self._shared_inputs = tuple(shared_inputs)
         self._layers_per_slot = layers_per_slot
@@ -161,7 +163,7 @@ class Recorder:
         shapes = ", ".join("x".join(map(str, tensor.shape)) or "1" for tensor in tensors)
         purpose = "training" if training else "evaluation"
         logger.info("compiling for %s on micro-batches of %s", purpose, shapes)
-        with _RECORDING, undisturbed(self.model):
+        with _RECORDING, undisturbed(self.model), watching_draws():
             if self.modules is None:
                 partition = partition_model(self.model, tensors, batch.tree, self._compute, active)
             else:
@@ -172,5 +174,5 @@ class Recorder:
             partition = merge_layers(partition, self._layers_per_slot)
             return build_stations(
                 partition, training, results, self._compute, self._presences, self.lowering, self._captures,
-                self._recompute,
+                self._recompute, self.place,
             )  # fmt: skip

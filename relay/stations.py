@@ -22,6 +22,7 @@ from relay.capture.layouts import Order, as_written, order_of, stored_shape
 from relay.eps.store import GradientField, Wanted
 from relay.segments import Partition, Segment, Value
 
+CPU = torch.device("cpu")
 Orders = Mapping[int, Order]
 """Orders in memory by the number of an input or output."""
 
@@ -132,11 +133,13 @@ def build_stations(
     lowering: Lowering = Lowering.NATIVE,
     captures: Captures | None = None,
     recompute: bool | int = True,
+    place: torch.device = CPU,
 ) -> Stations:
     """Capture; nothing is compiled yet. For `training` the last segment gets one joint pass, else forward passes only;
     `results` asks for the model's outputs besides the loss. `presences` are those of the segments that run eagerly, by
     name: one for all shapes of micro-batch, since a step may have several. `captures` holds what earlier calls
-    captured, and takes what this one does. `recompute` says which segments recompute their forward (`recomputing`)."""
+    captured, and takes what this one does. `recompute` says which segments recompute their forward (`recomputing`),
+    `place` the device that native graphs are traced for."""
     captures = captures if captures is not None else Captures()
     count = len(partition.segments)
 
@@ -150,7 +153,7 @@ def build_stations(
         if captured is None:
             ends_in_loss = last and partition.has_loss
             captured = capture(
-                segment.module, inputs, segment.name, ends_in_loss, compute, lowering, training, keep, examples,
+                segment.module, inputs, segment.name, ends_in_loss, compute, lowering, training, keep, place, examples,
                 gradients,
             )  # fmt: skip
             if captured.eager is None:

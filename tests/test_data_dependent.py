@@ -5,35 +5,18 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import reference
 import torch
+from plain_models import WIDTH, Build, Output
 from torch import Tensor, nn
 
 import relay
 
-WIDTH = 8
-
-Build = Callable[..., relay.Trainer]
-
 pytestmark = pytest.mark.filterwarnings("ignore:layer")
-
-
-@pytest.fixture
-def build() -> Iterator[Build]:
-    """Makes trainers and closes them after the test."""
-    made: list[relay.Trainer] = []
-
-    def make(*arguments: Any, **options: Any) -> relay.Trainer:
-        made.append(relay.Trainer(*arguments, **options))
-        return made[-1]
-
-    yield make
-    for trainer in made:
-        trainer.close()
 
 
 class Routed(nn.Module):
@@ -83,11 +66,6 @@ class Counting(nn.Module):
         if value.sum() > 0:
             value = value * 1.1
         return value + torch.tanh(self.norm(self.inner(value - self.average))) / self.calls
-
-
-class Output(NamedTuple):
-    loss: Tensor
-    value: Tensor
 
 
 class Whole(nn.Module):

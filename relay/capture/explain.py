@@ -30,7 +30,8 @@ def explain(failure: Exception, layer: str) -> RelayError:
         return CaptureError(
             f"layer {layer!r} cannot be captured: {op or 'an op'} makes shapes or control flow depend on the data "
             f"({kind}). Use a form with fixed shapes (masking instead of selecting), or put it inside one of the "
-            "repeated layers, which then runs eagerly.",
+            "repeated layers, which then runs eagerly. Where a random number decides which layers run (layerdrop), "
+            "set that to 0 and choose them with step(batch, active=...).",
             layer=layer,
             op=op,
             by_data=True,
