@@ -289,8 +289,9 @@ def eager_programs(
     training: bool = True,
     seeds: Mapping[int, torch.Tensor] | None = None,
     gradients: Mapping[int, Order] | None = None,
+    strides: bool = True,
 ) -> EagerPrograms:
-    """The programs for `module(*inputs)`; `seeds` and `gradients` as `capture` takes them.
+    """The programs for `module(*inputs)`; `seeds`, `gradients` and `strides` as `capture` takes them.
 
     Raises whatever the module raises when run on made-up numbers.
     """
@@ -316,7 +317,9 @@ def eager_programs(
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             before = made_up(buffers)
             outputs, after = segment.run(leaves, values, before)
-        layouts = _layouts_of(values, outputs, seeds or {}, gradients or {})
+        layouts = EagerLayouts({}, {}, {}, {})
+        if strides:
+            layouts = _layouts_of(values, outputs, seeds or {}, gradients or {})
     # Which buffers a forward changes, data may decide too: in training all of them are written back.
     changing = any(one.training and one._buffers for one in module.modules())
     updates = list(range(len(after))) if changing else []

@@ -115,6 +115,7 @@ def capture(
     place: torch.device = CPU,
     seeds: Mapping[int, torch.Tensor] | None = None,
     gradients: Mapping[int, Order] | None = None,
+    strides: bool = True,
 ) -> Captured:
     """Capture `module(*inputs)`, which returns a tuple of tensors, the loss first where it `ends_in_loss`.
 
@@ -126,14 +127,16 @@ def capture(
     gradient will be asked for.
 
     Strides of the inputs count. The gradients of outputs are taken to lie as the outputs do, but for those that `seeds`
-    has examples of; those of inputs come as they are made, or in the orders that `gradients` names.
+    has examples of; those of inputs come as they are made, or in the orders that `gradients` names. Without `strides`
+    everything lies as it is written, as it always does in core graphs.
 
     Raises CaptureError.
     """
     if lowering is Lowering.NATIVE and any(isinstance(one, (nn.RNNBase, nn.RNNCellBase)) for one in module.modules()):
         logger.info("layer %r holds recurrent layers, and runs as PyTorch's own kernels have it", name)
-        return _run_eagerly(module, inputs, name, ends_in_loss, compute, training, place, seeds, gradients)
+        return _run_eagerly(module, inputs, name, ends_in_loss, compute, training, place, seeds, gradients, strides)
     wants_gradients = any(tensor.requires_grad for tensor in [*module.parameters(), *inputs])
+    strides = strides and lowering is not Lowering.CORE
     examples = dict(seeds or {}) if wants_gradients else {}
     orders = {index: order_of(example) for index, example in examples.items()}
     seeding = [stored(example, orders[index]) for index, example in examples.items()]
@@ -142,15 +145,19 @@ def capture(
     given = (*inputs, *seeding, *spare)
     try:
         if lowering is Lowering.NATIVE and place.type != "cpu":
-            traced, reads, plain = _trace_elsewhere(module, given, name, compute, not wants_gradients, place, orders)
+            traced, reads, plain = _trace_elsewhere(
+                module, given, name, compute, not wants_gradients, place, orders, strides
+            )
         else:
-            traced, reads, plain = _trace(module, given, compute, not wants_gradients, lowering, orders)
+            traced, reads, plain = _trace(module, given, compute, not wants_gradients, lowering, orders, strides)
     except Exception as failure:
         why = reason(failure, name)
         if why is None:
             raise
         try:
-            captured = _run_eagerly(module, inputs, name, ends_in_loss, compute, training, place, seeds, gradients)
+            captured = _run_eagerly(
+                module, inputs, name, ends_in_loss, compute, training, place, seeds, gradients, strides
+            )
         except RelayError:
             raise
         except Exception:
@@ -162,7 +169,7 @@ def capture(
         )
         return captured
     plain.refuse_states(name, constants_of(traced))
-    extraction = _Extraction(module, traced, name, wants_gradients, compute, lowering, orders)
+    extraction = _Extraction(module, traced, name, wants_gradients, compute, lowering, orders, strides)
     captured = extraction.captured(dict(gradients or {}), ends_in_loss, keep and not ends_in_loss)
     return replace(captured, reads=reads)
 
@@ -174,10 +181,11 @@ def _trace(
     has_spare: bool,
     lowering: Lowering,
     seeds: Mapping[int, Order],
+    strides: bool,
     place: torch.device = CPU,
 ) -> tuple[fx.GraphModule, Reads, PlainTensors]:
     """The joint graph of a module, what its code read, and what it did to plain tensors. Raises what tracing raises."""
-    traced = _Traced(module, compute, has_spare, place, seeds, lowering is not Lowering.CORE)
+    traced = _Traced(module, compute, has_spare, place, seeds, strides)
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore")
         # A module's tensors that are neither parameters nor buffers meet fake ones in the trace.
@@ -207,19 +215,20 @@ def _trace_elsewhere(
     has_spare: bool,
     place: torch.device,
     seeds: Mapping[int, Order],
+    strides: bool,
 ) -> tuple[fx.GraphModule, Reads, PlainTensors]:
     """The joint graph as PyTorch would run it on `place`, or the portable one where it cannot be traced for that."""
     why = missing(place)
     if not why:
         try:
-            traced = _trace(module, inputs, compute, has_spare, Lowering.NATIVE, seeds, place)
+            traced = _trace(module, inputs, compute, has_spare, Lowering.NATIVE, seeds, strides, place)
             if any(_draws_by_itself(node) and "attention" in str(node.target) for node in traced[0].graph.nodes):
-                traced = _trace(module, inputs, compute, has_spare, Lowering.PORTABLE, seeds, place)
+                traced = _trace(module, inputs, compute, has_spare, Lowering.PORTABLE, seeds, strides, place)
             return traced
         except Exception as failure:
             why = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0] if str(failure) else ''}"
     logger.warning("%s is traced for any device, attention as matrix products, and not for %s: %s", name, place, why)
-    return _trace(module, inputs, compute, has_spare, Lowering.PORTABLE, seeds)
+    return _trace(module, inputs, compute, has_spare, Lowering.PORTABLE, seeds, strides)
 
 
 def _run_eagerly(
@@ -232,6 +241,7 @@ def _run_eagerly(
     place: torch.device,
     seeds: Mapping[int, torch.Tensor] | None,
     gradients: Mapping[int, Order] | None,
+    strides: bool,
 ) -> Captured:
     """A segment that is not captured: Python runs it at every visit. Raises what the module raises."""
     for path, one in module.named_modules():
@@ -240,7 +250,7 @@ def _run_eagerly(
     with PlainTensors(module) as plain, UsedTensors() as used:
         made = eager_programs(
             module, inputs, name, ends_in_loss, functools.partial(autocast, compute, place.type), training, seeds,
-            gradients,
+            gradients, strides,
         )  # fmt: skip
     plain.refuse_states(name, used.addresses)
     forward = made.programs["forward"]
@@ -330,9 +340,11 @@ class _Extraction:
         compute: torch.dtype,
         lowering: Lowering,
         seeded: Mapping[int, Order],
+        strides: bool,
     ) -> None:
         self.traced = traced
         self.seeded = seeded
+        self.strides = strides
         self.lowering = lowering
         self.name = name
         self.wants_gradients = wants_gradients
@@ -492,7 +504,7 @@ class _Extraction:
 
     def _order(self, node: fx.Node) -> Order:
         """The order of a tensor's dimensions in memory; core graphs have no strides."""
-        return () if self.lowering is Lowering.CORE else order_of(node.meta["val"])
+        return order_of(node.meta["val"]) if self.strides else ()
 
     def _gradient_order(self, index: int, node: fx.Node) -> Order:
         return self.asked.get(index, self._order(node))
