@@ -203,10 +203,13 @@ class Extraction:
 
     def _order(self, node: fx.Node) -> Order:
         """The order of a tensor's dimensions in memory; core graphs have no strides."""
-        return order_of(node.meta["val"]) if self.strides else ()
+        passed_on = node.op == "placeholder" or any(node is output for output in self.outputs.values())
+        if self.lowering is Lowering.CORE or (passed_on and not self.strides):
+            return ()
+        return order_of(node.meta["val"])
 
     def _gradient_order(self, index: int, node: fx.Node) -> Order:
-        return self.asked.get(index, self._order(node))
+        return self.asked.get(index, self._order(node)) if self.strides else ()
 
     def _stored_port(self, role: Role, index: int, node: fx.Node, order: Order | None = None) -> Port:
         """The port of a value in memory of its own."""
