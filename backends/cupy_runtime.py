@@ -113,7 +113,7 @@ class CupyRuntime(Streams):
     def record(self, stream: Any) -> Any:
         """A mark on the stream, after what it was given so far."""
         with self._device:
-            mark = self._cupy.cuda.Event()
+            mark = self._cupy.cuda.Event(block=True)  # whoever waits sleeps: the cores are the optimizer's
             mark.record(stream)
             return mark
 
