@@ -58,7 +58,7 @@ def list_of_modules(
         if loss is not None:
             raise ValueError("loss= goes with a list of modules; a whole model gives its loss in output.loss")
         return None
-    modules: list[nn.Module] = list(model)  # type: ignore[arg-type]
+    modules: list[nn.Module] = list(model)
     if not modules or loss is None:
         raise ValueError("a list of modules needs at least one module, and loss=callable(output, targets)")
     if not all(isinstance(module, nn.Module) for module in modules):

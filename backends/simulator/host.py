@@ -72,6 +72,10 @@ class SimulatedHost(Host):
     def page_locked(self) -> int:
         return self._page_locked
 
+    def follow(self, other: Host) -> None:
+        assert isinstance(other, SimulatedHost)
+        self._device, self._last = other._device, other._last
+
     def close(self) -> None:
         if self._last is not None:
             self._device.demand(self._last)
