@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
+import packages
 import pytest
 import torch
 from stub_accelerator import StubAccelerator
@@ -37,6 +40,15 @@ def device(stub: StubAccelerator) -> Iterator[TorchDevice]:
     opened = TorchDevice("stub:0", stub, 1 << 20)
     yield opened
     opened.close()
+
+
+@pytest.mark.slow
+def test_over_the_stand_in_it_conforms_in_order_memory_transfers_and_programs(tmp_path: Path) -> None:
+    chosen = "test_programs or test_order or test_memory or test_opening or test_transfers or test_together"
+    words = ["python", str(packages.ROOT / "tests" / "stub_accelerator.py"), chosen]
+    answer = json.loads(packages.run(words, tmp_path, tmp_path))
+    assert answer["failed"] == {}
+    assert answer["passed"] > 100
 
 
 def test_what_is_written_is_read_back(device: TorchDevice) -> None:
