@@ -57,7 +57,7 @@ def test_a_device_conforms_and_every_gap_is_still_one(device: str, tmp_path: Pat
     wrong = [(test["test"], test["reason"]) for test in found["tests"] if test["outcome"] == "failed"]
     assert (result.returncode, wrong) == (0, []), result.stderr[-2000:]
     assert found["conforms"]
-    assert found["passed"] > (150 if DEVICES[device] else 500)
+    assert found["passed"] > (100 if DEVICES[device] else 500)
     assert all(test["reason"] for test in found["tests"] if test["outcome"] in ("gap", "skipped"))
     allowed = {"float64 is not in DeviceInfo.compute"} if device in WITHOUT_FLOAT64 else set()
     skipped = {test["reason"].removeprefix("torch.") for test in found["tests"] if test["outcome"] == "skipped"}
