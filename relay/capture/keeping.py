@@ -49,7 +49,7 @@ def nodes_to_keep(
         seen.add(node)
         if node.op != "call_function" or node in from_states:
             continue
-        # What an op makes besides its result, for its backward alone, is computed with it.
+        # Of an op with several results, those that only the backward reads (statistics) are made by the forward too.
         maker = node.args[0] if node.target is operator.getitem else node
         computed = maker in forward and node not in from_seeds
         if computed and not _made_anew(node) and order_in_memory(node) is not None:
