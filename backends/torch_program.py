@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from backends.torch_random import ON_DEVICE
 from hal.kernel import Program, Role
 
 aten = torch.ops.aten
@@ -90,11 +91,13 @@ def _add_use_by_use(graph: fx.Graph, value: fx.Node, target: fx.Node) -> None:
 
 
 def _place(graph: fx.Graph, device: torch.device) -> None:
-    """Name the device in ops that make tensors; masks are drawn on the host and sent there."""
+    """Name the device in ops that make tensors; masks are drawn there, what cannot be is drawn on the host and sent."""
     for node in list(graph.nodes):
         if "device" in node.kwargs:
             node.kwargs = {**node.kwargs, "device": device}
-        if getattr(node.target, "__module__", "") == "hal.random" and device.type != "cpu":
+        if node.target in ON_DEVICE and device.type != "cpu":
+            node.target, node.kwargs = ON_DEVICE[node.target], {**node.kwargs, "device": device}
+        elif getattr(node.target, "__module__", "") == "hal.random" and device.type != "cpu":
             with graph.inserting_after(node):
                 sent = graph.call_function(aten._to_copy.default, (node,), {"device": device})
             node.replace_all_uses_with(sent, delete_user_cb=lambda user, sent=sent: user is not sent)

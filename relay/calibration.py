@@ -20,11 +20,12 @@ import torch
 from numpy.typing import NDArray
 
 from hal import registry
-from hal.device import Device, View
+from hal.device import Device, DeviceInfo, View
 from hal.event import Event
 from hal.kernel import Program
 from hal.random import RandomKey
 from hal.work import work_of
+from relay.capture import graphs_for
 from relay.eps.optimizers import AdamW
 from relay.shapes import ModelShape, stations_of
 from relay.simulated_step import COMPUTE_DTYPES
@@ -59,7 +60,8 @@ def calibrate(
     try:
         discrete = not device.info.unified
         tell("kernels of layers")
-        programs = _programs(SHAPES + (LARGE if discrete and name.partition(":")[0] != "cpu" else ()), precision)
+        large = discrete and name.partition(":")[0] != "cpu"
+        programs = _programs(SHAPES + (LARGE if large else ()), precision, device.info)
         runs = [_Prepared(device, program, clock) for program in programs]
         hosts = _HostWork(device, clock)
         for one in runs:
@@ -129,12 +131,15 @@ def calibrate(
         device.close()
 
 
-def _programs(shapes: Sequence[tuple[int, int, int]], precision: str) -> list[Program]:
-    """The kernels of a layer, forward and backward, and of embedding and head, for each shape."""
+def _programs(shapes: Sequence[tuple[int, int, int]], precision: str, info: DeviceInfo) -> list[Program]:
+    """The kernels of a layer, forward and backward, and of embedding and head, for each shape, as a device wants them.
+    """
     found = []
+    lowering, place = graphs_for(info)
     for hidden, sequence, sequences in shapes:
         shape = ModelShape(2, hidden, max(1, hidden // 32), 256)
-        stations = stations_of(shape, sequences, sequence, COMPUTE_DTYPES[precision]).stations
+        compute = COMPUTE_DTYPES[precision]
+        stations = stations_of(shape, sequences, sequence, compute, lowering=lowering, place=place).stations
         for station in (stations[0], stations[1], stations[-1]):
             found += [one.program for one in (station.forward, station.backward) if one is not None]
     return found

@@ -43,7 +43,8 @@ def merge_layers(partition: Partition, count: int) -> Partition:
     """The partition with up to `count` consecutive layers in a segment; itself for 1."""
     if count == 1:
         return partition
-    groups = _groups(partition.segments, count)
+    *rest, last = partition.segments
+    groups = [*_groups(rest, count), [last]] if partition.has_loss else _groups(partition.segments, count)
     number = {segment.index: new for new, group in enumerate(groups) for segment in group}
     values = [
         Value(
@@ -148,4 +149,5 @@ def _merged(group: Sequence[Segment], index: int, partition: Partition) -> Segme
         alike,
         first.kind,
         first.place,
+        len(group),
     )

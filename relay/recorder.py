@@ -43,7 +43,8 @@ class Ready:
 
 class Recorder:
     """A model, whole or as a list of modules with a loss, and what was recorded of it. `modules` is None for a whole
-    one. `programs` is how many shapes (and modes) are kept, `lowering` which graphs the device wants."""
+    one. `programs` is how many shapes (and modes) are kept, `lowering` which graphs the device wants and
+    `place` what native ones are traced for."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class Recorder:
         self._loss = loss
         self._microbatches = microbatches
         self._compute = compute
-        self.lowering = Lowering.NATIVE
+        self.lowering, self.place = Lowering.NATIVE, torch.device("cpu")
         self._buckets = buckets
         self._shared_inputs = tuple(shared_inputs)
         self._layers_per_slot = layers_per_slot
@@ -173,5 +174,5 @@ class Recorder:
             partition = merge_layers(partition, self._layers_per_slot)
             return build_stations(
                 partition, training, results, self._compute, self._presences, self.lowering, self._captures,
-                self._recompute,
+                self._recompute, self.place,
             )  # fmt: skip

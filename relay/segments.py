@@ -44,7 +44,7 @@ class Segment:
     `parameters` and `buffers` map the module's own names to the model's. `alike` is what tells whether two
     segments are built alike (`relay.blocks.same_structure`), or None where nothing can be alike. `kind` is equal for
     layers of one stack, which may share a slot, and None for what is no layer. `place` is the segment's number among
-    all layers, however many share a slot: what random keys count by.
+    all layers, however many share a slot: what random keys count by. `layers` is how many layers it holds.
     """
 
     index: int
@@ -57,6 +57,7 @@ class Segment:
     alike: Any = None
     kind: Any = None
     place: int = -1
+    layers: int = 1
 
     def __post_init__(self) -> None:
         if self.place < 0:

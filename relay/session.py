@@ -98,8 +98,9 @@ class Session:
         stash = host_bytes(plans_for(pieces, self._stash_place, training))
         counting.ledger.add(STASH_STATE, torch.uint8, stash)
         refuse_beyond(
-            capacity, counting.ledger, self._precision, self._state_dtype, self._stash_place, self.server.held
-        )
+            capacity, counting.ledger, self._precision, self._state_dtype, self._stash_place, self.server.held,
+            any(value.parts for value in stations.partition.values),
+        )  # fmt: skip
         self._rehearsed.add(id(stations))
 
     def contents(self, stations: Stations) -> list[SlotContent]:
@@ -154,6 +155,7 @@ class Session:
             workspace=max(kernel_workspace(one) for one in distinct),
             scalars=scalar_bytes(len(pieces)),
             kept=kept_bytes(stash_plans),
+            layers=max(station.segment.layers for station in pieces[0].stations),
         )
         requirement.check(self.device.info.name, self.capacity, self._stash_place, len(pieces), largest.name)
         self._advice = requirement.advice(self._stash_place, len(pieces), largest.name)

@@ -21,11 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from relay.capture import Lowering
 from relay.errors import RelayError
 from relay.merging import merge_layers
 from relay.models import Block, Embedding, Head, cross_entropy
 from relay.segments import Partition, Segment, Value
-from relay.stations import Captures, Stations, build_stations, recomputing
+from relay.stations import CPU, Captures, Stations, build_stations, recomputing
 from relay.trees import tensor_leaves
 
 
@@ -260,8 +261,11 @@ def stations_of(
     compute: torch.dtype,
     layers_per_slot: int = 1,
     recompute: int | None = None,
+    lowering: Lowering = Lowering.NATIVE,
+    place: torch.device = CPU,
 ) -> Stations:
-    """The stations for training on a micro-batch of `sequences` x `sequence` tokens, captured in `compute`.
+    """The stations for training on a micro-batch of `sequences` x `sequence` tokens, captured in `compute`, in the
+    graphs that a device wants (`relay.capture.graphs_for`).
 
     The first `recompute` segments recompute their forward; all of them where no number is given.
     """
@@ -269,14 +273,16 @@ def stations_of(
     with mode:
         templates = _templates(shape, sequence, mode, layers_per_slot)
         partition = merge_layers(_partition(shape, sequences, sequence, templates), layers_per_slot)
-        known = _captures(shape, compute)
+        known = _captures(shape, compute, lowering, place)
         first = True if recompute is None else recompute
-        return build_stations(partition, True, False, compute, captures=known, recompute=first)
+        return build_stations(
+            partition, True, False, compute, lowering=lowering, captures=known, recompute=first, place=place
+        )
 
 
 @functools.lru_cache(maxsize=4)
-def _captures(shape: ModelShape, compute: torch.dtype) -> Captures:
-    """What was captured of the shape's layers in that dtype, for whichever batches."""
+def _captures(shape: ModelShape, compute: torch.dtype, lowering: Lowering, place: torch.device) -> Captures:
+    """What was captured of the shape's layers in that dtype and for that device, for whichever batches."""
     return Captures()
 
 

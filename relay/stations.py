@@ -21,6 +21,8 @@ from relay.capture import Captured, Lowering, Presence, capture
 from relay.eps.store import GradientField, Wanted
 from relay.segments import Partition, Segment, Value
 
+CPU = torch.device("cpu")
+
 
 @dataclass(eq=False)
 class Pass:
@@ -128,11 +130,13 @@ def build_stations(
     lowering: Lowering = Lowering.NATIVE,
     captures: Captures | None = None,
     recompute: bool | int = True,
+    place: torch.device = CPU,
 ) -> Stations:
     """Capture; nothing is compiled yet. For `training` the last segment gets one joint pass, else forward passes only;
     `results` asks for the model's outputs besides the loss. `presences` are those of the segments that run eagerly, by
     name: one for all shapes of micro-batch, since a step may have several. `captures` holds what earlier calls
-    captured, and takes what this one does. `recompute` says which segments recompute their forward (`recomputing`)."""
+    captured, and takes what this one does. `recompute` says which segments recompute their forward (`recomputing`),
+    `place` the device that native graphs are traced for."""
     captures = captures if captures is not None else Captures()
     requires_grad: dict[int, bool] = {}
     built: list[tuple[Segment, Captured]] = []
@@ -150,7 +154,7 @@ def build_stations(
         if captured is None:
             ends_in_loss = last and partition.has_loss
             captured = capture(
-                segment.module, inputs, segment.name, ends_in_loss, compute, lowering, training, keep
+                segment.module, inputs, segment.name, ends_in_loss, compute, lowering, training, keep, place
             )
             if captured.eager is None:
                 captures.add(segment, signature, captured)

@@ -22,6 +22,7 @@ from hal.errors import DeviceLost
 from hal.host import Host
 from relay import options, passes
 from relay.buckets import Buckets
+from relay.capture import graphs_for
 from relay.eps.bound import as_spec, bind
 from relay.eps.groups import split_into_groups
 from relay.eps.optimizers import AdamW, RelayOptimizer
@@ -142,7 +143,7 @@ class Trainer(RunState):
         store, server = build(host)
         session = Session(whole, opened, host, store, server, slots, stash, limit, build, precision, state_dtype)
         session.stall_seconds = stall_seconds
-        recorder.lowering = options.lowering_for(opened.info)
+        recorder.lowering, recorder.place = graphs_for(opened.info)
         scheduled = RelayOptimizer(groups, defaults)
         super().__init__(recorder, session, scheduled, grouping, scale, fixed_scale, seed, chosen)
         self._on_nonfinite = on_nonfinite

@@ -24,7 +24,10 @@ RESIDENT_FROM = 3
 
 @dataclass(frozen=True)
 class Requirement:
-    """Bytes of device memory a training step needs, by purpose; `kept`, of the stash, is there to save recomputing."""
+    """Bytes of device memory a training step needs, by purpose; `kept`, of the stash, is there to save recomputing.
+
+    `layers` is the most that share a slot.
+    """
 
     slots: int
     slot_count: int
@@ -32,6 +35,7 @@ class Requirement:
     workspace: int
     scalars: int
     kept: int = 0
+    layers: int = 1
 
     @property
     def total(self) -> int:
@@ -49,6 +53,8 @@ class Requirement:
         options = []
         if self.kept:
             options.append(f"recompute=True (the tensors kept instead take {format_size(self.kept)})")
+        if self.layers > 1:
+            options.append(f"layers_per_slot={self.layers - 1} (a slot holds up to {self.layers} layers)")
         if stash == "device":
             options.append(f"stash='host' (the stash takes {format_size(self.stash)})")
         if self.slot_count > 1:

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import devices
 import pytest
 import reference
 import torch
@@ -16,10 +17,6 @@ from hal import registry
 from hal.kernel import Program
 from relay import stations
 from relay.models import GPT
-
-PROBES = {probe.name: probe for probe in registry.devices()}
-OPENCL = next((name for name in PROBES if name.startswith("opencl") and PROBES[name].available), "")
-REASON = "; ".join(f"{probe.name}: {probe.reason}" for probe in PROBES.values() if probe.name.startswith("opencl"))
 
 
 def compiled(device_name: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
@@ -60,7 +57,7 @@ def compiled(device_name: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> 
         model = GPT(vocabulary=32, layers=layers, hidden=8, heads=1, sequence=4, tied=False)
         trainer = relay.Trainer(model, device=device_name, microbatches=2)
         trainer.step(reference.text_batches(1, batch=4, length=4, vocabulary=32)[0])
-        if device_name == OPENCL:
+        if device_name == "opencl":
             counts["built by the driver"] = opened[0].library.built
         trainer.close()
     counts["kernels"] = len(kernels)
@@ -69,10 +66,7 @@ def compiled(device_name: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("device", ["cpu", "opencl", "onnx:cpu", "numpy", "sim"])
 def test_a_model_of_48_layers_compiles_what_one_of_3_does(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device == "opencl":
-        device = OPENCL
-    if not device or not PROBES[device].available:
-        pytest.skip(f"no such device works here: {PROBES[device].reason if device else REASON}")
+    devices.require(device)
     few = compiled(device, 3, monkeypatch)
     assert few["captures"] == 3  # the embedding, a layer, the head with the loss
     assert 0 < few["kernels"] <= 7
@@ -80,12 +74,11 @@ def test_a_model_of_48_layers_compiles_what_one_of_3_does(device: str, monkeypat
 
 
 TRIAL = """
-import sys
 import torch
 from hal import registry
 from hal.conformance.programs import GraphBuilder, run
 
-device = registry.open(sys.argv[1])
+device = registry.open("opencl")
 builder = GraphBuilder("trial")
 x, y = builder.input((8, 24)), builder.input((24, 40))
 product = builder.call("aten.mm.default", x, y)
@@ -99,13 +92,12 @@ device.close()
 
 def test_a_second_process_finds_opencl_kernels_in_the_drivers_cache(tmp_path: Path) -> None:
     """Kernels are the same text in every process, whatever the seed of its hashes, so what was compiled is found."""
-    if not OPENCL:
-        pytest.skip(f"no OpenCL device works here: {REASON}")
+    devices.require("opencl")
 
     def written_after(hash_seed: int) -> set[tuple[str, int]]:
         folders = {"POCL_CACHE_DIR": str(tmp_path / "pocl"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
         environment = {**os.environ, **folders, "PYTHONHASHSEED": str(hash_seed)}
-        words = [sys.executable, "-c", TRIAL, OPENCL]
+        words = [sys.executable, "-c", TRIAL]
         result = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300, check=False)
         assert result.returncode == 0, result.stderr[-2000:]
         assert int(result.stdout) > 3

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import broken_backends
+import devices
 import pytest
 from click.testing import CliRunner
 
-from hal import registry
 from hal.gaps import Gap
 from relay.cli import main
 
@@ -46,20 +46,10 @@ def answer(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return found
 
 
-def missing(device: str) -> str:
-    """Why there is no such device here; empty where there is."""
-    family = device.partition(":")[0]
-    probes = registry.backends()[0][family].probe()
-    if any(probe.available for probe in probes):
-        return ""
-    return "; ".join(f"{probe.name}: {probe.reason}" for probe in probes)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_device_conforms_and_every_gap_is_still_one(device: str, tmp_path: Path) -> None:
-    if device.startswith(("onnx", "opencl")) and missing(device):
-        pytest.skip(missing(device))
+    devices.require(device)
     words = ["relay", "conformance", device, "--verify-gaps", "--json", *DEVICES[device]]
     result = run("-m", *words, folder=tmp_path)
     found = answer(result)

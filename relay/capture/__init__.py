@@ -9,6 +9,7 @@ costs, `explain` says why a capture failed.
 from relay.capture.core import Lowering
 from relay.capture.decisions import Decider, Decision
 from relay.capture.eager import Presence
+from relay.capture.elsewhere import graphs_for
 from relay.capture.joint import Captured, autocast, capture
 from relay.capture.layers import layer_of_segment
 from relay.capture.measure import fingerprint
@@ -28,6 +29,7 @@ __all__ = [
     "call_with",
     "capture",
     "fingerprint",
+    "graphs_for",
     "layer_of_segment",
     "opaque_blocks",
     "run_fake",

@@ -37,6 +37,7 @@ from hal.kernel import Port, Program, Role
 from relay.capture.attributes import PlainTensors, UsedTensors, constants_of
 from relay.capture.core import Lowering, attention, decompositions, simplify
 from relay.capture.eager import EagerSegment, eager_programs
+from relay.capture.elsewhere import CPU, OnDevice, fakes_on, missing, spell_out
 from relay.capture.explain import explain, reason, sparse_gradient
 from relay.capture.keeping import in_order, nodes_to_keep, order_in_memory, permuted
 from relay.capture.layers import layer_of
@@ -48,11 +49,11 @@ aten = torch.ops.aten
 logger = logging.getLogger(__name__)
 
 
-def autocast(compute: torch.dtype) -> contextlib.AbstractContextManager[Any]:
-    """PyTorch's autocast to that dtype; nothing for float32."""
+def autocast(compute: torch.dtype, kind: str = "cpu") -> contextlib.AbstractContextManager[Any]:
+    """PyTorch's autocast to that dtype on devices of that type; nothing for float32."""
     if compute is torch.float32:
         return contextlib.nullcontext()
-    return torch.autocast("cpu", dtype=compute)
+    return torch.autocast(kind, dtype=compute)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,44 +94,35 @@ def capture(
     lowering: Lowering = Lowering.NATIVE,
     training: bool = True,
     keep: bool = False,
+    place: torch.device = CPU,
 ) -> Captured:
     """Capture `module(*inputs)`, which returns a tuple of tensors, the loss first where it `ends_in_loss`.
 
     `requires_grad` of the inputs is respected. `inputs` are examples: shapes, dtypes and `requires_grad` count,
     values do not. With `compute` bfloat16 or float16 the module runs as under PyTorch's autocast; a parameter that is
     only ever used rounded to that dtype then comes in rounded. `lowering` is what the device wants (`NATIVE` among its
-    tags, or core). With `keep` the backward does not recompute the forward: what it reads of it is kept (a segment that
-    runs eagerly, or ends in the loss, keeps nothing). Without `training` no gradient will be asked for. Raises
-    CaptureError.
+    tags, or core), and `place` where native graphs are run. With `keep` the backward does not recompute the forward:
+    what it reads of it is kept (a segment that runs eagerly, or ends in the loss, keeps nothing). Without `training` no
+    gradient will be asked for. Raises CaptureError.
     """
     if lowering is Lowering.NATIVE and any(isinstance(one, (nn.RNNBase, nn.RNNCellBase)) for one in module.modules()):
         logger.info("layer %r holds recurrent layers, and runs as PyTorch's own kernels have it", name)
-        return _run_eagerly(module, inputs, name, ends_in_loss, compute, training)
+        return _run_eagerly(module, inputs, name, ends_in_loss, compute, training, place)
     wants_gradients = any(tensor.requires_grad for tensor in [*module.parameters(), *inputs])
-    traced = _Traced(module, compute, not wants_gradients)
     # The joint export wants something to differentiate; a zero-sized input is as good as any.
     spare = [] if wants_gradients else [torch.zeros(0, requires_grad=True)]
+    given = (*inputs, *spare)
     try:
-        with warnings.catch_warnings(), contextlib.ExitStack() as stack:
-            warnings.simplefilter("ignore")
-            # A module's tensors that are neither parameters nor buffers meet fake ones in the trace.
-            mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
-            stack.enter_context(tracing(TracingContext(mode)))
-            table = None
-            if lowering is not Lowering.NATIVE:
-                stack.enter_context(attention())
-            if lowering is Lowering.CORE:
-                table = decompositions()
-            # In this order: to look at attributes would count as the module's code reading them all.
-            plain = stack.enter_context(PlainTensors(module))
-            reads = stack.enter_context(recorded_reads(module))
-            joint = aot_export_joint_with_descriptors(stack, traced, (*inputs, *spare), {}, decompositions=table)
+        if lowering is Lowering.NATIVE and place.type != "cpu":
+            traced, reads, plain = _trace_elsewhere(module, given, name, compute, not wants_gradients, place)
+        else:
+            traced, reads, plain = _trace(module, given, compute, not wants_gradients, lowering)
     except Exception as failure:
         why = reason(failure, name)
         if why is None:
             raise
         try:
-            captured = _run_eagerly(module, inputs, name, ends_in_loss, compute, training)
+            captured = _run_eagerly(module, inputs, name, ends_in_loss, compute, training, place)
         except RelayError:
             raise
         except Exception:
@@ -141,10 +133,63 @@ def capture(
             stacklevel=2,
         )
         return captured
-    plain.refuse_states(name, constants_of(joint.graph_module))
-    extraction = _Extraction(module, joint.graph_module, name, wants_gradients, compute, lowering)
+    plain.refuse_states(name, constants_of(traced))
+    extraction = _Extraction(module, traced, name, wants_gradients, compute, lowering)
     captured = extraction.captured(ends_in_loss, keep and not ends_in_loss)
     return replace(captured, reads=reads)
+
+
+def _trace(
+    module: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    compute: torch.dtype,
+    has_spare: bool,
+    lowering: Lowering,
+    place: torch.device = CPU,
+) -> tuple[fx.GraphModule, Reads, PlainTensors]:
+    """The joint graph of a module, what its code read, and what it did to plain tensors. Raises what tracing raises."""
+    traced = _Traced(module, compute, has_spare, place)
+    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
+        warnings.simplefilter("ignore")
+        # A module's tensors that are neither parameters nor buffers meet fake ones in the trace.
+        mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
+        stack.enter_context(tracing(TracingContext(mode)))
+        table = None
+        if lowering is not Lowering.NATIVE:
+            stack.enter_context(attention())
+        if lowering is Lowering.CORE:
+            table = decompositions()
+        if place != CPU:
+            inputs = stack.enter_context(fakes_on(place, mode, module, inputs))
+        # In this order: to look at attributes would count as the module's code reading them all.
+        plain = stack.enter_context(PlainTensors(module))
+        reads = stack.enter_context(recorded_reads(module))
+        joint = aot_export_joint_with_descriptors(stack, traced, tuple(inputs), {}, decompositions=table)
+        if place != CPU:
+            spell_out(joint.graph_module.graph)
+        return joint.graph_module, reads, plain
+
+
+def _trace_elsewhere(
+    module: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    name: str,
+    compute: torch.dtype,
+    has_spare: bool,
+    place: torch.device,
+) -> tuple[fx.GraphModule, Reads, PlainTensors]:
+    """The joint graph as PyTorch would run it on `place`, or the portable one where it cannot be traced for that."""
+    why = missing(place)
+    if not why:
+        try:
+            traced = _trace(module, inputs, compute, has_spare, Lowering.NATIVE, place)
+            if any(_draws_by_itself(node) and "attention" in str(node.target) for node in traced[0].graph.nodes):
+                traced = _trace(module, inputs, compute, has_spare, Lowering.PORTABLE, place)
+            return traced
+        except Exception as failure:
+            why = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0] if str(failure) else ''}"
+    logger.warning("%s is traced for any device, attention as matrix products, and not for %s: %s", name, place, why)
+    return _trace(module, inputs, compute, has_spare, Lowering.PORTABLE)
 
 
 def _run_eagerly(
@@ -154,6 +199,7 @@ def _run_eagerly(
     ends_in_loss: bool,
     compute: torch.dtype,
     training: bool,
+    place: torch.device,
 ) -> Captured:
     """A segment that is not captured: Python runs it at every visit. Raises what the module raises."""
     for path, one in module.named_modules():
@@ -161,7 +207,7 @@ def _run_eagerly(
             raise sparse_gradient(name, f"{path}.weight")
     with PlainTensors(module) as plain, UsedTensors() as used:
         segment, programs, wants, saved, kept = eager_programs(
-            module, inputs, name, ends_in_loss, functools.partial(autocast, compute), training
+            module, inputs, name, ends_in_loss, functools.partial(autocast, compute, place.type), training
         )
     plain.refuse_states(name, used.addresses)
     assert programs["forward"] is not None
@@ -182,16 +228,18 @@ def _run_eagerly(
 class _Traced(nn.Module):
     """The module as it is traced: under autocast if asked, with a spare output to differentiate if it has none."""
 
-    def __init__(self, module: nn.Module, compute: torch.dtype, has_spare: bool) -> None:
+    def __init__(self, module: nn.Module, compute: torch.dtype, has_spare: bool, place: torch.device) -> None:
         super().__init__()
         self.module = module
         self.compute = compute
         self.has_spare = has_spare
+        self.place = place
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # The backward is traced outside of autocast, as eager backward runs outside of it.
         buffers = dict(self.module.named_buffers())
-        with autocast(self.compute):
+        somewhere = OnDevice(self.place) if self.place != CPU else contextlib.nullcontext()
+        with autocast(self.compute, self.place.type), somewhere:
             outputs: tuple[torch.Tensor, ...] = self.module(*(inputs[:-1] if self.has_spare else inputs))
         self._take_in_assigned(buffers)
         # Tracing gives an output that shares memory with an input or another output no gradient of its own.

@@ -49,7 +49,9 @@ def nodes_to_keep(
         seen.add(node)
         if node.op != "call_function" or node in from_states:
             continue
-        computed = node in forward and node not in from_seeds
+        # Of an op with several results, those that only the backward reads (statistics) are made by the forward too.
+        maker = node.args[0] if node.target is operator.getitem else node
+        computed = maker in forward and node not in from_seeds
         if computed and not _made_anew(node) and order_in_memory(node) is not None:
             kept.add(node)
         else:
