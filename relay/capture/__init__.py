@@ -1,7 +1,8 @@
 """Capture: from modules to graphs. The only package that touches torch's private tracing interfaces.
 
 `joint` makes a segment's programs, `core` rewrites them for devices that are not PyTorch's, `tracing` traces whole
-models with their blocks opaque, `decisions` answers what they ask of a batch meanwhile, `measure` counts what a graph
+models with their blocks opaque, `decisions` answers what they ask of a batch meanwhile, `given` sees what layers
+change of what they are given, `outside` and `attributes` refuse what a trace would lose, `measure` counts what a graph
 costs, `explain` says why a capture failed.
 """
 
