@@ -104,6 +104,8 @@ def constant_of(node: Any) -> Any:
 
 
 def _blank(results: Any) -> Any:
+    if results is None:
+        return None
     if isinstance(results, Spec):
         return torch.empty(results.shape, dtype=results.dtype, device="meta")
     return tuple(_blank(result) for result in results)
