@@ -194,13 +194,15 @@ class Trainer:
         opened = registry.open(str(device), limit)
         host = opened.host(_size_or_none(host_memory), _size_or_none(pinned_memory))
         order = [name for name, _ in self._model.named_parameters()]
+        # Edits of the architecture change it, and whatever is built afterwards must see that.
+        self._grouped = grouped = {"group_of": group_of, "order": order}
         clipping = Clipping(clip_grad_norm, clip_grad_value)
 
         def build(on: Host) -> tuple[LayerStore, ParameterServer]:
             store = LayerStore(on)
             bound = bind(spec, on, store, state_dtype)
             scaled = self._scale is not None
-            return store, ParameterServer(opened, on, store, bound, group_of, order, clipping, scaled)
+            return store, ParameterServer(opened, on, store, bound, clipping=clipping, scaled=scaled, **grouped)
 
         store, server = build(host)
         self._session = Session(
@@ -384,8 +386,8 @@ class Trainer:
             raise
         names = renames(before, self._model)
         self._session.change_model(self._model, names)
-        order = [name for name, _ in self._model.named_parameters()]
-        self._session.server.rename(names, group_of, order)
+        self._grouped.update(group_of=group_of, order=[name for name, _ in self._model.named_parameters()])
+        self._session.server.rename(names, **self._grouped)
         for ours, new in zip(self.optimizer.param_groups, groups, strict=True):
             ours["params"] = new["params"]
         self._cache.clear()

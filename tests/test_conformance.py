@@ -15,7 +15,8 @@ from hal.gaps import Gap
 from relay.cli import main
 
 ROOT = Path(__file__).parent.parent
-DEVICES = ["cpu", "cpu:discrete", "numpy", "numpy:float64"]
+UNIFIED = ROOT / "tests" / "machines" / "unified.toml"
+DEVICES = ["cpu", "cpu:discrete", "numpy", "numpy:float64", "sim", f"sim:{UNIFIED},order=random,seed=1,poison=on"]
 
 
 def run(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:

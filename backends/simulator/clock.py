@@ -40,9 +40,14 @@ NOTHING = Cost()
 
 
 class SimulatedEvent(Event):
-    """One call: its place in virtual time, and, where numbers are computed, its place among the calls to run."""
+    """One call: its place in virtual time, and, where numbers are computed, its place among the calls to run.
+
+    It runs after its `parents`; the error of one that is `awaited` too becomes its own. An event of another device is
+    `foreign`: a call of ours, without any cost, stands for it.
+    """
 
     __slots__ = (
+        "awaited",
         "call",
         "cost",
         "demand",
@@ -50,6 +55,7 @@ class SimulatedEvent(Event):
         "error",
         "finished",
         "followers",
+        "foreign",
         "heirs",
         "label",
         "lane",
@@ -81,9 +87,15 @@ class SimulatedEvent(Event):
         self.call: Callable[[], None] | None = None
         self.ran = False
         self.error: BaseException | None = None
+        self.awaited: Sequence[SimulatedEvent] = ()
         self.parents: Sequence[SimulatedEvent] = ()
         self.heirs: list[SimulatedEvent] = []
         self.unrun = 0
+        self.foreign: Event | None = None
+
+    def may_run(self) -> bool:
+        """Whether its call would not have to wait for another device."""
+        return self.foreign is None or self.foreign.done()
 
     def done(self) -> bool:
         return self.finished and self.ran

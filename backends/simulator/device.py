@@ -64,6 +64,8 @@ class SimulatedBuffer(Buffer):
     """Device memory, accounted in the allocator's granularity, and there only where numbers are computed."""
 
     def __init__(self, device: SimulatedDevice, size: int, what: str) -> None:
+        if size < 0:
+            raise ValueError(f"{what} cannot have {size} bytes")
         granularity = int(device.machine.device["granularity"])
         self._charged = -(-size // granularity) * granularity
         device.account.charge(self._charged, what)
@@ -223,6 +225,11 @@ class SimulatedQueue(Queue):
                         users[:] = [user for user in users if not user.ran]
         return event
 
+    def finish(self) -> None:
+        """Let time pass until its last call has ended."""
+        if self._last is not None:
+            self._device.demand(self._last)
+
     @staticmethod
     def _check(label: str, view: View, tensor: torch.Tensor) -> None:
         if view.dtype != tensor.dtype or _count(view.shape) != tensor.numel():
@@ -280,6 +287,10 @@ class SimulatedHost(Host):
     @property
     def page_locked(self) -> int:
         return self._page_locked
+
+    def follow(self, other: Host) -> None:
+        assert isinstance(other, SimulatedHost)
+        self._device, self._last = other._device, other._last
 
     def close(self) -> None:
         if self._last is not None:
@@ -370,6 +381,8 @@ class SimulatedDevice(VirtualDevice, Owner):
             return
         with self._lock:
             self._order.finish()
+            for queue in self._queues.values():
+                queue.finish()
             self._closed = True
             self._queues.clear()
             self._kernels.clear()
@@ -391,21 +404,32 @@ class SimulatedDevice(VirtualDevice, Owner):
         wait: Sequence[Event],
         call: Callable[[], Any] | None,
         after: SimulatedEvent | None,
+        foreign: Event | None = None,
     ) -> SimulatedEvent:
-        """Take a call in: after the events of `wait` and after the call before it on its queue."""
+        """Take a call in: after the events of `wait` and after the call before it on its queue.
+
+        One that stands for an event of another device says so.
+        """
         with self._lock:
             self._check_open()
+            waits = [one if type(one) is SimulatedEvent and one.owner is self else self._stand_in(one) for one in wait]
             self._number += 1
             event = SimulatedEvent(self, self._number, lane, label, cost)
-            waits = list(wait) if after is None else [*wait, after]
-            self.clock.submit(event, waits)  # type: ignore[arg-type]
+            parents = waits if after is None else [*waits, after]
+            self.clock.submit(event, parents)
             if self.options.numerics:
                 event.call = call
-                event.parents = waits  # type: ignore[assignment]
+                event.foreign = foreign
+                event.awaited = waits
+                event.parents = parents
                 self._order.submitted(event)
             else:
                 event.ran = True
             return event
+
+    def _stand_in(self, foreign: Event) -> SimulatedEvent:
+        """A call that ends, well or badly, with an event that is not this device's."""
+        return self.submit(HOST, "an event from elsewhere", NOTHING, (), foreign.wait, None, foreign)
 
     def demand(self, event: SimulatedEvent) -> None:
         with self._lock:

@@ -3,7 +3,7 @@
 All three orders keep the contracts (a call runs after the events it waits for and after the calls before it on its
 queue) and nothing else, so whoever gets other results in one of them has forgotten a wait:
 
-  eager    each call runs when it is submitted
+  eager    each call runs when it is submitted (one that waits for another device, when that is done)
   late     a call runs only when somebody waits for it, or for one that needs it. A missing wait before a read is
            wrong every time
   random   after each submission some of the calls that may run do, drawn by a seed. A missing wait before an
@@ -24,11 +24,11 @@ from hal.errors import HalError
 
 
 class Order(ABC):
-    """Decides when calls run. `pending` counts those submitted and not run."""
+    """Decides when calls run."""
 
     @abstractmethod
     def submitted(self, event: SimulatedEvent) -> None:
-        """A call has been submitted: its `parents` are all it must wait for."""
+        """A call has been submitted: its `parents` are all it must wait for. Never blocks."""
 
     @abstractmethod
     def demand(self, event: SimulatedEvent) -> None:
@@ -37,19 +37,6 @@ class Order(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Run everything that is left."""
-
-
-class Eager(Order):
-    """Run at submission."""
-
-    def submitted(self, event: SimulatedEvent) -> None:
-        run(event)
-
-    def demand(self, event: SimulatedEvent) -> None:
-        """It has run."""
-
-    def finish(self) -> None:
-        """Everything has run."""
 
 
 class Late(Order):
@@ -62,22 +49,24 @@ class Late(Order):
         self._waiting[event.number] = event
 
     def demand(self, event: SimulatedEvent) -> None:
-        if event.ran:
-            return
-        needed: dict[int, SimulatedEvent] = {}
-        stack = [event]
-        while stack:
-            one = stack.pop()
-            if not one.ran and one.number not in needed:
-                needed[one.number] = one
-                stack.extend(one.parents)
-        for number in sorted(needed):
-            run(needed[number])
-            self._waiting.pop(number, None)
+        for one in needed(event):
+            if not one.ran:  # a call may wait for others itself
+                run(one)
+            self._waiting.pop(one.number, None)
 
     def finish(self) -> None:
         for event in list(self._waiting.values()):
             self.demand(event)
+
+
+class Eager(Late):
+    """Run at submission, but for what waits for an event from elsewhere that has not ended: that is run late."""
+
+    def submitted(self, event: SimulatedEvent) -> None:
+        if event.may_run() and all(parent.ran for parent in event.parents):
+            run(event)
+        else:
+            super().submitted(event)
 
 
 class Random(Order):
@@ -99,22 +88,42 @@ class Random(Order):
 
     def demand(self, event: SimulatedEvent) -> None:
         while not event.ran:
-            self._run_one()
+            if not self._run_one():
+                # All that could run waits for events from elsewhere: wait for one that this call needs.
+                self._run(next(one for one in needed(event) if one.unrun == 0))
 
     def finish(self) -> None:
         while self._may_run:
-            self._run_one()
+            self.demand(self._may_run[0])
 
-    def _run_one(self) -> None:
-        if not self._may_run:
-            return
-        event = self._may_run.pop(self._random.randrange(len(self._may_run)))
+    def _run_one(self) -> bool:
+        """Run one of those that need not wait; False where there is none."""
+        ready = [event for event in self._may_run if event.may_run()]
+        if not ready:
+            return False
+        self._run(ready[self._random.randrange(len(ready))])
+        return True
+
+    def _run(self, event: SimulatedEvent) -> None:
+        self._may_run.remove(event)
         run(event)
         for heir in event.heirs:
             heir.unrun -= 1
             if heir.unrun == 0:
                 self._may_run.append(heir)
         event.heirs = []
+
+
+def needed(event: SimulatedEvent) -> list[SimulatedEvent]:
+    """What has to run for a call to have run, in the order of submission."""
+    found: dict[int, SimulatedEvent] = {}
+    stack = [event]
+    while stack:
+        one = stack.pop()
+        if not one.ran and one.number not in found:
+            found[one.number] = one
+            stack.extend(one.parents)
+    return [found[number] for number in sorted(found)]
 
 
 def make_order(name: str, seed: int) -> Order:
@@ -130,7 +139,7 @@ def make_order(name: str, seed: int) -> Order:
 
 def run(event: SimulatedEvent) -> None:
     """Run a call, unless one that it waits for has failed: then it fails with the first error (contract 3)."""
-    error = next((parent.error for parent in event.parents if parent.error is not None), None)
+    error = next((one.error for one in event.awaited if one.error is not None), None)
     if error is None and event.call is not None:
         try:
             with torch.no_grad():
@@ -145,4 +154,4 @@ def run(event: SimulatedEvent) -> None:
     event.error = error
     event.ran = True
     event.call = None
-    event.parents = ()
+    event.awaited = event.parents = ()
