@@ -90,6 +90,10 @@ def stack(layer: Callable[[], nn.Module]) -> list[nn.Module]:
     return [nn.Linear(6, WIDTH), *(layer() for _ in range(3)), nn.Linear(WIDTH, 3)]
 
 
+def bare_ending() -> list[nn.Module]:
+    return [nn.Linear(6, WIDTH), nn.Linear(WIDTH, 3), nn.Tanh()]
+
+
 class Crossing(nn.Module):
     """Values that many layers use, and one that the last uses again: a mask, a memory, a residual from the start."""
 
@@ -229,6 +233,7 @@ MOMENTUM = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 SCENARIOS: dict[str, Scenario] = {
     "activations on the device": _scenario(),
     "activations on the host, one slot": _scenario(stash="host", slots=1),
+    "one slot, one micro-batch": _scenario(slots=1, microbatches=1),
     "all layers in slots": _scenario(slots=5),
     "tied, activations on the host": _scenario(TIED, stash="host"),
     "half frozen": _scenario(half_frozen, slots=1),
@@ -245,6 +250,7 @@ SCENARIOS: dict[str, Scenario] = {
     "running statistics": _listed(Normed, slots=1),
     "running statistics, two slots, on the host": _listed(Normed, stash="host"),
     "buffers that the backward needs as they were": _listed(Counting, stash="host", slots=1),
+    "a last layer without parameters": _scenario(bare_ending, on_vectors, loss=nn.functional.mse_loss),
     "experts chosen by the data": _listed(Routed),
     "values that many layers use": _scenario(Crossing, across),
     "values that many layers use, on the host": _scenario(Crossing, across, stash="host", slots=1),

@@ -42,8 +42,8 @@ NOTHING = Cost()
 class SimulatedEvent(Event):
     """One call: its place in virtual time, and, where numbers are computed, its place among the calls to run.
 
-    It runs after its `parents`; the error of one that is `awaited` too becomes its own. An event of another device is
-    `foreign`: a call of ours, without any cost, stands for it.
+    It runs after its `parents`; the error of one that is `awaited` too becomes its own. `queue` is the number of the
+    first call on its queue. An event of another device is `foreign`: a call of ours, without any cost, stands for it.
     """
 
     __slots__ = (
@@ -63,6 +63,7 @@ class SimulatedEvent(Event):
         "number",
         "owner",
         "parents",
+        "queue",
         "ran",
         "start",
         "unrun",
@@ -73,6 +74,7 @@ class SimulatedEvent(Event):
     def __init__(self, owner: Owner, number: int, lane: int, label: str, cost: Cost) -> None:
         self.owner = owner
         self.number = number
+        self.queue = number
         self.lane = lane
         self.label = label
         self.cost = cost

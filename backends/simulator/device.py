@@ -419,6 +419,7 @@ class SimulatedDevice(VirtualDevice, Owner):
             self.clock.submit(event, parents)
             if self.options.numerics:
                 event.call = call
+                event.queue = event.number if after is None else after.queue
                 event.foreign = foreign
                 event.awaited = waits
                 event.parents = parents
