@@ -23,9 +23,13 @@ train: $(RUN_READY)
 test: $(DEV_READY)
 	$(BIN)/python -m pytest
 
-# The whole product of the parity matrices instead of every pair: hours.
+# The whole product of the parity matrices instead of every pair, and the scheduler's tests on the simulator in the
+# latest order and ten drawn ones: hours.
 test-full: $(DEV_READY)
 	RELAY_FULL_MATRIX=1 $(BIN)/python -m pytest
+	for order in late random:0 random:1 random:2 random:3 random:4 random:5 random:6 random:7 random:8 random:9; do \
+		$(BIN)/python -m pytest --adversary $$order || exit 1; \
+	done
 
 lint: $(DEV_READY)
 	$(BIN)/ruff check .

@@ -18,19 +18,18 @@ from hal.device import Buffer, Device, View
 from hal.errors import HalError, OutOfMemory
 from hal.event import Event
 from hal.host import Host
-from hal.kernel import Role
-from hal.slot import SlotContent
+from hal.slot import DeviceSlot, SlotContent
 from relay.eps.server import GradientPlan, ParameterServer, plan_gradients
-from relay.eps.store import GradientField, LayerStore, Wanted
+from relay.eps.store import LayerStore, Wanted
 from relay.errors import RelayError
 from relay.interrupts import DeferredInterrupt
 from relay.rehearsal import Build, CountingHost, refuse_beyond, rehearse
 from relay.schedule import Ran, Relay, SlotRing
 from relay.stash import STASH_STATE, Key, Stash
-from relay.stations import Station, Stations
+from relay.stations import Stations, changing_buffers, gradient_fields, wanted_of
 from relay.trace import Trace
-from relay.watchdog import Watchdog
-from relay.workspace import Requirement, kernel_workspace, plan_for, slot_sizes
+from relay.watchdog import Watchdog, waited_for
+from relay.workspace import Requirement, kernel_workspace, plan_for, scalar_bytes, slot_sizes
 
 KEPT_BUFFERS = "buffers before the step"
 QUEUES = ("compute", "load", "drain", "stash in", "stash out")
@@ -87,14 +86,14 @@ class Session:
         if capacity is None or self._build is None or id(stations) in self._rehearsed:
             return
         counting = CountingHost(self.host.worker)
-        wanted = _wanted(stations)
+        wanted = wanted_of(stations)
         plans = self.gradient_plans(stations) if training else []
 
         def lay_out(store: LayerStore) -> list[SlotContent]:
             return self._lay_out(store, stations, wanted)
 
         store = rehearse(self._model, counting, self._build, wanted, lay_out, plans, groups)
-        for name in _changing_buffers(stations) if training else ():
+        for name in changing_buffers(stations) if training else ():
             counting.alloc(store[name].numel(), store[name].dtype, KEPT_BUFFERS)
         stash = plan_for(stations, self._stash_place, training).host_bytes(len(pieces))
         counting.ledger.add(STASH_STATE, torch.uint8, stash)
@@ -105,7 +104,7 @@ class Session:
 
     def contents(self, stations: Stations) -> list[SlotContent]:
         """What the slots will hold, segment by segment; on first use the model moves into the store."""
-        wanted = _wanted(stations)
+        wanted = wanted_of(stations)
         if not all(self.store.holds(item) for group in wanted for item in group):
             self.store.take_over(self._model, wanted)
         self.store.check(self._model)
@@ -116,7 +115,7 @@ class Session:
         self, store: LayerStore, stations: Stations, wanted: Sequence[Sequence[Wanted]]
     ) -> list[SlotContent]:
         return [
-            store.content(station.segment.name, group, _gradients(station), self.server.held)
+            store.content(station.segment.name, group, gradient_fields(station), self.server.held)
             for station, group in zip(stations.stations, wanted, strict=True)
         ]
 
@@ -153,7 +152,7 @@ class Session:
             slot_count=self._slot_count,
             stash=plan.device_bytes(len(pieces)),
             workspace=max(kernel_workspace(one) for one in distinct),
-            scalars=_scalar_bytes(len(pieces)),
+            scalars=scalar_bytes(len(pieces)),
         )
         requirement.check(self.device.info.name, self.capacity, self._stash_place, len(pieces), largest.name)
         self._advice = requirement.advice(self._stash_place, len(pieces), largest.name)
@@ -199,7 +198,9 @@ class Session:
         """
         ran = Ran(trace=self.trace)
         error: BaseException | None = None
-        with DeferredInterrupt() as interrupt, Watchdog(self.stall_seconds, lambda: self._describe(ran, stash)):
+        with DeferredInterrupt() as interrupt, Watchdog(
+            self.stall_seconds, lambda: waited_for(ran, stash, self.pending, self._slots(), self.device)
+        ):
             try:
                 yield ran
             except BaseException as failure:
@@ -241,7 +242,7 @@ class Session:
 
     def keep_buffers(self, stations: Stations) -> list[str]:
         """Keep a copy of the buffers that a step's forward changes, should the step not be applied. Their names."""
-        names = _changing_buffers(stations)
+        names = changing_buffers(stations)
         for name in names:
             buffer = self.store[name]
             if name not in self._kept_buffers:
@@ -286,34 +287,14 @@ class Session:
                     continue  # a device that is lost has nothing left to wait for
         _wait_all([self.host.run(_nothing, (), "end of a failed step")])
 
+    def _slots(self) -> list[DeviceSlot]:
+        return self.relay.slots.slots if self.relay is not None else []
+
     def _advised(self, failure: OutOfMemory) -> OutOfMemory:
         """The same refusal, with what would reduce the need."""
         if failure.advice or not self._advice:
             return failure
         return OutOfMemory(failure.what, failure.requested, failure.in_use, failure.capacity, self._advice)
-
-    def _describe(self, ran: Ran, stash: Stash) -> str:
-        """What a step still waits for, for the watchdog."""
-        kinds: dict[str, Sequence[Event]] = {
-            "loads": ran.loads,
-            "kernels": ran.compute,
-            "drains of gradients": ran.host.drains,
-            "reads": ran.reads,
-            "stash transfers": stash.transfers,
-            "arrivals on the host": ran.host.arrivals,
-            "updates": ran.host.updates,
-            "updates of the step before": self.pending,
-        }
-        lines = []
-        for kind, events in kinds.items():
-            if waiting := [number for number, event in enumerate(list(events)) if not event.done()]:
-                lines.append(f"{kind}: {len(waiting)} of {len(events)} have not ended, number {waiting[0]} first")
-        for slot in self.relay.slots.slots if self.relay is not None else []:
-            held = slot.content.name if slot.content is not None else "nothing"
-            lines.append(f"slot {slot.number}: {slot.state.value}, holds {held}")
-        use = self.device.memory()
-        lines.append(f"device {self.device.info.name}: {use.in_use:,} bytes in use of {use.capacity or 'no limit'}")
-        return "\n".join(lines)
 
     def recover(self) -> None:
         """Before a checkpoint is loaded: nothing runs, nothing that slots hold is trusted, and what broke is past."""
@@ -351,7 +332,7 @@ class Session:
             self._free_stash()
             plan = plan_for(pieces[0], self._stash_place, purpose == "train")
             shapes = [[(value.shape, value.dtype) for value in one.partition.values] for one in pieces]
-            self._scalars = self.device.alloc(_scalar_bytes(len(pieces)), "losses and seeds")
+            self._scalars = self.device.alloc(scalar_bytes(len(pieces)), "losses and seeds")
             queues = self.device.queue("stash in"), self.device.queue("stash out")
             self._stash = Stash(plan, self.device, self.host, *queues, shapes)
             self._stash_key = key
@@ -374,30 +355,6 @@ class Session:
         if self._scalars is not None:
             self._scalars.free()
             self._scalars = None
-
-
-def _wanted(stations: Stations) -> list[list[Wanted]]:
-    return [
-        list(zip([*station.parameters, *station.buffers], station.dtypes, strict=True)) for station in stations.stations
-    ]
-
-
-def _changing_buffers(stations: Stations) -> list[str]:
-    """The buffers that a training step changes."""
-    passes = [(one, each) for one in stations.stations for each in (one.forward, one.backward) if each is not None]
-    return [one.buffers[index] for one, each in passes for index in each.updates]
-
-
-def _gradients(station: Station) -> list[GradientField]:
-    if station.backward is None:
-        return []
-    dtypes = [port.dtype for port in station.backward.program.outputs if port.role is Role.PARAMETER_GRADIENT]
-    return [GradientField(name, dtype) for name, dtype in zip(station.gradients, dtypes, strict=True)]
-
-
-def _scalar_bytes(microbatches: int) -> int:
-    """Two rows of one number of up to 8 bytes a micro-batch."""
-    return 2 * max(64, 8 * microbatches)
 
 
 def _wait_all(events: Sequence[Event]) -> BaseException | None:

@@ -16,6 +16,7 @@ from hal.device import Device
 from hal.kernel import Kernel, Program, Role
 from relay.blocks import plain_attributes, same_structure, tie_pattern
 from relay.capture import Captured, Lowering, Presence, capture
+from relay.eps.store import GradientField, Wanted
 from relay.segments import Partition, Segment, Value
 
 
@@ -242,3 +243,24 @@ def _station(
     buffers = tuple(segment.buffers[name] for name in captured.buffer_names)
     ports = captured.forward.inputs[: len(parameters) + len(buffers)]
     return Station(segment, captured, parameters, buffers, tuple(port.dtype for port in ports), forward, backward)
+
+
+def wanted_of(stations: Stations) -> list[list[Wanted]]:
+    """What each segment wants of the store: its parameters and buffers, each in the dtype that its kernels take."""
+    return [
+        list(zip([*station.parameters, *station.buffers], station.dtypes, strict=True)) for station in stations.stations
+    ]
+
+
+def changing_buffers(stations: Stations) -> list[str]:
+    """The buffers that a training step changes."""
+    passes = [(one, each) for one in stations.stations for each in (one.forward, one.backward) if each is not None]
+    return [one.buffers[index] for one, each in passes for index in each.updates]
+
+
+def gradient_fields(station: Station) -> list[GradientField]:
+    """The gradients that a segment leaves in its slot."""
+    if station.backward is None:
+        return []
+    dtypes = [port.dtype for port in station.backward.program.outputs if port.role is Role.PARAMETER_GRADIENT]
+    return [GradientField(name, dtype) for name, dtype in zip(station.gradients, dtypes, strict=True)]

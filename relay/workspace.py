@@ -63,6 +63,11 @@ def slot_sizes(contents: Sequence[SlotContent]) -> tuple[int, int]:
     return max(content.size for content in contents), max(content.gradient_size for content in contents)
 
 
+def scalar_bytes(microbatches: int) -> int:
+    """Two rows (losses, and seeds) of one number of up to 8 bytes a micro-batch."""
+    return 2 * max(64, 8 * microbatches)
+
+
 def kernel_workspace(stations: Stations) -> int:
     """Bytes that the largest kernel needs while it runs."""
     passes = [one for station in stations.stations for one in (station.forward, station.backward) if one is not None]

@@ -9,7 +9,6 @@ Two test processes whose products each spin on all cores wait for each other mos
 """
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def adversary(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def adversary(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With `--adversary`, a simulated device wherever the CPU is opened."""
     order = request.config.getoption("--adversary")
     if order is not None:
@@ -66,4 +65,3 @@ def adversary(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(
             registry, "open", lambda device, capacity=None: opened(places.get(device, device), capacity)
         )
-    yield

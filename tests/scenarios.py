@@ -8,6 +8,7 @@ Hence no scenario changes the architecture: that is tested in `test_architecture
 """
 
 import functools
+import tempfile
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -192,8 +193,6 @@ def spoiled_in_between(trainer: relay.Trainer) -> Seen:
 
 def begun_again(trainer: relay.Trainer) -> Seen:
     """A checkpoint is written behind a step and loaded after it: the step comes out the same."""
-    import tempfile
-
     first, second, third = reference.text_batches(3)
     with tempfile.TemporaryDirectory() as folder:
         seen = stepped(trainer, [first])
@@ -218,11 +217,14 @@ class Scenario:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def _scenario(make: Callable[[], Any] = gpt, run: Callable[[relay.Trainer], Seen] = on_text, **options: Any) -> Scenario:
+Run = Callable[[relay.Trainer], Seen]
+
+
+def _scenario(make: Callable[[], Any] = gpt, run: Run = on_text, **options: Any) -> Scenario:
     return Scenario(make, run, options)
 
 
-def _listed(layer: Callable[[], nn.Module], run: Callable[[relay.Trainer], Seen] = on_vectors, **options: Any) -> Scenario:
+def _listed(layer: Callable[[], nn.Module], run: Run = on_vectors, **options: Any) -> Scenario:
     return Scenario(functools.partial(stack, layer), run, {"loss": nn.functional.mse_loss, **options})
 
 
@@ -275,7 +277,7 @@ def observed(name: str, device: str) -> tuple[Seen, dict[str, Tensor]]:
     scenario = SCENARIOS[name]
     torch.manual_seed(0)
     trainer = relay.Trainer(scenario.make(), device=device, **scenario.options)
-    trainer._cache = _captures(name)
+    trainer._recorder.cache = _captures(name)
     try:
         seen = scenario.run(trainer)
         state = reference.copy_of(trainer.state_dict())
@@ -302,14 +304,13 @@ def differences(name: str, device: str) -> list[str]:
     """Where a device's answer is another than the CPU's: numbers of what was seen, and names of what was left."""
     seen, state = observed(name, device)
     right, right_state = expected(name)
-    found = [
-        f"observation {number}" for number, (one, other) in enumerate(zip(seen, right, strict=True)) if not _same(one, other)
-    ]
+    pairs = enumerate(zip(seen, right, strict=True))
+    found = [f"observation {number}" for number, (one, other) in pairs if not _same(one, other)]
     assert list(state) == list(right_state)
     return found + [key for key, tensor in right_state.items() if not _same(state[key], tensor)]
 
 
 def _same(one: Any, other: Any) -> bool:
     if isinstance(other, Tensor):
-        return torch.equal(one.nan_to_num(), other.nan_to_num()) if other.is_floating_point() else torch.equal(one, other)
+        return torch.equal(one, other)
     return bool(one == other) or repr(one) == repr(other)  # NaN is what it is

@@ -4,32 +4,35 @@ Each mutation takes one wait out of the source of a function, in this process al
 scenarios under one of the orders.
 
 Waits that nothing can notice are not here. Kernels run on one queue, so a writer of an activation comes after its
-readers anyway, and an activation that goes out after those that came in before its kernel; the stash says so all the
-same, for a device that runs kernels on several queues. Waits for the call before on the same queue are likewise free.
+readers anyway, and an activation that goes out after those that came in before its kernel; loads run on one queue, so
+they come after the gradients' seeds. Stash and schedule say so all the same: whoever gives kernels or loads a second
+queue must not have to remember it.
 """
+
+import __future__
 
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import pytest
 from scenarios import differences
+from test_adversaries import ORDERS, UNIFIED
 
 import hal.slot
 import relay.eps.server
+import relay.passes
 import relay.schedule
-import relay.session
 import relay.stash
-import relay.trainer
-from test_adversaries import ORDERS, UNIFIED
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """`owner.function` with `text` replaced, and the scenario that notices, on a device with a link or `unified`."""
+    """`owner.function` (or a module's, where there is no owner) with `text` replaced, and the scenario that notices, on
+    a device with a link or `unified`."""
 
     module: ModuleType
     owner: str
@@ -126,39 +129,38 @@ MUTATIONS = {
     "a load for its layer's update": Mutation(
         relay.schedule, "Relay", "_submit_load", "self._store.ready(content)", "[]", HELD
     ),
-    "the last segment for the seeds of its gradients": Mutation(
-        relay.schedule, "Relay", "train", "[step.seeds_ready]", "[]", "a last layer without parameters"
-    ),
     "a kernel for its activations": Mutation(
         relay.schedule, "Relay", "_visit", "waits += access.waits", "pass", "activations on the device"
     ),
     "the losses for the kernels that make them": Mutation(
-        relay.trainer, "Trainer", "_one_step", "ran.compute[-len(weights) :]", "[]"
+        relay.passes, "", "train_step", "ran.compute[-len(weights) :]", "[]"
     ),
     "the verdict for the losses": Mutation(
-        relay.trainer, "Trainer", "_one_step", "check, [read],", "check, [],", "a spoiled batch is skipped"
+        relay.passes, "", "train_step", "check, [read],", "check, [],", "a spoiled batch is skipped"
     ),
     "the losses of an evaluation for the kernels": Mutation(
-        relay.trainer, "Trainer", "_forward", "ran.compute[-len(stations) :]", "[]", "looked at between steps"
+        relay.passes, "", "forward", "ran.compute[-len(stations) :]", "[]", "looked at between steps"
     ),
     "a prediction for the kernels that make it": Mutation(
-        relay.trainer, "Trainer", "predict", "access.view, access.waits", "access.view, []", "looked at between steps"
+        relay.passes, "", "outputs", "access.view, access.waits", "access.view, []", "looked at between steps"
     ),
 }
 
 
 @pytest.fixture
-def mutate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def mutate(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mutation], None]:
     def apply(mutation: Mutation) -> None:
-        owner = getattr(mutation.module, mutation.owner)
+        owner = getattr(mutation.module, mutation.owner) if mutation.owner else mutation.module
         function = getattr(owner, mutation.function)
         source = textwrap.dedent(inspect.getsource(function))
         assert source.count(mutation.text) == 1, f"{mutation.text!r} should be there once, in\n{source}"
         made: dict[str, Any] = {}
-        exec(compile(source.replace(mutation.text, mutation.without), "mutated", "exec", 0x1000000), vars(mutation.module), made)
+        source = source.replace(mutation.text, mutation.without)
+        flags = __future__.annotations.compiler_flag
+        exec(compile(source, mutation.function, "exec", flags), vars(mutation.module), made)
         monkeypatch.setattr(owner, mutation.function, made[mutation.function])
 
-    yield apply
+    return apply
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

@@ -40,14 +40,10 @@ NOTHING = Cost()
 
 
 class SimulatedEvent(Event):
-    """One call: its place in virtual time, and, where numbers are computed, its place among the calls to run.
-
-    It runs after its `parents`; the error of one that is `awaited` too becomes its own. `queue` is the number of the
-    first call on its queue. An event of another device is `foreign`: a call of ours, without any cost, stands for it.
-    """
+    """One call: its place in virtual time, and, where numbers are computed, its place among the calls to run."""
 
     __slots__ = (
-        "awaited",
+        "before",
         "call",
         "cost",
         "demand",
@@ -55,12 +51,12 @@ class SimulatedEvent(Event):
         "error",
         "finished",
         "followers",
-        "foreign",
         "heirs",
         "label",
         "lane",
         "left",
         "number",
+        "outside",
         "owner",
         "parents",
         "queue",
@@ -74,7 +70,7 @@ class SimulatedEvent(Event):
     def __init__(self, owner: Owner, number: int, lane: int, label: str, cost: Cost) -> None:
         self.owner = owner
         self.number = number
-        self.queue = number
+        self.queue = number  # of the first call on its queue
         self.lane = lane
         self.label = label
         self.cost = cost
@@ -89,15 +85,11 @@ class SimulatedEvent(Event):
         self.call: Callable[[], None] | None = None
         self.ran = False
         self.error: BaseException | None = None
-        self.awaited: Sequence[SimulatedEvent] = ()
         self.parents: Sequence[SimulatedEvent] = ()
+        self.before: SimulatedEvent | None = None  # on its queue; its errors are its own
+        self.outside: Event | None = None  # of another device or of the host's, whose end this stands for
         self.heirs: list[SimulatedEvent] = []
         self.unrun = 0
-        self.foreign: Event | None = None
-
-    def may_run(self) -> bool:
-        """Whether its call would not have to wait for another device."""
-        return self.foreign is None or self.foreign.done()
 
     def done(self) -> bool:
         return self.finished and self.ran
@@ -109,6 +101,21 @@ class SimulatedEvent(Event):
 
     def span(self) -> tuple[float, float]:
         return self.start, self.end
+
+    def awaited(self) -> list[SimulatedEvent]:
+        """All that must have run before it."""
+        return [*self.parents, *([] if self.before is None else [self.before])]
+
+    def needed(self) -> list[SimulatedEvent]:
+        """What has to run for it to have run, itself among them, in no order."""
+        found: dict[int, SimulatedEvent] = {}
+        stack = [self]
+        while stack:
+            one = stack.pop()
+            if not one.ran and one.number not in found:
+                found[one.number] = one
+                stack.extend(one.awaited())
+        return list(found.values())
 
 
 class Owner:
@@ -177,6 +184,12 @@ class Clock:
                     self._finish(one)
                 else:
                     one.left -= passed * speed
+
+    def run_out(self) -> None:
+        """Let time pass until all calls have ended."""
+        for lane in range(len(LANES)):
+            while self._ready[lane] or self._active[lane] is not None:
+                self.run_until(self._active[lane] or self._ready[lane][-1])
 
     def _start(self) -> list[SimulatedEvent]:
         """Give free lanes their next calls; calls that take no time end at once and free others."""

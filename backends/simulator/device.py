@@ -19,6 +19,7 @@ import torch
 
 from backends.simulator.clock import COMPUTE, DOWN, HOST, NOTHING, UP, Clock, Cost, Owner, SimulatedEvent
 from backends.simulator.cost import CostModel, Work
+from backends.simulator.elsewhere import Arrivals, await_those_of, stand_in
 from backends.simulator.orders import make_order
 from backends.torch_program import lower
 from hal.device import HOST_CORES, NATIVE, UNIFIED, Buffer, DeviceInfo, Queue, View
@@ -64,9 +65,9 @@ class SimulatedBuffer(Buffer):
     """Device memory, accounted in the allocator's granularity, and there only where numbers are computed."""
 
     def __init__(self, device: SimulatedDevice, size: int, what: str) -> None:
+        granularity = int(device.machine.device["granularity"])
         if size < 0:
             raise ValueError(f"{what} cannot have {size} bytes")
-        granularity = int(device.machine.device["granularity"])
         self._charged = -(-size // granularity) * granularity
         device.account.charge(self._charged, what)
         self.size = size
@@ -98,8 +99,7 @@ class SimulatedBuffer(Buffer):
         self._device.account.release(self._charged)
         memory, self._memory = self._memory, None
         if memory is not None and self._device.options.poison:
-            last = [event for event in self.users if not event.ran]
-            self._device.submit(COMPUTE, "poison of freed memory", NOTHING, last, lambda: memory.fill_(POISON), None)
+            self._device.poison(memory, [event for event in self.users if not event.ran])
         self.users = []
 
 
@@ -214,8 +214,9 @@ class SimulatedQueue(Queue):
         views: Sequence[View],
     ) -> SimulatedEvent:
         device = self._device
-        event = device.submit(lane, label, cost, wait, call, self._last)
-        self._last = event
+        with device.lock:
+            event = device.submit(lane, label, cost, wait, call, self._last)
+            self._last = event
         if device.options.poison:
             for view in views:
                 if isinstance(view, SimulatedView) and view.buffer is not None:
@@ -224,11 +225,6 @@ class SimulatedQueue(Queue):
                     if len(users) > 64:
                         users[:] = [user for user in users if not user.ran]
         return event
-
-    def finish(self) -> None:
-        """Let time pass until its last call has ended."""
-        if self._last is not None:
-            self._device.demand(self._last)
 
     @staticmethod
     def _check(label: str, view: View, tensor: torch.Tensor) -> None:
@@ -275,8 +271,9 @@ class SimulatedHost(Host):
     ) -> Event:
         call = task if self._device.options.numerics else None
         cost = self._device.host_cost(work)
-        self._last = self._device.submit(HOST, label, cost, wait, call, self._last)
-        return self._last
+        with self._device.lock:
+            self._last = self._device.submit(HOST, label, cost, wait, call, self._last)
+            return self._last
 
     def free(self, tensor: torch.Tensor, state: str) -> None:
         crosses = state in self._crossing
@@ -323,7 +320,8 @@ class SimulatedDevice(VirtualDevice, Owner):
         self._kernels: dict[str, SimulatedKernel] = {}
         self._workspace = 0
         self._number = 0
-        self._lock = threading.RLock()
+        self._arrivals = Arrivals(self._order)
+        self.lock = threading.RLock()
         self._closed = False
         self._crossings: dict[tuple[int, int], Cost] = {}
 
@@ -335,14 +333,14 @@ class SimulatedDevice(VirtualDevice, Owner):
 
     def queue(self, name: str) -> Queue:
         self._check_open()
-        with self._lock:
+        with self.lock:
             if name not in self._queues:
                 self._queues[name] = SimulatedQueue(self, name)
             return self._queues[name]
 
     def compile(self, program: Program) -> Kernel:
         self._check_open()
-        with self._lock:
+        with self.lock:
             kernel = self._kernels.get(program.fingerprint)
             if kernel is None:
                 kernel = SimulatedKernel(program, self.model, self.info.unified)
@@ -379,10 +377,11 @@ class SimulatedDevice(VirtualDevice, Owner):
     def close(self) -> None:
         if self._closed:
             return
-        with self._lock:
+        self._arrivals.await_all()
+        with self.lock:
+            self._arrivals.take_in()
             self._order.finish()
-            for queue in self._queues.values():
-                queue.finish()
+            self.clock.run_out()
             self._closed = True
             self._queues.clear()
             self._kernels.clear()
@@ -404,36 +403,51 @@ class SimulatedDevice(VirtualDevice, Owner):
         wait: Sequence[Event],
         call: Callable[[], Any] | None,
         after: SimulatedEvent | None,
-        foreign: Event | None = None,
     ) -> SimulatedEvent:
-        """Take a call in: after the events of `wait` and after the call before it on its queue.
-
-        One that stands for an event of another device says so.
-        """
-        with self._lock:
+        """Take a call in: after the events of `wait` and after the call before it on its queue."""
+        with self.lock:
             self._check_open()
-            waits = [one if type(one) is SimulatedEvent and one.owner is self else self._stand_in(one) for one in wait]
-            self._number += 1
-            event = SimulatedEvent(self, self._number, lane, label, cost)
-            parents = waits if after is None else [*waits, after]
-            self.clock.submit(event, parents)
-            if self.options.numerics:
+            self._arrivals.take_in()
+            parents = [self._own(one) for one in wait]
+            event = SimulatedEvent(self, self._numbered(), lane, label, cost)
+            event.parents = parents
+            if after is not None:
+                event.before, event.queue = after, after.queue
+            awaited = event.awaited()
+            self.clock.submit(event, awaited)
+            # Without numbers a call has run at once, unless it waits for something that may still fail.
+            if self.options.numerics or any(not one.ran or one.error is not None for one in awaited):
                 event.call = call
-                event.queue = event.number if after is None else after.queue
-                event.foreign = foreign
-                event.awaited = waits
-                event.parents = parents
                 self._order.submitted(event)
             else:
                 event.ran = True
+                event.parents = ()
+                event.before = None
             return event
 
-    def _stand_in(self, foreign: Event) -> SimulatedEvent:
-        """A call that ends, well or badly, with an event that is not this device's."""
-        return self.submit(HOST, "an event from elsewhere", NOTHING, (), foreign.wait, None, foreign)
+    def poison(self, memory: torch.Tensor, users: Sequence[SimulatedEvent]) -> None:
+        """Spoil freed memory once the last call that uses it has run."""
+        if not self._closed:
+            self.submit(COMPUTE, "poison of freed memory", NOTHING, users, lambda: memory.fill_(POISON), None)
+
+    def _numbered(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _own(self, event: Event) -> SimulatedEvent:
+        """The event, or one of this device's that stands for it."""
+        if isinstance(event, SimulatedEvent) and event.owner is self:
+            return event
+        one = stand_in(event, self, self._numbered(), self.clock.now)
+        self._arrivals.expect(one)
+        return one
 
     def demand(self, event: SimulatedEvent) -> None:
-        with self._lock:
+        with self.lock:
+            needed = event.needed()
+        await_those_of(needed)
+        with self.lock:
+            self._arrivals.take_in()
             if not event.ran:
                 self._order.demand(event)
             if not event.finished:

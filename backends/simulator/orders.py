@@ -1,9 +1,10 @@
 """In which order submitted calls run their numbers: honestly, or as an adversary would.
 
 All three orders keep the contracts (a call runs after the events it waits for and after the calls before it on its
-queue) and nothing else, so whoever gets other results in one of them has forgotten a wait:
+queue) and nothing else, so whoever gets other results in one of them has forgotten a wait. What a call waits for may
+have been submitted elsewhere, to another device or to a thread of the host's:
 
-  eager    each call runs when it is submitted (one that waits for another device, when that is done)
+  eager    each call runs when it is submitted, unless it waits for something elsewhere that has not ended
   late     a call runs only when somebody waits for it, or for one that needs it. A missing wait before a read is
            wrong every time
   random   after each submission some of the calls that may run do, drawn by a seed. A missing wait before an
@@ -23,128 +24,111 @@ from backends.simulator.clock import SimulatedEvent
 from hal.errors import HalError
 
 
-FALLS = 0.05
-"""How often a queue falls to the end of the ranks after a call of its."""
-
-
 class Order(ABC):
-    """Decides when calls run."""
+    """Decides when calls run. A call may run when all that it must wait for has: its `parents`, and `before`."""
+
+    def __init__(self) -> None:
+        self._may_run: dict[int, SimulatedEvent] = {}
+
+    def submitted(self, event: SimulatedEvent) -> None:
+        """A call has been submitted."""
+        waiting = {other.number: other for other in event.awaited() if not other.ran}
+        event.unrun = len(waiting)
+        for other in waiting.values():
+            other.heirs.append(event)
+        if not waiting:
+            self._may_run[event.number] = event
+        self.advance()
+
+    def arrived(self, event: SimulatedEvent) -> None:
+        """What happened elsewhere, and calls here wait for, has ended."""
+        self._run(event)
+        self.advance()
 
     @abstractmethod
-    def submitted(self, event: SimulatedEvent) -> None:
-        """A call has been submitted: its `parents` are all it must wait for. Never blocks."""
+    def advance(self) -> None:
+        """Run what runs without being waited for."""
 
     @abstractmethod
     def demand(self, event: SimulatedEvent) -> None:
-        """Somebody waits for a call: see that it has run."""
+        """Somebody waits for a call: see that it has run. All that it needs from elsewhere has arrived."""
 
-    @abstractmethod
     def finish(self) -> None:
-        """Run everything that is left."""
+        """Run everything that may run."""
+        while self._may_run:
+            self._run(next(iter(self._may_run.values())))
+
+    def _run(self, event: SimulatedEvent) -> None:
+        self._may_run.pop(event.number, None)
+        run(event)
+        heirs, event.heirs = event.heirs, []
+        for heir in heirs:
+            heir.unrun -= 1
+            if heir.unrun == 0:
+                self._may_run[heir.number] = heir
+
+
+class Eager(Order):
+    """Run at submission, or as soon as what was submitted elsewhere has ended."""
+
+    def advance(self) -> None:
+        self.finish()
+
+    def demand(self, event: SimulatedEvent) -> None:
+        self.finish()
 
 
 class Late(Order):
     """Run when waited for, and then only what that needs, in the order of submission."""
 
-    def __init__(self) -> None:
-        self._waiting: dict[int, SimulatedEvent] = {}
-
-    def submitted(self, event: SimulatedEvent) -> None:
-        self._waiting[event.number] = event
+    def advance(self) -> None:
+        """Nobody waits yet."""
 
     def demand(self, event: SimulatedEvent) -> None:
-        for one in needed(event):
-            if not one.ran:  # a call may wait for others itself
-                run(one)
-            self._waiting.pop(one.number, None)
-
-    def finish(self) -> None:
-        for event in list(self._waiting.values()):
-            self.demand(event)
+        needed = {one.number: one for one in event.needed()}
+        for number in sorted(needed):
+            self._run(needed[number])
 
 
-class Eager(Late):
-    """Run at submission, but for what waits for an event from elsewhere that has not ended: that is run late."""
-
-    def submitted(self, event: SimulatedEvent) -> None:
-        if event.may_run() and all(parent.ran for parent in event.parents):
-            run(event)
-        else:
-            super().submitted(event)
+FALLS = 0.05
+"""How often a queue falls to the end of the ranks after a call of its."""
 
 
 class Random(Order):
     """Run what may run, drawn by a seed: none, one or two calls after each submission.
 
     Even seeds draw evenly. Odd ones give each queue a rank, and a call runs only where no queue of a higher rank has
-    one; now and then the queue that ran falls to the end. A queue so starves for long stretches, which even draws hardly
-    ever do to it (probabilistic concurrency testing: Burckhardt et al., ASPLOS 2010).
+    one; now and then the queue that ran falls to the end. So a queue starves for long stretches, which even draws
+    hardly ever do to it (probabilistic concurrency testing: Burckhardt et al., ASPLOS 2010).
     """
 
     def __init__(self, seed: int) -> None:
+        super().__init__()
         self._random = random.Random(seed)
-        self._may_run: list[SimulatedEvent] = []
-        self._ranks: dict[int, float] | None = {} if seed % 2 else None
+        self._ranked = seed % 2 == 1
+        self._ranks: dict[int, float] = {}
 
-    def submitted(self, event: SimulatedEvent) -> None:
-        waiting = {id(parent): parent for parent in event.parents if not parent.ran}
-        event.unrun = len(waiting)
-        for parent in waiting.values():
-            parent.heirs.append(event)
-        if not waiting:
-            self._may_run.append(event)
+    def advance(self) -> None:
         for _ in range(self._random.randrange(3)):
             self._run_one()
 
     def demand(self, event: SimulatedEvent) -> None:
         while not event.ran:
-            if not self._run_one():
-                # All that could run waits for events from elsewhere: wait for one that this call needs.
-                self._run(next(one for one in needed(event) if one.unrun == 0))
+            self._run_one()
 
-    def finish(self) -> None:
-        while self._may_run:
-            self.demand(self._may_run[0])
+    def _run_one(self) -> None:
+        if self._may_run:
+            calls = list(self._may_run.values())
+            self._run(self._of_the_highest_rank(calls) if self._ranked else self._random.choice(calls))
 
-    def _run_one(self) -> bool:
-        """Run one of those that need not wait; False where there is none."""
-        ready = [event for event in self._may_run if event.may_run()]
-        if not ready:
-            return False
-        self._run(self._drawn(ready))
-        return True
-
-    def _drawn(self, ready: list[SimulatedEvent]) -> SimulatedEvent:
-        if self._ranks is None:
-            return ready[self._random.randrange(len(ready))]
-        for event in ready:
+    def _of_the_highest_rank(self, calls: list[SimulatedEvent]) -> SimulatedEvent:
+        for event in calls:
             if event.queue not in self._ranks:
                 self._ranks[event.queue] = self._random.random()
-        chosen = max(ready, key=lambda event: self._ranks[event.queue])
+        chosen = max(calls, key=lambda event: self._ranks[event.queue])
         if self._random.random() < FALLS:
             self._ranks[chosen.queue] = min(self._ranks.values()) - 1.0
         return chosen
-
-    def _run(self, event: SimulatedEvent) -> None:
-        self._may_run.remove(event)
-        run(event)
-        for heir in event.heirs:
-            heir.unrun -= 1
-            if heir.unrun == 0:
-                self._may_run.append(heir)
-        event.heirs = []
-
-
-def needed(event: SimulatedEvent) -> list[SimulatedEvent]:
-    """What has to run for a call to have run, in the order of submission."""
-    found: dict[int, SimulatedEvent] = {}
-    stack = [event]
-    while stack:
-        one = stack.pop()
-        if not one.ran and one.number not in found:
-            found[one.number] = one
-            stack.extend(one.parents)
-    return [found[number] for number in sorted(found)]
 
 
 def make_order(name: str, seed: int) -> Order:
@@ -160,7 +144,7 @@ def make_order(name: str, seed: int) -> Order:
 
 def run(event: SimulatedEvent) -> None:
     """Run a call, unless one that it waits for has failed: then it fails with the first error (contract 3)."""
-    error = next((one.error for one in event.awaited if one.error is not None), None)
+    error = next((parent.error for parent in event.parents if parent.error is not None), None)
     if error is None and event.call is not None:
         try:
             with torch.no_grad():
@@ -175,4 +159,5 @@ def run(event: SimulatedEvent) -> None:
     event.error = error
     event.ran = True
     event.call = None
-    event.awaited = event.parents = ()
+    event.parents = ()
+    event.before = None

@@ -133,11 +133,13 @@ def test_the_peak_is_the_most_there_was(open_device: OpenDevice) -> None:
 
 
 def test_a_kernel_whose_workspace_does_not_fit_is_refused(open_device: OpenDevice) -> None:
+    """Each product must be whole before the next can begin: no fusion does without memory for one."""
     device = open_device(capacity=100_000)
     builder = GraphBuilder("large inside")
-    x = builder.input((4,))
-    wide = builder.call("aten.mul.Scalar", builder.call("aten.expand.default", x, [300_000, 4]), 2.0)
-    narrow = builder.call("aten.sum.dim_IntList", wide, [0], False)
+    x, y = builder.input((300, 4)), builder.input((4, 300))
+    wide = builder.call("aten.mm.default", x, y)
+    squared = builder.call("aten.mm.default", wide, wide)
+    narrow = builder.call("aten.mm.default", builder.call("aten.mm.default", squared, squared), x)
     with pytest.raises(OutOfMemory) as caught:
         device.compile(for_device(builder.program([narrow]), device))
     assert caught.value.requested > 100_000

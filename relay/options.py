@@ -1,0 +1,85 @@
+"""The options of a trainer: what each may be, told before anything is built.
+
+It knows no model beyond whether one was given whole or as a list, and opens nothing. Errors are ValueError or
+TypeError, and name the option.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hal.device import NATIVE, PORTABLE, DeviceInfo
+from hal.memory import parse_size
+from relay.capture import Lowering
+from relay.eps.bound import STATE_DTYPES
+
+COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What each precision computes in."""
+
+_CHOICES: dict[str, Any] = {
+    "precision": COMPUTE,
+    "state_dtype": STATE_DTYPES,
+    "stash": ("device", "host"),
+    "on_nonfinite": ("stop", "skip", "log"),
+    "on_device_lost": ("raise", "repeat"),
+}
+_POSITIVE = ("stall_seconds", "clip_grad_norm", "clip_grad_value")
+_COUNTS = ("microbatches", "slots", "programs")
+
+
+def check(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for an option that is not among its choices or out of its range; all of them are given."""
+    for name, choices in _CHOICES.items():
+        if options[name] not in choices:
+            raise ValueError(f"{name}={options[name]!r} is not one of {', '.join(map(repr, choices))}")
+    for name in _POSITIVE:
+        if options[name] is not None and not options[name] > 0:
+            raise ValueError(f"{name}={options[name]!r} must be above 0, or None")
+    for name in _COUNTS:
+        value = options[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+    if not isinstance(options["seed"], int) or not 0 <= options["seed"] < 2**64:
+        raise ValueError(f"seed={options['seed']!r} must be a whole number from 0 to 2**64 - 1")
+
+
+def list_of_modules(
+    model: nn.Module | Sequence[nn.Module], loss: Callable[..., torch.Tensor] | None
+) -> list[nn.Module] | None:
+    """The modules of a model given as a list, or as a Sequential with a loss beside it; None for a whole model."""
+    if isinstance(model, nn.Module) and not (isinstance(model, (nn.Sequential, nn.ModuleList)) and loss is not None):
+        if loss is not None:
+            raise ValueError("loss= goes with a list of modules; a whole model gives its loss in output.loss")
+        return None
+    modules: list[nn.Module] = list(model)  # type: ignore[arg-type]
+    if not modules or loss is None:
+        raise ValueError("a list of modules needs at least one module, and loss=callable(output, targets)")
+    if not all(isinstance(module, nn.Module) for module in modules):
+        raise TypeError("model must be an nn.Module or a list of nn.Module")
+    return modules
+
+
+def fixed_scale(scale: str | float) -> float:
+    """The number that a loss scale stays at; 1 for a dynamic one."""
+    if scale == "dynamic":
+        return 1.0
+    if isinstance(scale, str) or not scale > 0 or math.frexp(scale)[0] != 0.5:
+        raise ValueError(f"loss_scale={scale!r} must be 'dynamic' or a power of two, so that unscaling is exact")
+    return float(scale)
+
+
+def size_or_none(size: int | str | None) -> int | None:
+    """Bytes, where a limit is given."""
+    return None if size is None else parse_size(size)
+
+
+def lowering_for(info: DeviceInfo) -> Lowering:
+    """Which graphs a device is given."""
+    if NATIVE not in info.tags:
+        return Lowering.CORE
+    return Lowering.PORTABLE if PORTABLE in info.tags else Lowering.NATIVE

@@ -1,0 +1,164 @@
+"""From batches to stations: a model, partitioned and captured for each shape of batch that comes.
+
+It keeps what it recorded, the least recently used going first, and forgets it where the model is edited. It runs
+nothing and takes no memory of a device. Invariant: recording changes neither the model nor its modules' attributes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from relay.architecture import chosen_layers, layer_names
+from relay.batches import Batch, take_apart, weigh, without_empty
+from relay.blocks import plain_attributes, undisturbed
+from relay.buckets import Buckets
+from relay.capture import Lowering, Presence
+from relay.errors import PartitionError
+from relay.partition import list_as_model, partition_list, partition_model
+from relay.stations import Captures, Stations, build_stations
+
+_RECORDING = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A batch in pieces, what each counts in the mean loss, and the stations for each."""
+
+    pieces: Batch
+    weights: list[float]
+    stations: list[Stations]
+
+
+class Recorder:
+    """A model, whole or as a list of modules with a loss, and what was recorded of it. `modules` is None for a whole
+    one. `programs` is how many shapes (and modes) are kept, `lowering` which graphs the device wants."""
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        modules: list[nn.Module] | None,
+        loss: Callable[..., torch.Tensor] | None,
+        microbatches: int,
+        compute: torch.dtype,
+        programs: int,
+        buckets: Buckets | None,
+        shared_inputs: Sequence[str],
+    ) -> None:
+        assert model is not None or modules is not None
+        self.modules = modules
+        self.model: nn.Module = model if model is not None else list_as_model(modules or [], loss)
+        self.cache: OrderedDict[Any, Stations] = OrderedDict()
+        self._loss = loss
+        self._microbatches = microbatches
+        self._compute = compute
+        self.lowering = Lowering.NATIVE
+        self._programs = programs
+        self._buckets = buckets
+        self._shared_inputs = tuple(shared_inputs)
+        self._presences: dict[str, Presence] = {}
+        self._captures = Captures()
+
+    @property
+    def whole(self) -> bool:
+        """Whether the model was given whole."""
+        return self.modules is None
+
+    def use(self, modules: list[nn.Module]) -> Callable[[], None]:
+        """Go on with another list of modules; returns what undoes it."""
+        before = self.modules, self.model
+        self.modules, self.model = modules, list_as_model(modules, self._loss)
+
+        def undo() -> None:
+            self.modules, self.model = before
+
+        return undo
+
+    def forget(self) -> None:
+        """Let go of everything recorded: the model is another one."""
+        self.cache.clear()
+        self._presences.clear()
+        self._captures.clear()
+
+    def ready(self, batch: Any, training: bool = True, active: Sequence[int | str] | None = None) -> Ready:
+        """The batch in pieces with their weights, and the stations for each piece.
+
+        Raises BatchError, PartitionError or CaptureError.
+        """
+        if self._buckets is not None and isinstance(batch, Mapping):
+            batch = self._buckets.pad(batch)
+        chosen = None if active is None else chosen_layers(layer_names(self.model, self.modules or []), active)
+        pieces = self.take_apart(batch, training, needs_targets=True)
+        first = self.stations(pieces, 0, training, False, chosen)
+        if not first.partition.has_loss:
+            raise PartitionError(
+                f"The output of {type(self.model).__name__} has no loss for this batch. A whole model must return "
+                "an object with .loss: does the batch hold labels?"
+            )
+        pieces, weights = without_empty(pieces, weigh(pieces, first.partition.loss_weight))
+        stations = [self.stations(pieces, number, training, False, chosen) for number in range(len(pieces.pieces))]
+        for other in stations[1:]:
+            if other is not stations[0] and other.signature() != stations[0].signature():
+                raise PartitionError(
+                    "The model takes another path for the last, smaller micro-batch than for the others, so they "
+                    "cannot share a step. Make the batch a multiple of microbatches."
+                )
+        return Ready(pieces, weights, stations)
+
+    def take_apart(self, batch: Any, training: bool, needs_targets: bool) -> Batch:
+        """The batch in pieces. Outside of training a batch may be smaller than the number of micro-batches."""
+        pieces = self._microbatches
+        if not training:
+            whole = take_apart(batch, self.whole, 1, needs_targets, self._shared_inputs)
+            pieces = min(pieces, whole.sizes[0])
+        return take_apart(batch, self.whole, pieces, needs_targets, self._shared_inputs)
+
+    def stations(
+        self, batch: Batch, number: int, training: bool, results: bool, active: tuple[str, ...] | None = None
+    ) -> Stations:
+        """The stations for one piece of a batch, recorded if they are not there yet."""
+        trainable = tuple(parameter.requires_grad for parameter in self.model.parameters())
+        key = (batch.signature(number), training, results, trainable, active, plain_attributes(self.model))
+        stations = self.cache.get(key)
+        if stations is None:
+            stations = self.cache[key] = self._record(batch, batch.pieces[number], training, results, active)
+        self.cache.move_to_end(key)
+        while len(self.cache) > self._programs:
+            self.cache.popitem(last=False)
+        return stations
+
+    def plain_bytes(self, stations: Stations) -> int:
+        """Device bytes that plain training would need: weights, gradients, two moments, and what autograd keeps."""
+        state = sum(
+            parameter.numel() * parameter.element_size() * (4 if parameter.requires_grad else 1)
+            for parameter in self.model.parameters()
+        )
+        state += sum(buffer.numel() * buffer.element_size() for buffer in self.model.buffers())
+        return state + sum(station.captured.saved for station in stations.stations)
+
+    def _record(
+        self,
+        batch: Batch,
+        tensors: list[torch.Tensor],
+        training: bool,
+        results: bool,
+        active: tuple[str, ...] | None,
+    ) -> Stations:
+        """Partition and capture for the shapes of one piece. Tracing is not made for several threads at once."""
+        with _RECORDING, undisturbed(self.model):
+            if self.modules is None:
+                partition = partition_model(self.model, tensors, batch.tree, self._compute, active)
+            else:
+                inputs, targets = tensors[: batch.input_count], tensors[batch.input_count :]
+                partition = partition_list(
+                    self.modules, self._loss, inputs, batch.tree, targets, batch.target_tree, self._compute, active
+                )
+            return build_stations(
+                partition, training, results, self._compute, self._presences, self.lowering, self._captures
+            )

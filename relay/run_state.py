@@ -1,0 +1,259 @@
+"""The state of a run: weights, optimizer and step count, and what may be done with them between steps.
+
+Layers are put in and taken out, checkpoints written and read, weights handed out. It runs no steps: that is the
+trainer, which extends it. Invariant: a call that raises has changed nothing, or the state says that it can no
+longer be trusted (`InconsistentState`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hal.host import Ledger
+from hal.memory import parse_size
+from relay.architecture import edit_blocks, inserted, names_by_tensor, removed, renames, reordered, replaced
+from relay.eps.checkpoint import SHARD_BYTES, Checkpoint, Progress
+from relay.eps.optimizers import RelayOptimizer
+from relay.eps.scaling import LossScale
+from relay.errors import InconsistentState
+from relay.huggingface import save_pretrained
+from relay.recorder import Recorder
+from relay.saving import (
+    Saving,
+    check_fits,
+    group_names,
+    restore_optimizer,
+    restore_user,
+    restore_weights,
+    start,
+    states_of,
+)
+from relay.session import Session
+
+Grouping = Callable[[nn.Module], tuple[list[dict[str, Any]], dict[str, int]]]
+"""From a model to its parameter groups, and each parameter's group by name."""
+
+
+class RunState:
+    """What a trainer holds from one step to the next. `plain_bytes` is what plain training would need of a device."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        session: Session,
+        optimizer: RelayOptimizer,
+        grouping: Grouping,
+        scale: LossScale | None,
+        fixed_scale: float,
+        seed: int,
+        options: dict[str, Any],
+    ) -> None:
+        self.optimizer = optimizer
+        self.plain_bytes = 0
+        self._recorder = recorder
+        self._session = session
+        self._grouping = grouping
+        self._scale = scale
+        self._fixed_scale = fixed_scale
+        self._seed = seed
+        self._step = 0
+        self._options = options
+        self._saving: Saving | None = None
+        self._last_saved = ""
+
+    # -- changing the architecture ----------------------------------------------------------------------------
+
+    def insert(self, index: int, layer: nn.Module, within: str | None = None) -> None:
+        """Put a layer before place `index` of the model's layers; its optimizer state begins anew.
+
+        `within` names the list of layers (such as `"encoder.layer"`) where a whole model has several. All four
+        edits keep weights and optimizer state of the layers that stay, whatever their names become; learning-rate
+        schedulers go on. Raises IndexError, ValueError or PartitionError with nothing changed.
+        """
+        self._edit(within, lambda layers: inserted(layers, index, layer))
+
+    def remove(self, index: int, within: str | None = None) -> None:
+        """Take a layer out, with its optimizer state. The module keeps its weights."""
+        self._edit(within, lambda layers: removed(layers, index))
+
+    def replace(self, index: int, layer: nn.Module, within: str | None = None) -> None:
+        """Put another layer in the place of one: `remove`, then `insert`."""
+        self._edit(within, lambda layers: replaced(layers, index, layer))
+
+    def reorder(self, order: Sequence[int], within: str | None = None) -> None:
+        """Bring the layers into another order: `order[i]` is the one that comes i-th."""
+        self._edit(within, lambda layers: reordered(layers, order))
+
+    def _edit(self, within: str | None, change: Callable[[list[nn.Module]], list[nn.Module]]) -> None:
+        self._check_usable()
+        self.synchronize()
+        before = names_by_tensor(self._model)
+        modules = self._recorder.modules
+        undo = edit_blocks(self._model, within, change) if modules is None else self._recorder.use(change(modules))
+        try:
+            groups, group_of = self._grouping(self._model)
+        except ValueError:
+            undo()
+            raise
+        names = renames(before, self._model)
+        self._session.change_model(self._model, names)
+        order = [name for name, _ in self._model.named_parameters()]
+        self._session.server.rename(names, group_of, order)
+        for ours, new in zip(self.optimizer.param_groups, groups, strict=True):
+            ours["params"] = new["params"]
+        self._recorder.forget()
+        self.plain_bytes = 0
+
+    # -- weights and figures ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The model's parameters and buffers under its own names (a list's: those of `nn.Sequential(*list)`).
+
+        The tensors are the store's own, as in PyTorch: the next step changes them.
+        """
+        self.synchronize()
+        modules = self._recorder.modules
+        return (self._model if modules is None else nn.Sequential(*modules)).state_dict()
+
+    def sync_to(self, model: nn.Module) -> None:
+        """Copy the weights into another model with the same names."""
+        model.load_state_dict(self.state_dict())
+
+    def save_pretrained(self, folder: str | Path, shard_size: str = "5GB") -> None:
+        """Save a Hugging Face model as a folder that `from_pretrained` loads, weights as safetensors in shards."""
+        save_pretrained(self._model, self.state_dict(), folder, shard_size)
+
+    def synchronize(self) -> None:
+        """Wait for updates that still run behind (with clipping or fp16, the last step's). Raises their error."""
+        self._session.synchronize()
+
+    # -- checkpoints ------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        path: str | Path,
+        *,
+        background: bool = False,
+        memory: int | str = "1GB",
+        shard_bytes: int | str = SHARD_BYTES,
+        **user: Any,
+    ) -> Saving:
+        """Write a checkpoint: a folder at `path`, in place of a checkpoint that is there.
+
+        Further keywords are what else belongs to the run, such as `scheduler=` and `data=`: objects with
+        `state_dict()`, or plain values. With `background` training may go on while it is written, and takes at most
+        `memory` bytes of copies for it; errors then come with the next `save`, or `wait` of what is returned.
+
+        Raises CheckpointError, with what was there before untouched, and InconsistentState.
+        """
+        self._check_usable()
+        self.wait_saved()
+        session = self._session
+        progress = Progress(
+            step=self._step,
+            seed=self._seed,
+            loss_scale=self._scale.state() if self._scale is not None else None,
+            optimizer=session.server.optimizer.kind,
+            groups=group_names(self._model, self.param_groups),
+            options=dict(self._options),
+            user=states_of(user),
+        )
+        # Before the first step states may still have to find their place.
+        behind = background and session.relay is not None
+        self._saving = start(
+            Path(path), self._model, session.server, session.host, session.pending, progress, parse_size(memory),
+            parse_size(shard_bytes), behind,
+        )  # fmt: skip
+        self._last_saved = str(path)
+        return self._saving
+
+    def load(self, path: str | Path, *, weights_only: bool = False, verify: bool = True, **user: Any) -> int:
+        """Take over the state that a checkpoint holds; the number of steps it had made.
+
+        Further keywords are what was given to `save` and has a `load_state_dict`. `weights_only` takes parameters
+        and buffers alone, into a run that begins. `verify` reads everything once, against its checksums.
+
+        Raises CheckpointError where the checkpoint is damaged or does not belong here; nothing has changed then.
+        """
+        self.wait_saved(quietly=True)
+        session = self._session
+        checkpoint = Checkpoint(Path(path))
+        optimizer = session.server.optimizer
+        check_fits(checkpoint, self._model, optimizer, self.param_groups, weights_only, user)
+        if verify:
+            checkpoint.verify()
+        else:
+            checkpoint.check_layout()
+        session.recover()
+        try:
+            restore_weights(checkpoint, self._model)
+            manifest = checkpoint.manifest
+            if not weights_only:
+                restore_optimizer(checkpoint, self._model, optimizer, self.param_groups)
+                self._step, self._seed = manifest.step, manifest.seed
+                if self._scale is not None and manifest.loss_scale is not None:
+                    self._scale.restore(manifest.loss_scale)
+        except BaseException as failure:
+            session.broken = failure
+            raise
+        restore_user(checkpoint, user)
+        self._last_saved = str(path)
+        return self._step
+
+    def wait_saved(self, quietly: bool = False) -> None:
+        """Wait for a checkpoint that is being written. Raises its error, once, unless `quietly`."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            try:
+                saving.wait()
+            except Exception:
+                if not quietly:
+                    raise
+
+    @property
+    def _model(self) -> nn.Module:
+        return self._recorder.model
+
+    @property
+    def steps(self) -> int:
+        """How many steps have been made, skipped ones included: the number of the next one."""
+        return self._step
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's parameter groups."""
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        return groups
+
+    @property
+    def loss_scale(self) -> float:
+        """The fp16 loss scale; 1 in other precisions."""
+        return self._scale.value if self._scale is not None else self._fixed_scale
+
+    @property
+    def ledger(self) -> Ledger:
+        """What the host holds, in bytes by state and dtype."""
+        return self._session.host.ledger
+
+    @property
+    def device_name(self) -> str:
+        """The device's string."""
+        return self._session.device.info.name
+
+    def _check_usable(self) -> None:
+        broken = self._session.broken
+        if broken is not None:
+            raise InconsistentState(
+                f"An earlier step failed while layers were being updated ({broken}), so some layers have taken that "
+                f"step and others have not. {self._what_to_load()}"
+            ) from broken
+
+    def _what_to_load(self) -> str:
+        if self._last_saved:
+            return f"Go on with trainer.load({self._last_saved!r}), the last checkpoint that this trainer knows."
+        return "Load a checkpoint, or build a new trainer; this one has saved none."
