@@ -11,6 +11,7 @@ and again when it is freed and the last call that uses it has run.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -317,7 +318,8 @@ class SimulatedDevice(VirtualDevice, Owner):
         self.model = CostModel(machine)
         self._order = make_order(options.order, options.seed)
         self._queues: dict[str, SimulatedQueue] = {}
-        self._kernels: dict[str, SimulatedKernel] = {}
+        # Whoever asked for a kernel keeps it.
+        self._kernels: weakref.WeakValueDictionary[str, SimulatedKernel] = weakref.WeakValueDictionary()
         self._workspace = 0
         self._number = 0
         self._arrivals = Arrivals(self._order)
