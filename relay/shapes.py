@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from relay.capture import Lowering
 from relay.errors import RelayError
 from relay.models import Block, Embedding, Head, cross_entropy
 from relay.segments import Partition, Segment, Value
@@ -281,12 +282,14 @@ def model_of(shape: ModelShape, sequence: int) -> nn.Module:
 
 
 @functools.lru_cache(maxsize=16)
-def stations_of(shape: ModelShape, sequences: int, sequence: int, compute: torch.dtype) -> Stations:
+def stations_of(
+    shape: ModelShape, sequences: int, sequence: int, compute: torch.dtype, lowering: Lowering = Lowering.NATIVE
+) -> Stations:
     """The stations for training on a micro-batch of `sequences` x `sequence` tokens, captured in `compute`."""
     mode = FakeTensorMode()
     with mode:
         partition = _partition(shape, sequences, sequence, _templates(shape, sequence, mode))
-        return build_stations(partition, True, False, compute)
+        return build_stations(partition, True, False, compute, lowering=lowering)
 
 
 def _templates(shape: ModelShape, sequence: int, mode: FakeTensorMode | None = None) -> list[nn.Module]:

@@ -15,6 +15,7 @@ from typing import Any
 from hal.memory import format_size
 from hal.spec import Spec
 from hal.virtual import LANES
+from relay.files import write_whole
 from relay.simulation import Simulation
 
 _TRACKS = {"down": "link down", "up": "link up", "compute": "compute", "host": "host optimizer"}
@@ -181,10 +182,7 @@ def write_trace(found: Simulation, path: str | Path) -> None:
         power += watts
         events.append({"ph": "C", "pid": 0, "name": "bytes in flight", "ts": at, "args": {"bytes": moving}})
         events.append({"ph": "C", "pid": 0, "name": "watts", "ts": at, "args": {"watts": power}})
-    target = Path(path)
-    beside = target.with_name(f".{target.name}.part")
-    beside.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
-    beside.replace(target)
+    write_whole(path, json.dumps({"traceEvents": events}))
 
 
 def write_sweep(
