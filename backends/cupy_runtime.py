@@ -15,10 +15,14 @@ import torch
 
 from backends import array_random
 from backends.array_ops import Arrays
+from backends.streams import Streams
 from hal.pages import PageLocker
 
+_PORTABLE = 1
+"""cudaHostRegisterPortable: locked for all devices, not for the current one alone."""
 
-class CupyRuntime:
+
+class CupyRuntime(Streams):
     """One CUDA device through CuPy."""
 
     def __init__(self, number: int) -> None:
@@ -55,8 +59,18 @@ class CupyRuntime:
             return made
 
     def lost(self, failure: BaseException) -> bool:
-        """Whether that is CUDA's own failure, after which the device answers nothing."""
-        return isinstance(failure, self._cupy.cuda.runtime.CUDARuntimeError)
+        """Whether the device answers nothing any more: after an error of CUDA's own it is asked once."""
+        if not isinstance(failure, self._cupy.cuda.runtime.CUDARuntimeError):
+            return False
+        try:
+            self.synchronize()
+        except self._cupy.cuda.runtime.CUDARuntimeError:
+            return True
+        return False
+
+    def out_of_memory(self, failure: BaseException) -> bool:
+        """Whether the pool was refused memory."""
+        return isinstance(failure, MemoryError)
 
     def allocate(self, size: int) -> Any:
         """`size` bytes. Raises MemoryError."""
@@ -120,8 +134,12 @@ class CupyRuntime:
 
     def seconds(self, mark: Any) -> float:
         """When the device passed the mark, from when it was opened."""
+        return self.between(self._zero, mark)
+
+    def between(self, start: Any, end: Any) -> float:
+        """Seconds from one mark to a later one; in single precision, so that short times want marks that are near."""
         with self._device:
-            return float(self._cupy.cuda.get_elapsed_time(self._zero, mark)) / 1000.0
+            return float(self._cupy.cuda.get_elapsed_time(start, end)) / 1000.0
 
     def synchronize(self) -> None:
         """Block until everything given to the device has ended."""
@@ -141,7 +159,7 @@ class _HostRegister:
     def lock(self, address: int, size: int) -> str:
         try:
             with self._device:
-                self._cupy.cuda.runtime.hostRegister(address, size, 0)
+                self._cupy.cuda.runtime.hostRegister(address, size, _PORTABLE)
         except self._cupy.cuda.runtime.CUDARuntimeError as failure:
             return f"cudaHostRegister: {failure}"
         return ""

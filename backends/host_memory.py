@@ -13,19 +13,18 @@ from __future__ import annotations
 import abc
 import os
 import platform
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-from hal.device import Backend, Buffer, Device, DeviceInfo, Probe, Queue, View
-from hal.errors import HalError, Unsupported
+from backends.accounted_device import AccountedDevice
+from hal.device import Backend, Buffer, Probe, Queue, View
+from hal.errors import HalError
 from hal.event import Event
 from hal.host import Host
-from hal.kernel import Kernel, Program
-from hal.memory import MemoryAccount, MemoryUse
+from hal.kernel import Kernel
+from hal.memory import MemoryAccount
 from hal.pages import LockedMemory, Mlock
 from hal.random import RandomKey
 from hal.worker import Worker
@@ -119,105 +118,32 @@ class HostQueue(Queue):
         return self.worker.submit(lambda: flat.copy_(other), wait, label)  # type: ignore[arg-type,return-value]
 
 
-class HostDevice(Device):
+class HostDevice(AccountedDevice[HostQueue]):
     """An opened device in host memory. A backend gives `make_queue`, `make_kernel`, and perhaps `workspace`."""
 
-    def __init__(self, info: DeviceInfo, capacity: int | None) -> None:
-        self.info = info
-        self._account = MemoryAccount(f"device {info.name!r}", capacity)
-        self._queues: dict[str, HostQueue] = {}
-        # Whoever asked for a kernel keeps it; one that nobody keeps any more is compiled anew if it is asked for.
-        self._kernels: weakref.WeakValueDictionary[str, Kernel] = weakref.WeakValueDictionary()
-        self._buffers: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
-        self._workspace = 0
-        self._lock = threading.RLock()  # queues and kernels are made once, whoever asks first
-        self._closed = False
-
-    @abc.abstractmethod
-    def make_queue(self, name: str) -> HostQueue:
-        """A new queue."""
-
-    @abc.abstractmethod
-    def make_kernel(self, program: Program) -> Kernel:
-        """A new kernel. Raises Unsupported or CompileError."""
-
-    def workspace(self, program: Program) -> int:
-        """Bytes that a run of the program needs beside its inputs and outputs."""
-        return program.workspace
-
-    def alloc(self, size: int, what: str = "buffer") -> Buffer:
-        with self._lock:
-            self._check_open()
-            buffer = HostBuffer(self._account, size, what)
-            self._buffers.add(buffer)
-        return buffer
-
-    def queue(self, name: str) -> HostQueue:
-        with self._lock:
-            self._check_open()
-            if name not in self._queues:
-                self._queues[name] = self.make_queue(name)
-            return self._queues[name]
-
-    def compile(self, program: Program) -> Kernel:
-        with self._lock:
-            self._check_open()
-            kernel = self._kernels.get(program.fingerprint)
-            if kernel is None:
-                # One kernel runs at a time, so the largest workspace serves all.
-                kernel = self.make_kernel(program)
-                growth = self.workspace(program) - self._workspace
-                if growth > 0:
-                    self._account.charge(growth, f"workspace of {program.name}")
-                    self._workspace += growth
-                self._kernels[program.fingerprint] = kernel
-            return kernel
+    def make_buffer(self, size: int, what: str) -> Buffer:
+        return HostBuffer(self.account, size, what)
 
     def host(self, capacity: int | None = None, pinned: int | None = None) -> Host:
-        self._check_open()
+        self.check_open()
         if self.info.unified:
             return Host(capacity, worker=self.queue(COMPUTE).worker)
         return Host(capacity, locked=LockedMemory(Mlock(), pinned))
 
-    def memory(self) -> MemoryUse:
-        return self._account.use()
-
-    def reset_peak(self) -> None:
-        self._account.reset_peak()
-
     def adopt(self, tensor: torch.Tensor) -> View:
-        self._check_unified()
+        self.check_unified()
         if not tensor.is_contiguous():
             raise ValueError(f"only contiguous memory can be adopted, got strides {tensor.stride()}")
         return View(tensor, tuple(tensor.shape), tensor.dtype)
 
     def host_tensor(self, view: View) -> torch.Tensor:
-        self._check_unified()
+        self.check_unified()
         tensor: torch.Tensor = view.native
         return tensor
 
-    def close(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        for queue in self._queues.values():
+    def end_queues(self) -> None:
+        for queue in self.queues():
             queue.worker.close()
-        self._queues.clear()
-        self._kernels.clear()
-        for buffer in list(self._buffers):
-            buffer.free()
-        # The workspace, and buffers that were dropped without being freed.
-        self._account.release(self._account.use().in_use)
-        self._workspace = 0
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise HalError(f"device {self.info.name!r} is closed. Open it again.")
-
-    def _check_unified(self) -> None:
-        if not self.info.unified:
-            raise Unsupported(f"device {self.info.name!r} has memory of its own: write and read instead of aliasing")
 
 
 def self_test(backend: Backend, name: str) -> Probe:

@@ -7,16 +7,19 @@ share it, and order is theirs by submission. Everything else is `backends.torch_
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from backends.streams import Streams
+from backends.torch_graphs import Recorder
 from hal.pages import PageLocker
 
 
-class Accelerator:
+class Accelerator(Streams):
     """One device of a family whose module looks like `torch.cuda` (streams, events, memory)."""
 
     def __init__(self, module: Any, kind: str, number: int) -> None:
@@ -35,6 +38,10 @@ class Accelerator:
     def memory_size(self) -> int:
         """Bytes of device memory."""
         return int(self._module.get_device_properties(self._number).total_memory)
+
+    def traced_for(self) -> str:
+        """The device that programs are traced for."""
+        return str(self.device)
 
     def dtypes(self) -> frozenset[torch.dtype]:
         """What it stores and computes in."""
@@ -76,12 +83,29 @@ class Accelerator:
 
     def seconds(self, mark: Any) -> float:
         """When the device passed the mark, from when it was opened."""
-        return float(self._zero.elapsed_time(mark)) / 1000.0
+        return self.between(self._zero, mark)
 
-    def outlive(self, tensor: torch.Tensor, streams: Sequence[Any]) -> None:
-        """Keep a tensor's memory from being used again before these streams are past what they were given."""
-        for stream in streams:
-            tensor.record_stream(stream)
+    def between(self, start: Any, end: Any) -> float:
+        """Seconds from one mark to a later one; in single precision, so that short times want marks that are near."""
+        return float(start.elapsed_time(end)) / 1000.0
+
+    def lost(self, failure: BaseException) -> bool:
+        """Whether the device answers nothing any more: after an error of its own it is asked once."""
+        if self.out_of_memory(failure) or not isinstance(failure, torch.AcceleratorError):
+            return False
+        try:
+            self.synchronize()
+        except RuntimeError:
+            return True
+        return False
+
+    def out_of_memory(self, failure: BaseException) -> bool:
+        """Whether the allocator refused memory."""
+        return isinstance(failure, torch.OutOfMemoryError)
+
+    def recorder(self) -> Recorder | None:
+        """How launches are recorded, for one queue; None where they cannot be."""
+        return None
 
     def page_locker(self) -> PageLocker | None:
         """How host memory is registered for transfers, where that can be done."""
@@ -96,18 +120,58 @@ class CudaAccelerator(Accelerator):
     """CUDA, and ROCm under the same name: host memory is registered as it is, exact in size."""
 
     def page_locker(self) -> PageLocker | None:
-        return _CudaHostRegister()
+        return _CudaHostRegister(self.device)
+
+    def recorder(self) -> Recorder | None:
+        return _CudaGraphs()
+
+
+_PORTABLE = 1
+"""cudaHostRegisterPortable: locked for all devices, not for the current one alone."""
 
 
 class _CudaHostRegister:
     """Registers memory with the CUDA runtime."""
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
     def lock(self, address: int, size: int) -> str:
-        code = torch.cuda.cudart().cudaHostRegister(address, size, 0)
-        return "" if int(code) == 0 else f"cudaHostRegister: error {int(code)}"
+        with torch.cuda.device(self._device):
+            code = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE))
+            if code == 0:
+                return ""
+            # The runtime keeps the error for the thread's next launch to report, as if that had failed.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=self._device)
+        return f"cudaHostRegister: error {code}"
 
     def unlock(self, address: int, size: int) -> None:
-        torch.cuda.cudart().cudaHostUnregister(address)
+        with torch.cuda.device(self._device):
+            torch.cuda.cudart().cudaHostUnregister(address)
+
+
+class _CudaGraphs(Recorder):
+    """CUDA graphs over one pool of memory."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, stream: Any, call: Callable[[], Any]) -> Callable[[], Any]:
+        graph = torch.cuda.CUDAGraph()
+        collects = gc.isenabled()
+        gc.disable()  # what a collection would free on the device cannot be freed while a stream records
+        try:
+            # Only this thread is held to what a recording allows; others go on.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                call()
+            finally:
+                graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
+        return graph.replay
 
 
 class MpsAccelerator(Accelerator):
@@ -152,8 +216,8 @@ class MpsAccelerator(Accelerator):
     def seconds(self, mark: Any) -> float:
         return float(mark)
 
-    def outlive(self, tensor: torch.Tensor, streams: Sequence[Any]) -> None:
-        """Nothing is under way once a mark is made."""
+    def between(self, start: Any, end: Any) -> float:
+        return float(end - start)
 
     def synchronize(self) -> None:
         torch.mps.synchronize()

@@ -1,17 +1,17 @@
 """PyTorch's accelerators as devices: cuda (NVIDIA, and AMD through ROCm), xpu (Intel), mps (Apple). One class.
 
-Each queue is a stream with a thread that submits to it. The thread is what lets a call wait for the host (an
-update that must end before a layer is sent) without the caller waiting too; calls that wait for other streams are
-ordered on the device, by events, and the thread goes on. Programs run as they were traced, with PyTorch's own
-kernels (flash attention and the like); allocation of temporaries is PyTorch's caching allocator, on the compute
-stream, and what it takes is accounted as each kernel's workspace.
+Each queue is a stream with a thread that submits to it (`backends.streams`). Programs run as they were traced, with
+PyTorch's own kernels (flash attention and the like); launches on the same addresses are recorded and replayed where
+the family can (`backends.torch_graphs`). Temporaries come from PyTorch's caching allocator, on the stream they are used
+on, and are accounted as each kernel's workspace.
 
-What a family can do is an `Accelerator` (`backends.torch_accelerator`); nothing here names a vendor. Invariant: an
-event is known to the device before anything that waits for it is submitted there.
+What a family can do is an `Accelerator` (`backends.torch_accelerator`); nothing here names a vendor. Invariant: work
+is given inside a queue's own stream, by its own thread, and never to what happens to be current.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,85 +19,45 @@ from typing import Any
 
 import torch
 
+from backends.accounted_device import AccountedDevice
 from backends.host_memory import self_test
+from backends.streams import StreamQueue, allocate, end, lost
 from backends.torch_accelerator import FAMILIES, Accelerator
+from backends.torch_graphs import RECORDS, Recordings, reason_against
 from backends.torch_program import lower
-from hal.device import NATIVE, PORTABLE, Backend, Buffer, Device, DeviceInfo, Probe, Queue, View
-from hal.errors import DeviceLost, HalError, OutOfMemory, Unavailable, Unsupported
+from hal.device import NATIVE, Backend, Buffer, Device, DeviceInfo, Probe, View
+from hal.errors import HalError, Unavailable, Unsupported
 from hal.event import Event
 from hal.host import Host
 from hal.kernel import Kernel, Program
-from hal.memory import MemoryAccount, MemoryUse
 from hal.pages import LockedMemory
 from hal.random import RandomKey
-from hal.worker import Worker, WorkerEvent
 
+logger = logging.getLogger(__name__)
 
-class StreamEvent(Event):
-    """The completion of a call on a stream: first handed to the device, then done there."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-        self._submitted: WorkerEvent | None = None
-        self._marks: tuple[Any, Any] | None = None
-        self.keeps: Any = None  # host memory and views that the device may still be using
-
-    def bind(self, submitted: WorkerEvent) -> None:
-        """The hand-over to the device, as the queue's thread runs it."""
-        self._submitted = submitted
-
-    def recorded(self, start: Any, end: Any) -> None:
-        """The marks on the stream around the call."""
-        self._marks = (start, end)
-
-    def on_device(self) -> tuple[BaseException | None, Any]:
-        """Wait until the call is with the device; its error, or the mark that ends it."""
-        assert self._submitted is not None
-        self._submitted.settle()
-        if self._submitted.error is not None:
-            return self._submitted.error, None
-        assert self._marks is not None
-        return None, self._marks[1]
-
-    def done(self) -> bool:
-        if self._submitted is None or not self._submitted.done():
-            return False
-        return self._submitted.error is not None or self._accelerator.reached(self._marks[1])  # type: ignore[index]
-
-    def wait(self) -> None:
-        error, mark = self.on_device()
-        if error is not None:
-            raise error
-        try:
-            self._accelerator.wait(mark)
-        except RuntimeError as failure:
-            raise DeviceLost(
-                f"The device failed while it ran what was submitted: {failure}. What lives on the host is intact; open "
-                "the device again."
-            ) from failure
-        self.keeps = None
-
-    def span(self) -> tuple[float, float]:
-        if self._marks is None:
-            return 0.0, 0.0
-        return self._accelerator.seconds(self._marks[0]), self._accelerator.seconds(self._marks[1])
+PLAIN = "plain"
+"""What a device string says, after a comma, of a device that records no launches."""
 
 
 class TorchBuffer(Buffer):
-    """A flat tensor of bytes on the device."""
+    """A flat tensor of bytes on the device. Its memory goes with the last reference: a view's, or a queue's."""
 
     def __init__(self, device: TorchDevice, size: int, what: str) -> None:
+        accelerator = device.accelerator
         self.size = size
-        self._device = device
-        device.account.charge(size, what)
+        self._account = device.account
+        self._account.charge(size, what)
+
+        def get() -> torch.Tensor:
+            return torch.empty(size, dtype=torch.uint8, device=accelerator.device)
+
         try:
-            self._memory: torch.Tensor | None = torch.empty(size, dtype=torch.uint8, device=device.torch_device)
+            self._memory: torch.Tensor | None = allocate(get, accelerator, device.queues)
         except RuntimeError as failure:
-            device.account.release(size)
-            use = device.account.use()
-            raise OutOfMemory(
-                what, size, use.in_use, use.capacity or device.accelerator.memory_size(), str(failure).splitlines()[0]
-            ) from failure
+            if accelerator.lost(failure):
+                self._account.release(size)
+                raise lost(failure) from failure
+            raise self._account.refused(size, what) from failure
 
     def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> View:
         if self._memory is None:
@@ -109,10 +69,8 @@ class TorchBuffer(Buffer):
 
     def free(self) -> None:
         if self._memory is not None:
-            # The allocator must not hand the memory out again before the streams that use it are past it.
-            self._device.accelerator.outlive(self._memory, self._device.streams())
             self._memory = None
-            self._device.account.release(self.size)
+            self._account.release(self.size)
 
 
 class TorchKernel(Kernel):
@@ -120,6 +78,7 @@ class TorchKernel(Kernel):
 
     def __init__(self, program: Program, device: torch.device) -> None:
         super().__init__(program)
+        self.recordable = not reason_against(program)
         self._device = device
         self._functions: dict[tuple[bool, ...], Callable[..., Any]] = {}
         self._lock = threading.Lock()
@@ -132,14 +91,15 @@ class TorchKernel(Kernel):
             return function
 
 
-class TorchQueue(Queue):
-    """A stream and the thread that submits to it. See `hal.device.Queue` for the contracts."""
+class TorchQueue(StreamQueue):
+    """A stream of the accelerator's, and what was recorded on it."""
 
     def __init__(self, device: TorchDevice, name: str) -> None:
-        self.name = name
-        self.stream = device.accelerator.new_stream()
-        self.worker = Worker(f"{device.info.name} {name}", on_start=device.enter_thread)
-        self._device = device
+        accelerator = device.accelerator
+        super().__init__(name, device.info.name, accelerator, device.memory, device.enter_thread)
+        self._accelerator = accelerator
+        recorder = accelerator.recorder() if RECORDS in device.info.tags else None
+        self.recordings = None if recorder is None else Recordings(recorder, self.stream, device.account)
 
     def write(self, target: View, source: torch.Tensor, wait: Sequence[Event] = ()) -> Event:
         return self._transfer(target.native, source, wait, "write")
@@ -152,7 +112,7 @@ class TorchQueue(Queue):
 
     def fill(self, target: View, value: float, wait: Sequence[Event] = ()) -> Event:
         tensor: torch.Tensor = target.native
-        return self._submit(lambda: tensor.fill_(value), wait, "fill", tensor)
+        return self._on_stream(lambda: tensor.fill_(value), wait, "fill", tensor)
 
     def run(
         self,
@@ -171,7 +131,12 @@ class TorchQueue(Queue):
         if program.draws:
             arguments.append(key)
         arguments += [view.native for view in outputs]
-        return self._submit(lambda: function(*arguments), wait, program.name, arguments)
+        recordings = self.recordings
+        if recordings is not None and kernel.recordable:
+            return self._on_stream(
+                lambda: recordings.launch(program, function, arguments), wait, program.name, arguments
+            )
+        return self._on_stream(lambda: function(*arguments), wait, program.name, arguments)
 
     def _transfer(self, target: torch.Tensor, source: torch.Tensor, wait: Sequence[Event], label: str) -> Event:
         if target.dtype != source.dtype or target.numel() != source.numel():
@@ -182,126 +147,74 @@ class TorchQueue(Queue):
         if not target.is_contiguous() or not source.is_contiguous():
             raise ValueError(f"{label} needs contiguous memory on both sides")
         flat, other = target.view(-1), source.view(-1)
-        return self._submit(lambda: flat.copy_(other, non_blocking=True), wait, label, (target, source))
+        return self._on_stream(lambda: flat.copy_(other, non_blocking=True), wait, label, (target, source))
 
-    def _submit(self, call: Callable[[], Any], wait: Sequence[Event], label: str, keeps: Any) -> Event:
-        accelerator = self._device.accelerator
-        event = StreamEvent(accelerator)
-        event.keeps = keeps
-        on_stream = [other for other in wait if isinstance(other, StreamEvent)]
-        on_host = [other for other in wait if not isinstance(other, StreamEvent)]
+    def _on_stream(self, call: Callable[[], Any], wait: Sequence[Event], label: str, uses: Any) -> Event:
+        def give() -> None:
+            with self._accelerator.use(self.stream):
+                call()
 
-        def hand_over() -> None:
-            for other in on_stream:
-                error, mark = other.on_device()
-                if error is not None:
-                    raise error
-                accelerator.order(self.stream, mark)
-            with accelerator.use(self.stream):
-                start = accelerator.record(self.stream)
-                try:
-                    call()
-                except torch.OutOfMemoryError as failure:
-                    use = self._device.memory()
-                    raise OutOfMemory(
-                        label, 0, use.in_use, use.capacity or accelerator.memory_size(), str(failure).splitlines()[0]
-                    ) from failure
-                event.recorded(start, accelerator.record(self.stream))
-
-        event.bind(self.worker.submit(hand_over, on_host, label))
-        return event
+        return self.submit(give, wait, label, uses)
 
 
-class TorchDevice(Device):
-    """An opened accelerator."""
+class TorchDevice(AccountedDevice[TorchQueue]):
+    """An opened accelerator. With `record`, launches are recorded where it can."""
 
-    def __init__(self, name: str, accelerator: Accelerator, capacity: int | None) -> None:
+    def __init__(self, name: str, accelerator: Accelerator, capacity: int | None, record: bool = True) -> None:
         self.accelerator = accelerator
-        self.torch_device = accelerator.device
-        self.info = DeviceInfo(
-            name,
-            accelerator.description(),
-            frozenset({NATIVE, PORTABLE}),
-            accelerator.dtypes(),
-            accelerator.dtypes(),
-            accelerator.memory_size(),
+        dtypes = accelerator.dtypes()
+        super().__init__(
+            DeviceInfo(
+                name,
+                accelerator.description(),
+                frozenset({NATIVE, RECORDS} if record and accelerator.recorder() is not None else {NATIVE}),
+                dtypes,
+                dtypes,
+                accelerator.memory_size(),
+                traced_for=accelerator.traced_for(),
+            ),
+            capacity,
         )
-        self.account = MemoryAccount(f"device {name!r}", capacity)
-        self._queues: dict[str, TorchQueue] = {}
-        self._kernels: dict[str, TorchKernel] = {}
-        self._workspace = 0
-        self._closed = False
-        self._lock = threading.Lock()
 
-    def alloc(self, size: int, what: str = "buffer") -> Buffer:
-        self._check_open()
+    def make_buffer(self, size: int, what: str) -> Buffer:
         return TorchBuffer(self, size, what)
 
-    def queue(self, name: str) -> TorchQueue:
-        self._check_open()
-        with self._lock:
-            if name not in self._queues:
-                self._queues[name] = TorchQueue(self, name)
-            return self._queues[name]
+    def make_queue(self, name: str) -> TorchQueue:
+        return TorchQueue(self, name)
 
-    def compile(self, program: Program) -> Kernel:
-        self._check_open()
-        with self._lock:
-            kernel = self._kernels.get(program.fingerprint)
-            if kernel is None:
-                for port in (*program.inputs, *program.outputs):
-                    if port.dtype not in self.info.storage:
-                        raise Unsupported(
-                            f"{program.name} needs {port.dtype}, which device {self.info.name!r} does not have",
-                            dtype=str(port.dtype),
-                            device=self.info.name,
-                        )
-                growth = program.workspace - self._workspace
-                if growth > 0:
-                    self.account.charge(growth, f"workspace of {program.name}")
-                    self._workspace = program.workspace
-                kernel = self._kernels[program.fingerprint] = TorchKernel(program, self.torch_device)
-            return kernel
+    def make_kernel(self, program: Program) -> Kernel:
+        for port in (*program.inputs, *program.outputs):
+            if port.dtype not in self.info.storage:
+                raise Unsupported(
+                    f"{program.name} needs {port.dtype}, which device {self.info.name!r} does not have",
+                    dtype=str(port.dtype),
+                    device=self.info.name,
+                )
+        return TorchKernel(program, self.accelerator.device)
+
+    def spare(self) -> bool:
+        had = False
+        for queue in self.queues():
+            if queue.recordings is not None:
+                had = queue.recordings.forget(queue.settle) or had
+        return had
 
     def host(self, capacity: int | None = None, pinned: int | None = None) -> Host:
-        self._check_open()
+        self.check_open()
         locker = self.accelerator.page_locker()
         return Host(capacity, locked=LockedMemory(locker, pinned) if locker is not None else None)
-
-    def memory(self) -> MemoryUse:
-        return self.account.use()
-
-    def reset_peak(self) -> None:
-        self.account.reset_peak()
-
-    def adopt(self, tensor: torch.Tensor) -> View:
-        raise Unsupported(f"device {self.info.name!r} has memory of its own: write and read instead of aliasing")
-
-    def host_tensor(self, view: View) -> torch.Tensor:
-        raise Unsupported(f"device {self.info.name!r} has memory of its own: write and read instead of aliasing")
-
-    def streams(self) -> list[Any]:
-        """The streams in use."""
-        return [queue.stream for queue in self._queues.values()]
 
     def enter_thread(self) -> None:
         """What each queue's thread does first."""
         torch.set_grad_enabled(False)  # per thread; programs hold their own backward
         self.accelerator.enter_thread()
 
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            for queue in self._queues.values():
-                queue.worker.close()
+    def end_queues(self) -> None:
+        end(self.queues())
+        try:
             self.accelerator.synchronize()
-            self._queues.clear()
-            self._kernels.clear()
-            self.account.release(self.account.use().in_use)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise HalError(f"device {self.info.name!r} is closed. Open it again.")
+        except RuntimeError as failure:  # whoever waited for the call that failed knows
+            logger.warning("device %r failed before it was closed: %s", self.info.name, failure)
 
 
 class TorchBackend(Backend):
@@ -323,13 +236,15 @@ class TorchBackend(Backend):
         reason = family.missing()
         if reason:
             raise Unavailable(f"There is no device {self.name!r} here: {reason}")
-        number = selector or "0"
-        if not number.isdigit() or int(number) >= family.count():
+        number, _, option = (selector or "0").partition(",")
+        if not number.isdecimal() or int(number) >= family.count() or option not in ("", PLAIN):
             last = family.count() - 1
             raise Unavailable(
-                f"There is no device '{self.name}:{selector}'. Here are {self.name}:0 to {self.name}:{last}."
+                f"There is no device '{self.name}:{selector}'. Here are {self.name}:0 to {self.name}:{last}, and with "
+                f"',{PLAIN}' the same without recorded launches."
             )
-        return TorchDevice(f"{self.name}:{number}", family.open(int(number)), capacity)
+        name = f"{self.name}:{number},{option}" if option else f"{self.name}:{number}"
+        return TorchDevice(name, family.open(int(number)), capacity, record=not option)
 
 
 def cuda() -> TorchBackend:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from backends.torch_random import ON_DEVICE
 from hal.kernel import Program, Role
 
 aten = torch.ops.aten
@@ -45,10 +46,12 @@ def lower(program: Program, accumulate: tuple[bool, ...], device: torch.device =
 
     output = next(iter(reversed(graph.nodes)))
     values: list[fx.Node] = list(output.args[0])
-    last_placeholder = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    # A segment that is given nothing, and makes constants alone, has none.
+    last_placeholder = next(reversed(graph.find_nodes(op="placeholder")), None)
+    first = next(iter(graph.nodes))
     written: set[fx.Node] = set()
     for position, (value, port) in enumerate(zip(values, program.outputs, strict=True)):
-        with graph.inserting_after(last_placeholder):
+        with graph.inserting_before(first) if last_placeholder is None else graph.inserting_after(last_placeholder):
             target = last_placeholder = graph.placeholder(f"output_{position}")
         late = port.role is Role.BUFFER_UPDATE or value.op == "placeholder"
         if accumulate and accumulate[position] and port.role is Role.VALUE_GRADIENT and value.op != "placeholder":
@@ -88,11 +91,13 @@ def _add_use_by_use(graph: fx.Graph, value: fx.Node, target: fx.Node) -> None:
 
 
 def _place(graph: fx.Graph, device: torch.device) -> None:
-    """Name the device in ops that make tensors; masks are drawn on the host and sent there."""
+    """Name the device in ops that make tensors; masks are drawn there, what cannot be is drawn on the host and sent."""
     for node in list(graph.nodes):
         if "device" in node.kwargs:
             node.kwargs = {**node.kwargs, "device": device}
-        if getattr(node.target, "__module__", "") == "hal.random" and device.type != "cpu":
+        if node.target in ON_DEVICE and device.type != "cpu":
+            node.target, node.kwargs = ON_DEVICE[node.target], {**node.kwargs, "device": device}
+        elif getattr(node.target, "__module__", "") == "hal.random" and device.type != "cpu":
             with graph.inserting_after(node):
                 sent = graph.call_function(aten._to_copy.default, (node,), {"device": device})
             node.replace_all_uses_with(sent, delete_user_cb=lambda user, sent=sent: user is not sent)

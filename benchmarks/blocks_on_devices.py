@@ -21,9 +21,9 @@ import torch
 from torch import fx, nn
 
 from hal import registry
-from hal.device import NATIVE, Device, View
+from hal.device import Device, View
 from hal.kernel import Kernel, Port, Program, Role
-from relay.capture import Lowering, capture
+from relay.capture import capture, graphs_for
 from relay.models import GPT
 
 HIDDEN, SEQUENCE, BATCH, HEADS = 768, 128, 4, 12
@@ -80,8 +80,8 @@ class Segment(nn.Module):
 def block_on(device: Device) -> tuple[Callable[[], None], Callable[[], list[torch.Tensor]]]:
     """The block's forward and backward on a device: a call that runs both, and one that gives its results."""
     block, x, seed = block_inputs()
-    lowering = Lowering.NATIVE if NATIVE in device.info.tags else Lowering.CORE
-    captured = capture(Segment(block), [x.requires_grad_()], lowering=lowering, name="block")
+    lowering, place = graphs_for(device.info)
+    captured = capture(Segment(block), [x.requires_grad_()], lowering=lowering, place=place, name="block")
     program = captured.backward  # it holds the forward: a segment's backward recomputes
     assert program is not None
     given = {Role.PARAMETER: list(block.parameters()), Role.BUFFER: list(block.buffers())}

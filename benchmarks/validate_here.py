@@ -28,35 +28,44 @@ from relay.calibration import calibrate
 from relay.models import GPT
 from relay.shapes import ModelShape
 
-SHAPES = [
-    # layers, hidden, micro-batches, sequences, sequence, stash
-    (4, 128, 2, 8, 128, "device"),
-    (12, 128, 4, 8, 128, "device"),
-    (6, 160, 4, 8, 128, "host"),
-    (4, 256, 2, 8, 128, "device"),
-    (8, 256, 4, 8, 128, "host"),
-    (6, 320, 2, 4, 128, "device"),
-    (4, 320, 4, 8, 128, "host"),
-    (3, 512, 2, 4, 128, "device"),
-    (4, 512, 4, 8, 128, "host"),
-    (6, 192, 8, 16, 128, "device"),
-    (10, 192, 2, 8, 64, "device"),
-    (4, 384, 1, 4, 128, "device"),
-    (16, 128, 2, 4, 128, "host"),
+Shape = tuple[int, int, int, int, int, str, int, bool | int]
+
+SHAPES: list[Shape] = [
+    # layers, hidden, micro-batches, sequences, sequence, stash, layers a slot, recompute
+    (4, 128, 2, 8, 128, "device", 1, True),
+    (12, 128, 4, 8, 128, "device", 1, True),
+    (6, 160, 4, 8, 128, "host", 1, True),
+    (4, 256, 2, 8, 128, "device", 1, True),
+    (8, 256, 4, 8, 128, "host", 1, True),
+    (6, 320, 2, 4, 128, "device", 1, True),
+    (4, 320, 4, 8, 128, "host", 1, True),
+    (3, 512, 2, 4, 128, "device", 1, True),
+    (4, 512, 4, 8, 128, "host", 1, True),
+    (6, 192, 8, 16, 128, "device", 1, True),
+    (10, 192, 2, 8, 64, "device", 1, True),
+    (4, 384, 1, 4, 128, "device", 1, True),
+    (16, 128, 2, 4, 128, "host", 1, True),
+    (8, 128, 4, 8, 128, "host", 2, True),
+    (6, 256, 2, 8, 128, "device", 3, True),
+    (8, 128, 4, 8, 128, "device", 1, False),
+    (4, 320, 2, 8, 128, "host", 1, False),
+    (6, 256, 4, 8, 128, "device", 2, 2),
 ]
 
 
 class Real:
     """A real run of a shape, a step at a time."""
 
-    def __init__(self, shape: tuple[int, int, int, int, int, str], clock: Callable[[], float]) -> None:
+    def __init__(self, shape: Shape, clock: Callable[[], float]) -> None:
         self.clock = clock
-        layers, hidden, pieces, sequences, sequence, stash = shape
+        layers, hidden, pieces, sequences, sequence, stash, together, recompute = shape
         torch.manual_seed(0)
         model = GPT(layers=layers, hidden=hidden, heads=hidden // 32, sequence=sequence, tied=False)
         ids = torch.randint(0, 256, (sequences, sequence))
         self.batch = {"input_ids": ids, "labels": ids}
-        self.trainer = relay.Trainer(model, microbatches=pieces, stash=stash)
+        self.trainer = relay.Trainer(
+            model, microbatches=pieces, stash=stash, layers_per_slot=together, recompute=recompute
+        )
         self.metrics = self.trainer.step(self.batch)
         self.seconds: list[float] = []
 
@@ -73,12 +82,12 @@ class Real:
         }
 
 
-def predicted(shape: tuple[int, int, int, int, int, str], machine: spec.Machine) -> dict[str, float]:
+def predicted(shape: Shape, machine: spec.Machine) -> dict[str, float]:
     """The simulator's step of the same shape."""
-    layers, hidden, pieces, sequences, sequence, stash = shape
+    layers, hidden, pieces, sequences, sequence, stash, together, recompute = shape
     found = relay.simulate(
         ModelShape(layers, hidden, hidden // 32, 256), device=machine, batch=sequences, microbatches=pieces,
-        sequence=sequence, precision="fp32", stash=stash,
+        sequence=sequence, precision="fp32", stash=stash, layers_per_slot=together, recompute=recompute,
     )  # fmt: skip
     return {
         "seconds": found.step_seconds,
@@ -115,7 +124,7 @@ def main() -> int:
         error = simulated["seconds"] / real["seconds"] - 1
         rows.append({"shape": shape, "measured": real, "predicted": simulated, "error": error})
         print(
-            f"{shape!s:<36} measured {real['seconds'] * 1e3:8.1f} ms, predicted {simulated['seconds'] * 1e3:8.1f} ms"
+            f"{shape!s:<46} measured {real['seconds'] * 1e3:8.1f} ms, predicted {simulated['seconds'] * 1e3:8.1f} ms"
             f" ({error:+.1%}); device {real['device_bytes']:,} / {simulated['device_bytes']:,} bytes, host "
             f"{real['host_bytes']:,} / {simulated['host_bytes']:,} bytes"
         )

@@ -1,35 +1,32 @@
 """Progressive stacking (Gong et al. 2019): train a few layers, double them by copying, and again, and compare with
-training the full depth from the start, for the same number of steps.
+training the full depth from the start.
 
-Every layer is a slot's worth of device memory whatever the depth, so device memory is the same throughout. Prints one
-line a report, and at the end time and loss of both.
+Both runs see the same batches and take turns step by step, so that whatever else the machine does slows both alike.
+Growing makes its steps sooner, since most of them are shallow; the full depth then goes on until it has had as long.
+Held-out text tells what the time was worth. Device memory is one layer's whatever the depth, so it is the same
+throughout.
 
-    python examples/progressive_growth.py --layers 16 --steps 120
+    python examples/progressive_growth.py --layers 16 --steps 240
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from time import perf_counter
 
 import torch
 
 import relay
 from relay.models import GPT
 
-
-@dataclass
-class Result:
-    """What a run came to."""
-
-    seconds: float
-    loss: float
-    device_peak_bytes: int
+Batch = dict[str, torch.Tensor]
 
 
-def text_batches(text: bytes, count: int, rows: int, length: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:
+def text_batches(text: bytes, count: int, rows: int, length: int, seed: int) -> list[Batch]:
     """Windows of a text as bytes, each with the next byte as label."""
     data = torch.tensor(list(text))
     generator = torch.Generator().manual_seed(seed)
@@ -41,53 +38,124 @@ def text_batches(text: bytes, count: int, rows: int, length: int, seed: int = 0)
     return found
 
 
-def run(
-    batches: list[dict[str, torch.Tensor]], layers: int, doublings: int, hidden: int, device: str, learning_rate: float
-) -> Result:
-    """Train from `layers / 2**doublings` layers to `layers`, doubling at equal distances."""
+@dataclass
+class Run:
+    """A model in training: seconds of steps and doublings, held-out losses as (step, seconds, loss), device peaks."""
+
+    model: GPT
+    trainer: relay.Trainer
+    grow_at: frozenset[int]
+    steps: int = 0
+    seconds: float = 0.0
+    peaks: set[int] = field(default_factory=set)
+    held_out: list[tuple[int, float, float]] = field(default_factory=list)
+
+    def step(self, batch: Batch) -> None:
+        """One step, after the layers were doubled where it is time for that; recording the new depth is timed too."""
+        start = perf_counter()
+        if self.steps in self.grow_at:
+            for layer in [copy.deepcopy(one) for one in self.model.blocks]:
+                self.trainer.insert(len(self.model.blocks), layer)
+        metrics = self.trainer.step(batch)
+        self.steps += 1
+        self.seconds += perf_counter() - start
+        self.peaks.add(metrics.device_peak_bytes)
+
+    def look(self, batches: Sequence[Batch]) -> float:
+        """The held-out loss now."""
+        loss = sum(self.trainer.evaluate(batch).loss for batch in batches) / len(batches)
+        self.held_out.append((self.steps, self.seconds, loss))
+        return loss
+
+
+def begin(layers: int, grow_at: frozenset[int], options: argparse.Namespace, example: Batch) -> Run:
+    """A run of a GPT with that many layers at first."""
     torch.manual_seed(0)
-    length = batches[0]["input_ids"].shape[1]
-    model = GPT(vocabulary=256, layers=layers >> doublings, hidden=hidden, heads=4, sequence=length, tied=False)
-    grow_at = {len(batches) * (number + 1) // (doublings + 1) for number in range(doublings)}
-    seconds, peak, losses = 0.0, 0, []
-    optimizer = relay.AdamW(lr=learning_rate)
-    with relay.Trainer(model, device=device, microbatches=2, stash="host", optimizer=optimizer) as trainer:
-        trainer.prepare(batches[0])
-        for step, batch in enumerate(batches):
-            if step in grow_at:
-                for layer in [copy.deepcopy(one) for one in model.blocks]:
-                    trainer.insert(len(model.blocks), layer)
-            metrics = trainer.step(batch)
-            seconds += metrics.seconds
-            peak = max(peak, metrics.device_peak_bytes)
-            losses.append(metrics.loss)
-            if step % 20 == 0 or step in grow_at:
-                print(f"  step {step:4d}  {len(model.blocks):3d} layers  loss {metrics.loss:.3f}  {seconds:6.1f} s")
-    last = losses[-10:]
-    return Result(seconds, sum(last) / len(last), peak)
+    model = GPT(
+        vocabulary=256, layers=layers, hidden=options.hidden, heads=4, sequence=options.length, tied=False, dropout=0.0
+    )
+    optimizer = relay.AdamW(lr=options.lr)
+    trainer = relay.Trainer(model, device=options.device, microbatches=2, stash="host", optimizer=optimizer)
+    trainer.prepare(example)
+    return Run(model, trainer, grow_at)
 
 
-def main() -> None:
+def compare(options: argparse.Namespace) -> tuple[Run, Run]:
+    """Train both ways, print as it goes, and return the runs: growing, and full depth from the start."""
+    text = Path(argparse.__file__).read_bytes()
+    cut = len(text) * 9 // 10
+    batches = text_batches(text[:cut], 4 * options.steps, options.rows, options.length, seed=0)
+    held_out = text_batches(text[cut:], options.held_out, options.rows, options.length, seed=1)
+    stages = options.doublings + 1
+    grow_at = frozenset(options.steps * number // stages for number in range(1, stages))
+    with begin(1, frozenset(), options, batches[0]).trainer as warming:
+        warming.step(batches[0])  # what is compiled once for a process counts for neither
+    growing = begin(options.layers >> options.doublings, grow_at, options, batches[0])
+    full = begin(options.layers, frozenset(), options, batches[0])
+    every = max(1, options.steps // 12)
+    print("          growing                       full depth")
+    print("  step    layers  seconds  held out     seconds  held out")
+    try:
+        for step in range(options.steps):
+            growing.step(batches[step])
+            full.step(batches[step])
+            if (step + 1) % every == 0 or step + 1 == options.steps:
+                ours, theirs = growing.look(held_out), full.look(held_out)
+                print(
+                    f"  {step + 1:4d}    {len(growing.model.blocks):6d}  {growing.seconds:7.1f}  {ours:8.3f}     "
+                    f"{full.seconds:7.1f}  {theirs:8.3f}"
+                )
+        # As much time for both: whichever has had less goes on with batches that it has not seen.
+        behind, ahead = sorted((growing, full), key=lambda run: run.seconds)
+        while behind.seconds < ahead.seconds and behind.steps < len(batches):
+            behind.step(batches[behind.steps])
+            if behind.steps % every == 0:
+                behind.look(held_out)
+        behind.look(held_out)
+    finally:
+        growing.trainer.close()
+        full.trainer.close()
+    return growing, full
+
+
+def seconds_to(run: Run, loss: float) -> float | None:
+    """When a run's held-out loss first was that low; None for never."""
+    return next((seconds for _, seconds, found in run.held_out if found <= loss), None)
+
+
+def main(arguments: Sequence[str] | None = None) -> tuple[Run, Run]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=16, help="the full depth")
     parser.add_argument("--doublings", type=int, default=2, help="how often the depth is doubled on the way there")
     parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--rows", type=int, default=8, help="sequences a batch")
+    parser.add_argument("--length", type=int, default=64, help="bytes a sequence")
+    parser.add_argument("--steps", type=int, default=240, help="steps that both runs make")
+    parser.add_argument("--held-out", type=int, default=8, help="batches of held-out text")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--device", default="cpu")
-    options = parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.layers, options.hidden, options.steps, options.length, options.held_out = 4, 16, 12, 16, 1
     if options.doublings < 1 or options.layers % (1 << options.doublings):
         parser.error("--layers must be a multiple of 2 to the power of --doublings, and that at least 1")
-    text = Path(argparse.__file__).read_bytes()
-    batches = text_batches(text, options.steps, 8, 64)
-    settings = (options.hidden, options.device, options.lr)
-    print("growing:")
-    grown = run(batches, options.layers, options.doublings, *settings)
-    print("full depth from the start:")
-    full = run(batches, options.layers, 0, *settings)
-    print(f"growing     {grown.seconds:7.1f} s  loss {grown.loss:.3f}  device peak {grown.device_peak_bytes:,} bytes")
-    print(f"full depth  {full.seconds:7.1f} s  loss {full.loss:.3f}  device peak {full.device_peak_bytes:,} bytes")
-    print(f"time of growing / full depth: {grown.seconds / full.seconds:.2f}")
+    growing, full = compare(options)
+    at_equal_steps = [next(one for one in run.held_out if one[0] == options.steps) for run in (growing, full)]
+    for name, (steps, seconds, loss) in zip(("growing", "full depth"), at_equal_steps, strict=True):
+        print(f"{name:10s} after {steps} steps: {seconds:6.1f} s, held-out loss {loss:.3f}")
+    print(f"time of growing / full depth for as many steps: {at_equal_steps[0][1] / at_equal_steps[1][1]:.2f}")
+    for name, run in (("growing", growing), ("full depth", full)):
+        steps, seconds, loss = run.held_out[-1]
+        print(f"{name:10s} in equal time: {steps} steps, {seconds:6.1f} s, held-out loss {loss:.3f}")
+    target = at_equal_steps[1][2]
+    sooner = seconds_to(growing, target)
+    print(
+        f"growing reached the full depth's loss of {target:.3f} "
+        + (f"after {sooner:.1f} s, {sooner / at_equal_steps[1][1]:.2f} of its time" if sooner else "never")
+    )
+    print(f"device peak: growing {sorted(growing.peaks)}, full depth {sorted(full.peaks)} bytes")
+    return growing, full
 
 
 if __name__ == "__main__":

@@ -44,16 +44,16 @@ UNIFIED = "unified"
 NATIVE = "native"
 """Tag: programs are wanted undecomposed (fused attention and the like), as PyTorch's own devices run them."""
 
-PORTABLE = "portable"
-"""Tag, beside NATIVE: PyTorch's kernels here are not the CPU's, so a program may hold no op that only the CPU has."""
-
 HOST_CORES = "host-cores"
 """Tag: kernels run on the cores that the host's tasks need too, so the two gain nothing from running at once."""
 
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """What a device is. `name` is the string that opens it."""
+    """What a device is. `name` is the string that opens it.
+
+    `traced_for` is PyTorch's own name of a NATIVE device: its programs hold the ops that autograd would run there.
+    """
 
     name: str
     description: str
@@ -62,6 +62,7 @@ class DeviceInfo:
     compute: frozenset[torch.dtype]
     memory: int | None = None
     notes: tuple[str, ...] = ()
+    traced_for: str = "cpu"
 
     @property
     def unified(self) -> bool:

@@ -33,7 +33,8 @@ class Faults:
     """What is to go wrong, by the number of the call (0 is the next one; `restart` counts anew).
 
     `fail_at` is the call that fails, in one of the ways of `how`: `skip` (it does not run), `after` (it runs, and then
-    reports an error), `submit` (submitting it raises), `lost` (this and all later calls raise DeviceLost).
+    reports an error), `submit` (submitting it raises), `lost` (from this one on, all calls of the device's queues raise
+    DeviceLost; the host's tasks go on).
     `poison_at` is the call whose output is overwritten with `poison`. `slow` delays every call on a queue, by name,
     in seconds (`host` for host tasks). `capacity` is a new limit in bytes for what is allocated from now on.
     """
@@ -59,9 +60,9 @@ class Faults:
         self.calls.append(f"{queue}: {label}")
         if queue in self.slow:
             wait = [*wait, _Delay(self.slow[queue])]
-        if self.how == "lost" and self.fail_at is not None and number >= self.fail_at:
+        if self.how == "lost" and self.fail_at is not None and number >= self.fail_at and queue != "host":
             return _Failed(wait, DeviceLost(f"the device is gone (asked for at call {self.fail_at})")), False
-        if number == self.fail_at:
+        if number == self.fail_at and self.how != "lost":
             fault = InjectedFault(f"call {number}, {label} on {queue}, failed because it was asked to")
             if self.how == "submit":
                 raise fault

@@ -37,7 +37,7 @@ Rule = Callable[..., Result]
 """Called with an op's arguments, tensors as Spec; returns its results, or raises ValueError for what cannot be."""
 
 
-def _require(condition: bool, message: str) -> None:
+def require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
 
@@ -47,13 +47,13 @@ def broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
     result: list[int] = []
     for place in range(-max(map(len, shapes), default=0), 0):
         extents = {shape[place] for shape in shapes if len(shape) >= -place} - {1}
-        _require(len(extents) <= 1, f"{' and '.join(map(str, shapes))} do not broadcast")
+        require(len(extents) <= 1, f"{' and '.join(map(str, shapes))} do not broadcast")
         result.append(extents.pop() if extents else 1)
     return tuple(result)
 
 
 def floating(spec: Spec) -> Spec:
-    _require(spec.dtype.is_floating_point, f"takes floating-point numbers, got {spec.dtype}")
+    require(spec.dtype.is_floating_point, f"takes floating-point numbers, got {spec.dtype}")
     return spec
 
 
@@ -66,12 +66,12 @@ def unary_floating(x: Spec) -> Spec:
 
 
 def gelu(x: Spec, *, approximate: str) -> Spec:
-    _require(approximate in ("none", "tanh"), f"gelu by {approximate!r}")
+    require(approximate in ("none", "tanh"), f"gelu by {approximate!r}")
     return floating(x)
 
 
 def one_dtype(x: Spec, y: Spec) -> torch.dtype:
-    _require(x.dtype is y.dtype, f"operands have two dtypes, {x.dtype} and {y.dtype}")
+    require(x.dtype is y.dtype, f"operands have two dtypes, {x.dtype} and {y.dtype}")
     return x.dtype
 
 
@@ -88,7 +88,7 @@ def compare(x: Spec, y: Spec) -> Spec:
 
 
 def scalar(x: Spec, number: Any) -> Spec:
-    _require(
+    require(
         x.dtype.is_floating_point or (isinstance(number, int) and x.dtype is not torch.bool),
         f"the number {number!r} is not of the kind of {x.dtype}",
     )
@@ -100,24 +100,24 @@ def scalar_first(number: Any, x: Spec) -> Spec:
 
 
 def compare_scalar(x: Spec, number: Any) -> Spec:
-    _require(
+    require(
         x.dtype.is_floating_point or isinstance(number, int), f"the number {number!r} is not of the kind of {x.dtype}"
     )
     return Spec(x.shape, torch.bool)
 
 
 def logical(x: Spec, y: Spec | None = None) -> Spec:
-    _require(x.dtype is torch.bool and (y is None or y.dtype is torch.bool), "takes booleans")
+    require(x.dtype is torch.bool and (y is None or y.dtype is torch.bool), "takes booleans")
     return x if y is None else binary(x, y)
 
 
 def bits(x: Spec, y: Spec | None = None) -> Spec:
-    _require(not x.dtype.is_floating_point, f"takes integers or booleans, got {x.dtype}")
+    require(not x.dtype.is_floating_point, f"takes integers or booleans, got {x.dtype}")
     return x if y is None else binary(x, y)
 
 
 def where(condition: Spec, x: Spec, y: Spec) -> Spec:
-    _require(condition.dtype is torch.bool, f"the condition is {condition.dtype}, not bool")
+    require(condition.dtype is torch.bool, f"the condition is {condition.dtype}, not bool")
     return Spec(broadcast(condition.shape, x.shape, y.shape), one_dtype(x, y))
 
 
@@ -133,55 +133,55 @@ def cast(x: Spec, *, dtype: torch.dtype) -> Spec:
 
 
 def dimension(x: Spec, dim: int) -> int:
-    _require(0 <= dim < len(x.shape), f"{x.shape} has no dimension {dim}")
+    require(0 <= dim < len(x.shape), f"{x.shape} has no dimension {dim}")
     return x.shape[dim]
 
 
 def view(x: Spec, shape: Sequence[int]) -> Spec:
-    _require(math.prod(shape) == x.count and min(shape, default=0) >= 0, f"{x.shape} has no view {tuple(shape)}")
+    require(math.prod(shape) == x.count and min(shape, default=0) >= 0, f"{x.shape} has no view {tuple(shape)}")
     return Spec(tuple(shape), x.dtype)
 
 
 def permute(x: Spec, dims: Sequence[int]) -> Spec:
-    _require(sorted(dims) == list(range(len(x.shape))), f"{tuple(dims)} is no order of the dimensions of {x.shape}")
+    require(sorted(dims) == list(range(len(x.shape))), f"{tuple(dims)} is no order of the dimensions of {x.shape}")
     return Spec(tuple(x.shape[dim] for dim in dims), x.dtype)
 
 
 def expand(x: Spec, shape: Sequence[int]) -> Spec:
-    _require(broadcast(x.shape, shape) == tuple(shape), f"{x.shape} does not expand to {tuple(shape)}")
+    require(broadcast(x.shape, shape) == tuple(shape), f"{x.shape} does not expand to {tuple(shape)}")
     return Spec(tuple(shape), x.dtype)
 
 
 def squeeze(x: Spec, dims: Sequence[int]) -> Spec:
-    _require(all(dimension(x, dim) == 1 for dim in dims), f"of {x.shape}, {tuple(dims)} are not all 1")
+    require(all(dimension(x, dim) == 1 for dim in dims), f"of {x.shape}, {tuple(dims)} are not all 1")
     return Spec(tuple(extent for dim, extent in enumerate(x.shape) if dim not in dims), x.dtype)
 
 
 def unsqueeze(x: Spec, dim: int) -> Spec:
-    _require(0 <= dim <= len(x.shape), f"{x.shape} has no place {dim}")
+    require(0 <= dim <= len(x.shape), f"{x.shape} has no place {dim}")
     return Spec((*x.shape[:dim], 1, *x.shape[dim:]), x.dtype)
 
 
 def select(x: Spec, dim: int, index: int) -> Spec:
-    _require(0 <= index < dimension(x, dim), f"{x.shape} has no index {index} in dimension {dim}")
+    require(0 <= index < dimension(x, dim), f"{x.shape} has no index {index} in dimension {dim}")
     return Spec((*x.shape[:dim], *x.shape[dim + 1 :]), x.dtype)
 
 
 def sliced(x: Spec, dim: int, start: int, end: int, step: int) -> Spec:
     extent = dimension(x, dim)
-    _require(0 <= start <= end <= extent and step > 0, f"{start}:{end}:{step} is no slice of {extent}")
+    require(0 <= start <= end <= extent and step > 0, f"{start}:{end}:{step} is no slice of {extent}")
     return Spec((*x.shape[:dim], -(-(end - start) // step), *x.shape[dim + 1 :]), x.dtype)
 
 
 def reduced(x: Spec, dims: Sequence[int], keep: bool) -> tuple[int, ...]:
-    _require(len(set(dims)) == len(dims) and all(dimension(x, dim) >= 0 for dim in dims), f"dimensions {dims}")
+    require(len(set(dims)) == len(dims) and all(dimension(x, dim) >= 0 for dim in dims), f"dimensions {dims}")
     if keep:
         return tuple(1 if dim in dims else extent for dim, extent in enumerate(x.shape))
     return tuple(extent for dim, extent in enumerate(x.shape) if dim not in dims)
 
 
 def total(x: Spec, dims: Sequence[int], keep: bool) -> Spec:
-    _require(x.dtype is not torch.bool, "booleans are cast before they are summed")
+    require(x.dtype is not torch.bool, "booleans are cast before they are summed")
     return Spec(reduced(x, dims, keep), x.dtype)
 
 
@@ -190,7 +190,7 @@ def mean(x: Spec, dims: Sequence[int], keep: bool) -> Spec:
 
 
 def extreme(x: Spec, dims: Sequence[int], keep: bool) -> Spec:
-    _require(all(x.shape[dim] > 0 for dim in dims), "the extreme of nothing")
+    require(all(x.shape[dim] > 0 for dim in dims), "the extreme of nothing")
     return Spec(reduced(x, dims, keep), x.dtype)
 
 
@@ -212,19 +212,19 @@ def scan(x: Spec, dim: int) -> Spec:
 
 
 def mm(x: Spec, y: Spec) -> Spec:
-    _require(len(x.shape) == len(y.shape) == 2 and x.shape[1] == y.shape[0], f"{x.shape} times {y.shape}")
+    require(len(x.shape) == len(y.shape) == 2 and x.shape[1] == y.shape[0], f"{x.shape} times {y.shape}")
     return Spec((x.shape[0], y.shape[1]), one_dtype(x, y))
 
 
 def bmm(x: Spec, y: Spec) -> Spec:
     fits = len(x.shape) == len(y.shape) == 3 and x.shape[0] == y.shape[0] and x.shape[2] == y.shape[1]
-    _require(fits, f"{x.shape} times {y.shape}")
+    require(fits, f"{x.shape} times {y.shape}")
     return Spec((x.shape[0], x.shape[1], y.shape[2]), one_dtype(x, y))
 
 
 def addmm(bias: Spec, x: Spec, y: Spec) -> Spec:
     product = mm(x, y)
-    _require(broadcast(bias.shape, product.shape) == product.shape, f"{bias.shape} plus {product.shape}")
+    require(broadcast(bias.shape, product.shape) == product.shape, f"{bias.shape} plus {product.shape}")
     return Spec(product.shape, one_dtype(bias, product))
 
 
@@ -237,7 +237,7 @@ def addmm_flops(bias: Spec, x: Spec, y: Spec) -> int:
 
 
 def softmax(x: Spec, dim: int, half_to_float: bool) -> Spec:
-    _require(not half_to_float, "the cast is an op of its own")
+    require(not half_to_float, "the cast is an op of its own")
     return safe_softmax(x, dim)
 
 
@@ -249,27 +249,27 @@ def layer_norm(
     x: Spec, shape: Sequence[int], weight: Spec | None, bias: Spec | None, epsilon: float
 ) -> tuple[Spec, ...]:
     inner = len(x.shape) - len(shape)
-    _require(x.shape[inner:] == tuple(shape), f"{x.shape} does not end in {tuple(shape)}")
+    require(x.shape[inner:] == tuple(shape), f"{x.shape} does not end in {tuple(shape)}")
     for scale in (weight, bias):
-        _require(scale is None or scale == Spec(tuple(shape), x.dtype), f"scale or shift is {scale}")
+        require(scale is None or scale == Spec(tuple(shape), x.dtype), f"scale or shift is {scale}")
     statistics = Spec(x.shape[:inner] + (1,) * len(shape), x.dtype)
     return floating(x), statistics, statistics
 
 
 def int64(index: Spec) -> Spec:
-    _require(index.dtype is torch.int64, f"indices are {index.dtype}, not int64")
+    require(index.dtype is torch.int64, f"indices are {index.dtype}, not int64")
     return index
 
 
 def embedding(weight: Spec, index: Spec) -> Spec:
-    _require(len(weight.shape) == 2, f"an embedding of {weight.shape}")
+    require(len(weight.shape) == 2, f"an embedding of {weight.shape}")
     return Spec((*int64(index).shape, weight.shape[1]), weight.dtype)
 
 
 def indexed(x: Spec, indices: Sequence[Spec | None]) -> tuple[int, ...]:
     """The shape of x[indices]: as numpy has it, indices that stand together replace their dimensions in place."""
     used = [place for place, index in enumerate(indices) if index is not None]
-    _require(bool(used) and len(indices) <= len(x.shape), f"{len(indices)} indices into {x.shape}")
+    require(bool(used) and len(indices) <= len(x.shape), f"{len(indices)} indices into {x.shape}")
     picked = broadcast(*[int64(index).shape for index in indices if index is not None])
     kept = [extent for place, extent in enumerate(x.shape) if place not in used]
     front = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
@@ -282,18 +282,18 @@ def index(x: Spec, indices: Sequence[Spec | None]) -> Spec:
 
 def index_put(x: Spec, indices: Sequence[Spec | None], values: Spec, accumulate: bool) -> Spec:
     target = indexed(x, indices)
-    _require(broadcast(values.shape, target) == target, f"{values.shape} does not fill {target}")
+    require(broadcast(values.shape, target) == target, f"{values.shape} does not fill {target}")
     return Spec(x.shape, one_dtype(x, values))
 
 
 def gather(x: Spec, dim: int, index: Spec) -> Spec:
     dimension(x, dim)
-    _require(len(x.shape) == len(int64(index).shape), f"{x.shape} by {index.shape}")
+    require(len(x.shape) == len(int64(index).shape), f"{x.shape} by {index.shape}")
     return Spec(index.shape, x.dtype)
 
 
 def scatter(x: Spec, dim: int, index: Spec, source: Spec) -> Spec:
-    _require(len(source.shape) == len(gather(x, dim, index).shape), f"{source.shape} into {x.shape}")
+    require(len(source.shape) == len(gather(x, dim, index).shape), f"{source.shape} into {x.shape}")
     return Spec(x.shape, one_dtype(x, source))
 
 
@@ -303,12 +303,12 @@ def scatter_value(x: Spec, dim: int, index: Spec, value: Any) -> Spec:
 
 
 def slice_scatter(x: Spec, source: Spec, dim: int, start: int, end: int, step: int) -> Spec:
-    _require(sliced(x, dim, start, end, step) == source, f"{source.shape} does not fill the slice")
+    require(sliced(x, dim, start, end, step) == source, f"{source.shape} does not fill the slice")
     return x
 
 
 def select_scatter(x: Spec, source: Spec, dim: int, index: int) -> Spec:
-    _require(select(x, dim, index) == source, f"{source.shape} does not fill the selection")
+    require(select(x, dim, index) == source, f"{source.shape} does not fill the selection")
     return x
 
 
@@ -318,7 +318,7 @@ def cat(tensors: Sequence[Spec], dim: int) -> Spec:
     for other in tensors[1:]:
         one_dtype(first, other)
         same = other.shape[:dim] + other.shape[dim + 1 :] == first.shape[:dim] + first.shape[dim + 1 :]
-        _require(same, f"{first.shape} beside {other.shape}")
+        require(same, f"{first.shape} beside {other.shape}")
     total = sum(tensor.shape[dim] for tensor in tensors)
     return Spec((*first.shape[:dim], total, *first.shape[dim + 1 :]), first.dtype)
 
@@ -327,7 +327,7 @@ def pad(x: Spec, pads: Sequence[int], value: Any) -> Spec:
     shape = list(x.shape)
     for place in range(len(pads) // 2):
         shape[-1 - place] += pads[2 * place] + pads[2 * place + 1]
-    _require(min(shape, default=0) >= 0, f"padding {tuple(pads)} of {x.shape}")
+    require(min(shape, default=0) >= 0, f"padding {tuple(pads)} of {x.shape}")
     return Spec(tuple(shape), x.dtype)
 
 
@@ -346,7 +346,7 @@ def arange(start: Any, end: Any, step: Any, *, dtype: torch.dtype) -> Spec:
 
 
 def topk(x: Spec, count: int, dim: int, largest: bool, in_order: bool) -> tuple[Spec, ...]:
-    _require(0 <= count <= dimension(x, dim), f"{count} of {x.shape}")
+    require(0 <= count <= dimension(x, dim), f"{count} of {x.shape}")
     shape = (*x.shape[:dim], count, *x.shape[dim + 1 :])
     return Spec(shape, x.dtype), Spec(shape, torch.int64)
 
@@ -354,77 +354,6 @@ def topk(x: Spec, count: int, dim: int, largest: bool, in_order: bool) -> tuple[
 def sort(x: Spec, dim: int, descending: bool) -> tuple[Spec, ...]:
     dimension(x, dim)
     return x, Spec(x.shape, torch.int64)
-
-
-def windows(extents: Sequence[int], kernel: Sequence[int], stride: Any, pad: Any, dilation: Any) -> tuple[int, ...]:
-    return tuple(
-        (extent + 2 * padding - spread * (size - 1) - 1) // step + 1
-        for extent, size, step, padding, spread in zip(extents, kernel, stride, pad, dilation, strict=True)
-    )
-
-
-def convolution(
-    x: Spec,
-    weight: Spec,
-    bias: Spec | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> Spec:
-    _require(len(x.shape) == len(weight.shape), f"{x.shape} under {weight.shape}")
-    kernel = weight.shape[2:]
-    if transposed:
-        _require(x.shape[1] == weight.shape[0], f"{x.shape} under {weight.shape}")
-        channels = weight.shape[1] * groups
-        extents = tuple(
-            (extent - 1) * step - 2 * pad + spread * (size - 1) + extra + 1
-            for extent, size, step, pad, spread, extra in zip(
-                x.shape[2:], kernel, stride, padding, dilation, output_padding, strict=True
-            )
-        )
-    else:
-        _require(x.shape[1] == weight.shape[1] * groups, f"{x.shape} under {weight.shape} in {groups} groups")
-        channels = weight.shape[0]
-        extents = windows(x.shape[2:], kernel, stride, padding, dilation)
-    _require(bias is None or bias.shape == (channels,), f"a bias of {bias} for {channels} channels")
-    return Spec((x.shape[0], channels, *extents), one_dtype(x, weight))
-
-
-def convolution_flops(x: Spec, weight: Spec, bias: Spec | None, *rest: Any) -> int:
-    result = convolution(x, weight, bias, *rest)
-    transposed = rest[3]
-    points = x.shape[2:] if transposed else result.shape[2:]
-    return 2 * x.shape[0] * math.prod(points) * weight.count
-
-
-def convolution_backward(
-    gradient: Spec, x: Spec, weight: Spec, bias_sizes: Sequence[int] | None, *rest: Any
-) -> tuple[Spec, ...]:
-    channels = gradient.shape[1]
-    return x, weight, Spec((channels,), x.dtype)
-
-
-def convolution_backward_flops(
-    gradient: Spec, x: Spec, weight: Spec, bias_sizes: Sequence[int] | None, *rest: Any
-) -> int:
-    mask = rest[-1]
-    return (bool(mask[0]) + bool(mask[1])) * convolution_flops(x, weight, None, *rest[:-1])
-
-
-def max_pool(
-    x: Spec, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], up: bool
-) -> tuple[Spec, ...]:
-    _require(not up, "pooling that rounds up")
-    shape = (*x.shape[:-2], *windows(x.shape[-2:], kernel, stride, padding, dilation))
-    return Spec(shape, x.dtype), Spec(shape, torch.int64)
-
-
-def max_pool_backward(gradient: Spec, x: Spec, *rest: Any) -> Spec:
-    int64(rest[-1])
-    return Spec(x.shape, one_dtype(gradient, x))
 
 
 def mask(key: Any, number: int, shape: Sequence[int], probability: float) -> Spec:

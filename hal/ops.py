@@ -37,6 +37,7 @@ import torch
 from torch import fx
 
 from hal import op_rules as rules
+from hal import window_rules
 from hal.errors import CompileError, Unsupported
 from hal.kernel import Program
 from hal.op_rules import Result, Rule, Spec
@@ -191,10 +192,11 @@ def _rows() -> list[Op]:
     add(Kind.CREATE, rules.arange, "arange.start_step")
     add(Kind.SORT, rules.topk, "topk.default")
     add(Kind.SORT, rules.sort, "sort.default")
-    add(Kind.WINDOW, rules.convolution, "convolution.default", rules.convolution_flops)
-    add(Kind.WINDOW, rules.convolution_backward, "convolution_backward.default", rules.convolution_backward_flops)
-    add(Kind.WINDOW, rules.max_pool, "max_pool2d_with_indices.default")
-    add(Kind.WINDOW, rules.max_pool_backward, "max_pool2d_with_indices_backward.default")
+    add(Kind.WINDOW, window_rules.convolution, "convolution.default", window_rules.convolution_flops)
+    backward, backward_flops = window_rules.convolution_backward, window_rules.convolution_backward_flops
+    add(Kind.WINDOW, backward, "convolution_backward.default", backward_flops)
+    add(Kind.WINDOW, window_rules.max_pool, "max_pool2d_with_indices.default")
+    add(Kind.WINDOW, window_rules.max_pool_backward, "max_pool2d_with_indices_backward.default")
     add(Kind.RANDOM, rules.mask, "hal.random.keep_mask")
     add(Kind.RANDOM, rules.numbers, "hal.random.uniform hal.random.normal")
     return rows

@@ -12,8 +12,10 @@ Invariant: element `i` of a draw is output word `i % 4` of Philox4x32-10 under
     key     = (seed low 32 bits, seed high 32 bits)
     counter = (i // 4, step, segment << 12 | op, microbatch)
 
-so two draws share a counter only if they share all of step, segment, micro-batch and op. Words, masks and
-uniforms are exact on every backend; normals pass through a logarithm and a cosine and agree to rounding.
+so two draws share a counter only if they share all of step, segment, micro-batch and op. A program of several
+segments is run under the first one's key, and numbers its draws `place * 4096 + op`: segment `place` after the first
+then draws what it would draw by itself. Words, masks and uniforms are exact on every backend; normals pass through a
+logarithm and a cosine and agree to rounding.
 
 Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011; the constants
 and the known answers that the tests check are those of the authors' Random123 library.
@@ -53,7 +55,7 @@ SEGMENT_LIMIT = 2**20
 MICROBATCH_LIMIT = 2**32
 OP_BITS = 12
 OP_LIMIT = 2**OP_BITS
-"""Draws inside one segment are numbered 0 to OP_LIMIT - 1."""
+"""Draws inside one segment are numbered 0 to OP_LIMIT - 1; those of the segment after it go on from there."""
 
 MAXIMUM_ELEMENTS = 4 * 2**32
 """Elements in one draw: the block index is one 32-bit counter word, and a block holds four elements."""
@@ -147,11 +149,12 @@ def words(key: RandomKey, op: int, count: int) -> NDArray[np.uint32]:
 def stream_words(key: RandomKey, op: int) -> tuple[int, int, int, int, int]:
     """What all blocks of a draw share, for kernels that draw by themselves.
 
-    op: 0 to 4095. Returns five ints below 2**32: counter words 1, 2 and 3, then key words 0 and 1. Counter
-    word 0 is the index of the block. Raises ValueError when op is out of range.
+    op: 0 to 4095, and from there on for the segments after the key's. Returns five ints below 2**32: counter words
+    1, 2 and 3, then key words 0 and 1. Counter word 0 is the index of the block. Raises ValueError when op is out of
+    range.
     """
-    _require_range("op", op, OP_LIMIT)
-    return key.step, key.segment << OP_BITS | op, key.microbatch, key.seed & 0xFFFFFFFF, key.seed >> 32
+    _require_range("op", op, (SEGMENT_LIMIT - key.segment) * OP_LIMIT)
+    return key.step, (key.segment << OP_BITS) + op, key.microbatch, key.seed & 0xFFFFFFFF, key.seed >> 32
 
 
 def keep_threshold(drop_probability: float) -> int:

@@ -7,6 +7,7 @@ alike, and each is captured for itself.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,8 +21,9 @@ from relay.capture.reads import Reads
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The repeated blocks by name, in the model's order; empty where there are none.
 
-    A block is an element of an outermost ModuleList, or a non-leaf element of an outermost Sequential, in which at
-    least two elements with parameters are of one class; or the one element of a ModuleList of depth one.
+    A block is an element of an outermost ModuleList, or a non-leaf element of an outermost Sequential or of a
+    ModuleDict with no list in it, in which at least two elements with parameters are of one class; or the one element
+    of a ModuleList of depth one.
     """
     found: dict[str, nn.Module] = {}
     _search(model, "", found)
@@ -37,10 +39,14 @@ def _search(module: nn.Module, prefix: str, found: dict[str, nn.Module]) -> None
             if blocks:
                 found.update({f"{path}.{key}": block for key, block in blocks.items()})
                 continue
+        before = len(found)
         _search(child, f"{path}.", found)
+        if isinstance(child, nn.ModuleDict) and len(found) == before:
+            # Often a dict holds a model's parts, the list of layers among them; sometimes it is that list.
+            found.update({f"{path}.{key}": block for key, block in _blocks_of(child).items()})
 
 
-def _blocks_of(layers: nn.ModuleList | nn.Sequential) -> dict[str, nn.Module]:
+def _blocks_of(layers: nn.ModuleList | nn.Sequential | nn.ModuleDict) -> dict[str, nn.Module]:
     is_list = isinstance(layers, nn.ModuleList)
     members = {
         name: layer
@@ -48,7 +54,7 @@ def _blocks_of(layers: nn.ModuleList | nn.Sequential) -> dict[str, nn.Module]:
         if layer is not None
         and any(True for _ in layer.parameters())
         and (is_list or any(True for _ in layer.children()))
-        and type(layer).forward is not nn.Module.forward
+        and inspect.getattr_static(type(layer), "forward") is not nn.Module.forward
     }
     classes = [type(layer) for layer in members.values()]
     repeats = len(set(classes)) < len(classes)

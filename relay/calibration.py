@@ -20,14 +20,13 @@ import torch
 from numpy.typing import NDArray
 
 from hal import registry
-from hal.device import Device, View
+from hal.device import Device, DeviceInfo, View
 from hal.event import Event
 from hal.kernel import Program
 from hal.random import RandomKey
 from hal.work import work_of
-from relay.capture import Lowering
+from relay.capture import graphs_for
 from relay.eps.optimizers import AdamW
-from relay.options import lowering_for
 from relay.shapes import ModelShape, stations_of
 from relay.simulated_step import COMPUTE_DTYPES
 
@@ -64,8 +63,8 @@ def calibrate(
     try:
         discrete = not device.info.unified
         tell("kernels of layers")
-        shapes = SHAPES + (LARGE if discrete and name.partition(":")[0] not in HOST_DEVICES else ())
-        programs = _programs(shapes, precision, lowering_for(device.info))
+        large = discrete and name.partition(":")[0] not in HOST_DEVICES
+        programs = _programs(SHAPES + (LARGE if large else ()), precision, device.info)
         runs = [_Prepared(device, program, clock) for program in programs]
         hosts = _HostWork(device, clock)
         for one in runs:
@@ -135,14 +134,15 @@ def calibrate(
         device.close()
 
 
-def _programs(
-    shapes: Sequence[tuple[int, int, int]], precision: str, lowering: Lowering = Lowering.NATIVE
-) -> list[Program]:
-    """The kernels of a layer, forward and backward, and of embedding and head, for each shape."""
+def _programs(shapes: Sequence[tuple[int, int, int]], precision: str, info: DeviceInfo) -> list[Program]:
+    """The kernels of a layer, forward and backward, and of embedding and head, for each shape, as a device wants them.
+    """
     found = []
+    lowering, place = graphs_for(info)
     for hidden, sequence, sequences in shapes:
         shape = ModelShape(2, hidden, max(1, hidden // 32), 256)
-        stations = stations_of(shape, sequences, sequence, COMPUTE_DTYPES[precision], lowering).stations
+        compute = COMPUTE_DTYPES[precision]
+        stations = stations_of(shape, sequences, sequence, compute, lowering=lowering, place=place).stations
         for station in (stations[0], stations[1], stations[-1]):
             found += [one.program for one in (station.forward, station.backward) if one is not None]
     return found

@@ -9,13 +9,15 @@ order, and each runs with gradients on or off as it did in the model.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from relay.capture import BLOCK, OpaqueCall, fingerprint
+from relay.capture.given import call_observed
 from relay.errors import PartitionError
 from relay.in_place import bind_writes
 from relay.segments import Partition, Segment, Value
@@ -76,11 +78,13 @@ class BlockSegment(nn.Module):
         self.input_tree = call.input_tree
         self.places = tuple(places)
         self.used = tuple(used)
+        self.changes = call.changes
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.input_tree.fill([values[place] for place in self.places])
         # Not the block's call but its forward: its hooks are in the trace around it already.
-        outputs, _ = tensor_leaves(self.block.forward(*args, **kwargs))
+        result, given = call_observed(self.block.forward, args, kwargs)
+        outputs, _ = tensor_leaves((result, given) if self.changes else result)
         return tuple(outputs[number] for number in self.used)
 
 
@@ -105,6 +109,7 @@ class _Cut:
         self.output_node = next(iter(reversed(traced.graph.nodes)))
         self.results: list[fx.Node] = list(self.output_node.args[0])
         self.block_nodes = [node for node in traced.graph.nodes if node.target is BLOCK]
+        _copy_states_given_to_blocks(traced.graph, self.block_nodes, self.state_nodes)
         self.last_stage = len(self.block_nodes)
         self.calls = [calls[node.args[0]] for node in self.block_nodes]
         self.stage: dict[fx.Node, int] = {}
@@ -230,6 +235,7 @@ class _Cut:
                 self._names_of(module, f"{call.name}.", module.named_parameters(remove_duplicate=False)),
                 self._names_of(module, f"{call.name}.", module.named_buffers(remove_duplicate=False)),
                 (call.block, call.input_tree.spec, call.input_tree.constants, places, tuple(used)),
+                "layer",
             )
         )
 
@@ -290,6 +296,7 @@ class _Cut:
                 graph.call_function(_SET_GRAD, (gradients_on,))
             if node.op == "get_attr":
                 constant = getattr(self.traced, node.target)
+                raise_if_left_behind(constant)
                 raise_if_large(constant, node)
                 environment[node] = graph.call_function(torch.tensor, (constant.tolist(),), {"dtype": constant.dtype})
             else:
@@ -318,6 +325,31 @@ def _drop_skipped(graph: fx.Graph, calls: Sequence[OpaqueCall]) -> None:
         source = node.args[0] if node.target is operator.getitem else node
         if isinstance(source, fx.Node) and source.target is BLOCK and calls[source.args[0]].skipped:  # type: ignore[index]
             graph.erase_node(node)
+
+
+def _copy_states_given_to_blocks(
+    graph: fx.Graph, blocks: Sequence[fx.Node], states: Mapping[fx.Node, tuple[str, torch.Tensor]]
+) -> None:
+    """A parameter or buffer of the model that is given to a block becomes a value: what is handed on is a copy."""
+    copies: dict[fx.Node, fx.Node] = {}
+    for block in blocks:
+        for source in block.all_input_nodes:
+            if source not in states:
+                continue
+            if source not in copies or not isinstance(states[source][1], nn.Parameter):
+                with graph.inserting_before(block):
+                    copies[source] = graph.call_function(torch.ops.aten.clone.default, (source,))
+                copies[source].meta = dict(source.meta)
+            block.replace_input_with(source, copies[source])
+
+
+def raise_if_left_behind(constant: torch.Tensor) -> None:
+    """A tensor without numbers in a trace is one that a layer put into an attribute."""
+    if isinstance(constant, FakeTensor):
+        raise PartitionError(
+            f"the model reads a tensor of shape {tuple(constant.shape)} that one of its layers left in an attribute "
+            "(an auxiliary loss, say). Between layers only what they return is handed on: return it."
+        )
 
 
 def raise_if_large(constant: torch.Tensor, node: fx.Node) -> None:

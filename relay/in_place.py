@@ -23,14 +23,14 @@ Bond = list[fx.Node]
 
 def bind_writes(graph: fx.Graph, states: Collection[fx.Node]) -> list[Bond]:
     """Take out in-place ops where that is possible; returns what must stay together. `states` may be written to."""
-    roots = _roots(graph)
+    roots = memory_roots(graph)
     for node in list(graph.nodes):
-        target = _written(node)
+        target = written_by(node)
         if target is not None and target in roots and roots[target] is target and target not in states:
             _make_functional(node, target, roots)
-    roots = _roots(graph)
+    roots = memory_roots(graph)
     written = dict.fromkeys(
-        roots[target] for target in map(_written, graph.nodes) if target is not None and target in roots
+        roots[target] for target in map(written_by, graph.nodes) if target is not None and target in roots
     )
     for root in written:
         if root not in states and _comes_from_outside(root):
@@ -38,16 +38,16 @@ def bind_writes(graph: fx.Graph, states: Collection[fx.Node]) -> list[Bond]:
                 own = graph.call_function(aten.clone.default, (root,))
             own.meta = dict(root.meta)
             root.replace_all_uses_with(own, delete_user_cb=lambda user, own=own: user is not own)
-    roots = _roots(graph)
+    roots = memory_roots(graph)
     bonds: dict[fx.Node, Bond] = {}
     for node in graph.nodes:
         if node in roots:
             bonds.setdefault(roots[node], []).append(node)
-    mutated = {roots[target] for target in map(_written, graph.nodes) if target is not None and target in roots}
+    mutated = {roots[target] for target in map(written_by, graph.nodes) if target is not None and target in roots}
     return [bond for root, bond in bonds.items() if root in mutated]
 
 
-def _written(node: fx.Node) -> fx.Node | None:
+def written_by(node: fx.Node) -> fx.Node | None:
     """The tensor that an op writes to, or None. Ops that write to several (BatchNorm's) say so in no schema."""
     schema = getattr(node.target, "_schema", None)
     if node.op != "call_function" or schema is None:
@@ -59,7 +59,7 @@ def _written(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def _roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+def memory_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """For every node with a tensor, the node whose memory it may share."""
     roots: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:

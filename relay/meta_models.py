@@ -15,6 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from relay.blocks import find_blocks
+from relay.merging import merge_layers
 from relay.partition import partition_model
 from relay.shapes import ShapeError
 from relay.stations import Stations, build_stations
@@ -36,15 +37,22 @@ class MetaModel:
         self.example = dict(example)
         self.sequences, self.sequence = tensors[0].shape[:2]
         self.title = f"{type(module).__name__}, {len(find_blocks(module))} repeated layers"
-        self._stations: dict[tuple[int, torch.dtype], Stations] = {}
+        self._stations: dict[tuple[Any, ...], Stations] = {}
 
     def described(self) -> dict[str, Any]:
         """What `--json` says of it."""
         return {"class": type(self.module).__name__, "layers": len(find_blocks(self.module))}
 
-    def stations(self, sequences: int, sequence: int, compute: torch.dtype) -> Stations:
+    def stations(
+        self,
+        sequences: int,
+        sequence: int,
+        compute: torch.dtype,
+        layers_per_slot: int = 1,
+        recompute: bool | int = True,
+    ) -> Stations:
         """The stations for training on that many sequences of the example."""
-        key = sequences, compute
+        key = sequences, compute, layers_per_slot, str(recompute)  # as keys 1 and True are one
         if key not in self._stations:
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             module = _without_memory(self.module, mode)
@@ -57,7 +65,8 @@ class MetaModel:
                 partition = partition_model(module, leaves, tree, compute)
                 if not partition.has_loss:
                     raise ShapeError(f"{type(self.module).__name__} gives no .loss for this example: has it labels?")
-                self._stations[key] = build_stations(partition, True, False, compute)
+                partition = merge_layers(partition, layers_per_slot)
+                self._stations[key] = build_stations(partition, True, False, compute, recompute=recompute)
         return self._stations[key]
 
     def model(self, sequence: int) -> nn.Module:

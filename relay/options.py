@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hal.device import NATIVE, PORTABLE, DeviceInfo
 from hal.memory import parse_size
-from relay.capture import Lowering
 from relay.eps.bound import STATE_DTYPES
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -29,7 +27,7 @@ _CHOICES: dict[str, Any] = {
     "on_device_lost": ("raise", "repeat"),
 }
 _POSITIVE = ("stall_seconds", "clip_grad_norm", "clip_grad_value")
-_COUNTS = ("microbatches", "slots", "programs")
+_COUNTS = ("microbatches", "slots", "programs", "layers_per_slot")
 
 
 def check(options: Mapping[str, Any]) -> None:
@@ -44,6 +42,10 @@ def check(options: Mapping[str, Any]) -> None:
         value = options[name]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+    if not isinstance(options["recompute"], int) or options["recompute"] < 0:
+        raise ValueError(
+            f"recompute={options['recompute']!r} must be True, False, or the number of segments that recompute"
+        )
     if not isinstance(options["seed"], int) or not 0 <= options["seed"] < 2**64:
         raise ValueError(f"seed={options['seed']!r} must be a whole number from 0 to 2**64 - 1")
 
@@ -56,7 +58,7 @@ def list_of_modules(
         if loss is not None:
             raise ValueError("loss= goes with a list of modules; a whole model gives its loss in output.loss")
         return None
-    modules: list[nn.Module] = list(model)  # type: ignore[arg-type]
+    modules: list[nn.Module] = list(model)
     if not modules or loss is None:
         raise ValueError("a list of modules needs at least one module, and loss=callable(output, targets)")
     if not all(isinstance(module, nn.Module) for module in modules):
@@ -76,10 +78,3 @@ def fixed_scale(scale: str | float) -> float:
 def size_or_none(size: int | str | None) -> int | None:
     """Bytes, where a limit is given."""
     return None if size is None else parse_size(size)
-
-
-def lowering_for(info: DeviceInfo) -> Lowering:
-    """Which graphs a device is given."""
-    if NATIVE not in info.tags:
-        return Lowering.CORE
-    return Lowering.PORTABLE if PORTABLE in info.tags else Lowering.NATIVE

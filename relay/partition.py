@@ -20,7 +20,9 @@ import torch
 from torch import nn
 
 from relay.blocks import find_blocks
-from relay.capture import as_fake, autocast, call_with, opaque_blocks, run_fake, trace
+from relay.capture import Decider, as_fake, autocast, call_with, opaque_blocks, run_fake, trace
+from relay.capture.attributes import PlainTensors, constants_of
+from relay.capture.outside import check_module, check_outside
 from relay.cutting import cut_graph
 from relay.errors import PartitionError
 from relay.huggingface import without_cache
@@ -41,6 +43,7 @@ def partition_model(
     Of its repeated blocks only the `active` take part, where given; the others hand on what they are given.
     Raises PartitionError or CaptureError.
     """
+    check_module(model)
     blocks = find_blocks(model)
     if not blocks:
         raise PartitionError(
@@ -64,14 +67,21 @@ def partition_model(
         return ([loss] if loss is not None else []) + results
 
     skipped = set() if active is None else set(blocks) - set(active)
-    with opaque_blocks(blocks, skipped) as calls, without_cache(model), autocast(compute):
-        traced = trace(run, (states, list(batch)), type(model).__name__)
+    check_outside(model, blocks)
+    decider = Decider(batch)
+    with PlainTensors(model) as plain:
+        with opaque_blocks(blocks, skipped) as calls, without_cache(model), autocast(compute):
+            traced = trace(run, (states, list(batch)), type(model).__name__, decider)
+    plain.refuse_states(type(model).__name__, constants_of(traced))
     if not calls:
         raise PartitionError(
             f"{type(model).__name__} did not call any of its repeated layers ({', '.join(list(blocks)[:3])}, ...) for "
             "this batch. Give the model as a list of modules, with loss=."
         )
-    return cut_graph(traced, dict(zip(state_names, states, strict=True)), calls, names, has_loss[0], structure[0])
+    held = dict(zip(state_names, states, strict=True))
+    partition = cut_graph(traced, held, calls, names, has_loss[0], structure[0])
+    partition.decisions = tuple(decider.decisions)
+    return partition
 
 
 def partition_list(
@@ -90,7 +100,9 @@ def partition_list(
 
     Without `target_tree` the last module's output is the result and there is no loss.
     """
-    names = _canonical_names(list_as_model(modules, loss))
+    model = list_as_model(modules, loss)
+    check_module(model)
+    names = _canonical_names(model)
     values: list[Value] = []
 
     def new_values(tensors: Sequence[torch.Tensor], producer: int | None) -> tuple[int, ...]:
@@ -140,6 +152,7 @@ def partition_list(
                 _own_names(segment_module, module, f"{name}.", names, buffers=False),
                 _own_names(segment_module, module, f"{name}.", names, buffers=True),
                 None if last else alike,
+                None if last else type(module),
             )
         )
         for source in sources:

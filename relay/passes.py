@@ -153,8 +153,8 @@ def metrics_of(
 
 
 def _bring(stash: Stash, ready: Ready) -> None:
-    partition = ready.stations[0].partition
     for microbatch, tensors in enumerate(ready.pieces.pieces):
+        partition = ready.stations[microbatch].partition
         for value, tensor in zip(partition.inputs, tensors, strict=True):
             if partition.values[value].consumers:
                 stash.bring(Key(value, False), microbatch, tensor.contiguous())

@@ -11,8 +11,7 @@ from typing import Any
 import click
 
 from relay.console import Size, json_option, print_json
-
-AT_LEAST_ONE = click.IntRange(min=1)
+from relay.shared_options import AT_LEAST_ONE, loss_scale_option
 
 
 @click.command()
@@ -32,6 +31,7 @@ AT_LEAST_ONE = click.IntRange(min=1)
     type=click.Choice(["fp32", "bf16", "int8"]),
     help="Allow only these; may be given several times.",
 )
+@loss_scale_option
 @click.option("--device", default="generic", show_default=True, help="A preset, or a .toml or .json file.")
 @click.option("--link", help="A preset or file.  [default: the device's own]")
 @click.option("--host", help="A preset or file.  [default: the device's own]")
@@ -42,7 +42,7 @@ AT_LEAST_ONE = click.IntRange(min=1)
 @json_option
 @click.pass_context
 def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any) -> None:
-    """Choose micro-batches, slots, stash and state dtype for the most tokens a second that fit.
+    """Choose micro-batches, slots, layers a slot, stash, recomputing and state dtype for the most tokens a second.
 
     \b
     Examples:

@@ -1,26 +1,36 @@
-"""Choosing how to run a model on a machine: micro-batches, slots, stash and state dtype, by simulating each choice.
+"""Choosing how to run a model on a machine, by simulating choices: micro-batches, slots, layers a slot, stash, what is
+recomputed, state dtype.
 
-It tries every combination that it is given, keeps those that fit device and host, and takes the fastest. Among
-choices within `TIE` of it the plainer one wins: states in more bits, activations on the device, fewer slots. It
-decides nothing that changes the model or the batch, and the dtype of states only among those that are allowed.
+Every combination of micro-batches, stash, slots and state dtypes is tried with one layer a slot and everything
+recomputed. From the fastest of each stash it goes on: as many segments keep their tensors as fit, or half of these;
+two, four, ... layers a slot while that helps; and then once more other numbers of micro-batches and slots. Among
+choices within `TIE` of the fastest the plainer one wins: states in more bits, activations on the device, everything
+recomputed, fewer layers a slot, fewer slots. It decides nothing that changes the model or the batch, and the dtype of
+states only among those that are allowed.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hal.memory import format_size
 from hal.spec import Machine, machine
 from relay.errors import RelayError
+from relay.meta_models import MetaModel
 from relay.shapes import ModelShape
-from relay.simulation import Simulation, check_precision, default_precision, resolve, simulate
+from relay.simulated_step import RunShape, SimulatedRun
+from relay.simulation import Simulation, check_precision, default_precision, resolve, shortfalls, simulate
 
 TIE = 0.02
 """Choices whose speeds differ by less than this share count as equal: predictions are no better than that."""
 
 _PLAINNESS = {"fp32": 0, "bf16": 1, "int8": 2, "device": 0, "host": 1}
+
+
+_OPTIONS = ("microbatches", "slots", "layers_per_slot", "stash", "recompute", "precision", "state_dtype")
 
 
 class NoPlan(RelayError):
@@ -49,7 +59,7 @@ class Plan:
             **self.options,
         }
         lines = [f"# {reason}" for reason in self.reasons]
-        lines += [f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value}" for key, value in rows.items()]
+        lines += [f"{key} = {json.dumps(value)}" for key, value in rows.items()]
         return "\n".join(lines) + "\n"
 
 
@@ -65,6 +75,7 @@ def plan(
     state_dtypes: Sequence[str] = ("fp32", "bf16", "int8"),
     stashes: Sequence[str] = ("device", "host"),
     slots: Sequence[int] = (2, 3),
+    loss_scale: str | float = "dynamic",
     host_memory: int | str | None = None,
     capacity: int | str | None = None,
     sequence: int = 1024,
@@ -78,46 +89,151 @@ def plan(
     resolved = resolve(model, **shape)
     precision = precision or default_precision(described)
     check_precision(described, precision)
-    found: list[Simulation] = []
-    refused: list[Simulation] = []
+    search = _Search(resolved, described, precision, loss_scale, batch, sequence, host_memory, capacity)
     for microbatches in _counts(batch):
         for stash in stashes:
             for count in slots:
                 for state_dtype in state_dtypes:
-                    one = simulate(
-                        resolved,
-                        device=described,
-                        host_memory=host_memory,
-                        capacity=capacity,
-                        precision=precision,
-                        must_fit=None,
-                        sequence=sequence,
-                        batch=batch,
-                        microbatches=microbatches,
-                        stash=stash,
-                        slots=count,
-                        state_dtype=state_dtype,
-                    )
-                    (found if one.fits else refused).append(one)
+                    search.try_one(microbatches=microbatches, stash=stash, slots=count, state_dtype=state_dtype)
+    found = search.found
     if not found:
+        refused = search.refused
         closest = min(refused, key=_excess)
+        hint = ""
+        if precision == "fp16" and loss_scale == "dynamic":
+            hint = " A fixed loss scale (loss_scale='fixed') would hold no gradients on the host."
         raise NoPlan(
             f"Nothing of {len(refused)} combinations fits. The closest ({_name(closest)}) still lacks: "
             + " ".join(closest.shortfalls)
+            + hint
         )
+    for stash in stashes:
+        starts = [one for one in found if one.run.stash == stash]
+        if starts:
+            search.refine(_chosen(starts), slots)
+    chosen = _chosen(found)
+    names = (*_OPTIONS, "loss_scale") if precision == "fp16" else _OPTIONS
+    options = {name: getattr(chosen.run, name) for name in names}
+    return Plan(options, chosen, tuple(_reasons(chosen, search)), len(search.tried))
+
+
+class _Search:
+    """What was tried, of one model on one machine."""
+
+    def __init__(
+        self,
+        shape: ModelShape | MetaModel,
+        described: Machine,
+        precision: str,
+        loss_scale: str | float,
+        batch: int,
+        sequence: int,
+        host_memory: int | str | None,
+        capacity: int | str | None,
+    ) -> None:
+        self.tried: dict[str, Simulation] = {}
+        self._shape = shape
+        self._batch = batch
+        self._fixed: dict[str, Any] = {
+            "device": described, "precision": precision, "loss_scale": loss_scale, "batch": batch,
+            "sequence": sequence, "host_memory": host_memory, "capacity": capacity, "must_fit": None,
+        }  # fmt: skip
+
+    @property
+    def found(self) -> list[Simulation]:
+        """Those that fit."""
+        return [one for one in self.tried.values() if one.fits]
+
+    @property
+    def refused(self) -> list[Simulation]:
+        """Those that do not."""
+        return [one for one in self.tried.values() if not one.fits]
+
+    def try_one(self, **options: Any) -> Simulation:
+        """Simulate a choice, once."""
+        key = repr(sorted(options.items()))
+        if key not in self.tried:
+            self.tried[key] = simulate(self._shape, **self._fixed, **options)
+        return self.tried[key]
+
+    def refine(self, start: Simulation, slots: Sequence[int]) -> None:
+        """Go on from a choice with what it keeps and how many layers share a slot."""
+        best = self._with_less_recompute(start)
+        layers = 2
+        while layers <= self._layers():
+            more = self._with_less_recompute(self._changed(best, layers_per_slot=layers, recompute=True))
+            if not more.fits or _speed(more) < _speed(best) * (1 + TIE):
+                break
+            best, layers = more, 2 * layers
+        if best is start:
+            return
+        counts = _counts(self._batch)
+        place = counts.index(best.run.microbatches)
+        for microbatches in counts[max(0, place - 1) : place + 2]:
+            for count in slots:
+                self._with_less_recompute(
+                    self._changed(best, microbatches=microbatches, slots=count, recompute=True), best.run.recompute
+                )
+
+    def _changed(self, one: Simulation, **changes: Any) -> Simulation:
+        names = ("microbatches", "stash", "slots", "state_dtype", "layers_per_slot", "recompute")
+        options = {name: getattr(one.run, name) for name in names} | changes
+        # What is as usual is not said, so that a choice is tried once only.
+        if options["layers_per_slot"] == 1:
+            del options["layers_per_slot"]
+        if options["recompute"] is True:
+            del options["recompute"]
+        return self.try_one(**options)
+
+    def _with_less_recompute(self, one: Simulation, wanted: bool | int = False) -> Simulation:
+        """The fastest of: everything recomputed; as many as fit (or are wanted) keeping; half of these."""
+        if not one.fits or wanted is True:
+            return one
+        segments = -(-self._layers() // one.run.layers_per_slot) + 1
+        least, most = int(wanted), segments
+        while least < most:
+            middle = (least + most) // 2
+            if self._fits(replace(one.run, recompute=middle), one):
+                most = middle
+            else:
+                least = middle + 1
+        if least >= segments:
+            return one
+        choices = [one, self._changed(one, recompute=least or False)]
+        if segments - least > 1:
+            choices.append(self._changed(one, recompute=(least + segments) // 2))
+        best = max((choice for choice in choices if choice.fits), key=_speed)
+        return best if _speed(best) > _speed(one) * (1 + TIE) else one
+
+    def _fits(self, run: RunShape, like: Simulation) -> bool:
+        prepared = SimulatedRun(self._shape, run, like.machine)
+        memory = prepared.memory()
+        prepared.close()
+        return not shortfalls(memory, like.device_capacity, like.host_capacity, like.machine.device.unified)
+
+    def _layers(self) -> int:
+        assert isinstance(self._shape, ModelShape)
+        return self._shape.layers
+
+
+def _speed(one: Simulation) -> float:
+    return one.tokens_per_second if one.fits else 0.0
+
+
+def _chosen(found: Sequence[Simulation]) -> Simulation:
+    """The plainest of the fastest."""
     best = max(one.tokens_per_second for one in found)
-    chosen = min(
+    return min(
         (one for one in found if one.tokens_per_second >= best * (1 - TIE)),
         key=lambda one: (
             _PLAINNESS[one.run.state_dtype],
             _PLAINNESS[one.run.stash],
+            one.run.recompute is not True,
+            one.run.layers_per_slot,
             one.run.slots,
             -one.tokens_per_second,
         ),
     )
-    run = chosen.run
-    options = {name: getattr(run, name) for name in ("microbatches", "slots", "stash", "precision", "state_dtype")}
-    return Plan(options, chosen, tuple(_reasons(chosen, found, refused)), len(found) + len(refused))
 
 
 def _counts(batch: int) -> list[int]:
@@ -135,20 +251,29 @@ def _excess(one: Simulation) -> float:
 
 def _name(one: Simulation) -> str:
     run = one.run
-    return f"{run.microbatches} micro-batches, {run.slots} slots, stash on the {run.stash}, {run.state_dtype} states"
+    kept = ""
+    if run.recompute is not True:
+        kept = f", {run.recompute} segments recomputing" if run.recompute else ", none recomputing"
+    layers = f" of {run.layers_per_slot} layers" if run.layers_per_slot > 1 else ""
+    return (
+        f"{run.microbatches} micro-batches, {run.slots} slots{layers}, stash on the {run.stash}, {run.state_dtype} "
+        f"states{kept}"
+    )
 
 
-def _reasons(chosen: Simulation, found: Sequence[Simulation], refused: Sequence[Simulation]) -> list[str]:
+def _reasons(chosen: Simulation, search: _Search) -> list[str]:
+    found, refused = search.found, search.refused
     reasons = [
         f"{_name(chosen)}: {chosen.tokens_per_second:,.1f} tokens/s, {format_size(chosen.memory.device_total)} of the "
         f"device and {format_size(chosen.memory.host_total)} of the host; bottleneck {chosen.bottleneck}",
         f"{len(found)} of {len(found) + len(refused)} combinations fit",
     ]
-    for option in ("state_dtype", "stash", "slots", "microbatches"):
-        for other in dict.fromkeys(getattr(one.run, option) for one in [*found, *refused]):
-            if other == getattr(chosen.run, option):
+    for option in ("state_dtype", "stash", "recompute", "layers_per_slot", "slots", "microbatches"):
+        values = [getattr(one.run, option) for one in [*found, *refused]]
+        for other in {repr(value): value for value in values}.values():
+            if repr(other) == repr(getattr(chosen.run, option)):
                 continue
-            speeds = [one.tokens_per_second for one in found if getattr(one.run, option) == other]
+            speeds = [one.tokens_per_second for one in found if repr(getattr(one.run, option)) == repr(other)]
             if speeds:
                 change = max(speeds) / chosen.tokens_per_second - 1
                 reasons.append(f"{option}={other} would give {change:+.1%} at best")

@@ -6,8 +6,8 @@ nothing and takes no memory of a device. Invariant: recording changes neither th
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +20,16 @@ from relay.batches import Batch, take_apart, weigh, without_empty
 from relay.blocks import plain_attributes, undisturbed
 from relay.buckets import Buckets
 from relay.capture import Lowering, Presence
+from relay.capture.outside import watching_draws
 from relay.errors import PartitionError
+from relay.merging import merge_layers
 from relay.partition import list_as_model, partition_list, partition_model
+from relay.program_cache import ProgramCache
 from relay.stations import Captures, Stations, build_stations
+from relay.workspace import level_kept
 
 _RECORDING = threading.RLock()
+logger = logging.getLogger("relay")
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,8 @@ class Ready:
 
 class Recorder:
     """A model, whole or as a list of modules with a loss, and what was recorded of it. `modules` is None for a whole
-    one. `programs` is how many shapes (and modes) are kept, `lowering` which graphs the device wants."""
+    one. `programs` is how many shapes (and modes) are kept, `lowering` which graphs the device wants and
+    `place` what native ones are traced for."""
 
     def __init__(
         self,
@@ -50,18 +56,21 @@ class Recorder:
         programs: int,
         buckets: Buckets | None,
         shared_inputs: Sequence[str],
+        layers_per_slot: int,
+        recompute: bool | int,
     ) -> None:
         assert model is not None or modules is not None
         self.modules = modules
         self.model: nn.Module = model if model is not None else list_as_model(modules or [], loss)
-        self.cache: OrderedDict[Any, Stations] = OrderedDict()
+        self.cache = ProgramCache(programs)
         self._loss = loss
         self._microbatches = microbatches
         self._compute = compute
-        self.lowering = Lowering.NATIVE
-        self._programs = programs
+        self.lowering, self.place = Lowering.NATIVE, torch.device("cpu")
         self._buckets = buckets
         self._shared_inputs = tuple(shared_inputs)
+        self._layers_per_slot = layers_per_slot
+        self._recompute = recompute
         self._presences: dict[str, Presence] = {}
         self._captures = Captures()
 
@@ -106,9 +115,11 @@ class Recorder:
         for other in stations[1:]:
             if other is not stations[0] and other.signature() != stations[0].signature():
                 raise PartitionError(
-                    "The model takes another path for the last, smaller micro-batch than for the others, so they "
-                    "cannot share a step. Make the batch a multiple of microbatches."
+                    "The model calls other layers for one micro-batch than for the others (a smaller last one, or one "
+                    "in which it found other numbers), so they cannot share a step. Make the batch a multiple of "
+                    "microbatches, or give it with microbatches=1."
                 )
+        level_kept(stations)
         return Ready(pieces, weights, stations)
 
     def take_apart(self, batch: Any, training: bool, needs_targets: bool) -> Batch:
@@ -125,12 +136,10 @@ class Recorder:
         """The stations for one piece of a batch, recorded if they are not there yet."""
         trainable = tuple(parameter.requires_grad for parameter in self.model.parameters())
         key = (batch.signature(number), training, results, trainable, active, plain_attributes(self.model))
-        stations = self.cache.get(key)
+        stations = self.cache.find(key, batch.pieces[number])
         if stations is None:
-            stations = self.cache[key] = self._record(batch, batch.pieces[number], training, results, active)
-        self.cache.move_to_end(key)
-        while len(self.cache) > self._programs:
-            self.cache.popitem(last=False)
+            stations = self._record(batch, batch.pieces[number], training, results, active)
+            self.cache.add(key, stations)
         return stations
 
     def plain_bytes(self, stations: Stations) -> int:
@@ -151,7 +160,10 @@ class Recorder:
         active: tuple[str, ...] | None,
     ) -> Stations:
         """Partition and capture for the shapes of one piece. Tracing is not made for several threads at once."""
-        with _RECORDING, undisturbed(self.model):
+        shapes = ", ".join("x".join(map(str, tensor.shape)) or "1" for tensor in tensors)
+        purpose = "training" if training else "evaluation"
+        logger.info("compiling for %s on micro-batches of %s", purpose, shapes)
+        with _RECORDING, undisturbed(self.model), watching_draws():
             if self.modules is None:
                 partition = partition_model(self.model, tensors, batch.tree, self._compute, active)
             else:
@@ -159,6 +171,8 @@ class Recorder:
                 partition = partition_list(
                     self.modules, self._loss, inputs, batch.tree, targets, batch.target_tree, self._compute, active
                 )
+            partition = merge_layers(partition, self._layers_per_slot)
             return build_stations(
-                partition, training, results, self._compute, self._presences, self.lowering, self._captures
-            )
+                partition, training, results, self._compute, self._presences, self.lowering, self._captures,
+                self._recompute, self.place,
+            )  # fmt: skip

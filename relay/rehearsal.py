@@ -70,7 +70,13 @@ def rehearse(
 
 
 def refuse_beyond(
-    capacity: int, ledger: Ledger, precision: str, state_dtype: str, stash: str, keeps_gradients: bool
+    capacity: int,
+    ledger: Ledger,
+    precision: str,
+    state_dtype: str,
+    stash: str,
+    keeps_gradients: bool,
+    keeps_tensors: bool,
 ) -> None:
     """Raise OutOfMemory, with the ledger and what would reduce it, where the ledger passes the capacity."""
     if ledger.total <= capacity:
@@ -81,7 +87,7 @@ def refuse_beyond(
     elif state_dtype == "bf16":
         advice.append("state_dtype='int8' (about 1 byte a moment instead of 2)")
     if stash == "host":
-        advice.append("stash='device'")
+        advice.append("recompute=True, or stash='device'" if keeps_tensors else "stash='device'")
     if keeps_gradients:
         advice.append("neither clip_grad_norm= nor precision='fp16' (both keep all gradients until the norm is known)")
     advice.append("an optimizer with fewer moments (Lion has one, SGD without momentum none)")

@@ -132,7 +132,20 @@ class _Visit:
     number: int
     one_pass: str
     content: SlotContent
+    station: Station
     slot: DeviceSlot | None = None
+
+    @property
+    def visited(self) -> Pass:
+        """What it runs."""
+        one = self.station.backward if self.one_pass == "backward" else self.station.forward
+        assert one is not None
+        return one
+
+    def changes_what_is_in(self, other: _Visit) -> bool:
+        """Whether it changes a buffer that another segment holds too."""
+        updates = self.visited.updates
+        return any(self.station.buffers[index] in other.station.buffers for index in updates) if updates else False
 
 
 class Relay:
@@ -153,10 +166,10 @@ class Relay:
         stations = step.pieces[0].stations
         last = len(stations) - 1
         # Below the first segment with anything to differentiate there is nothing to go back for.
-        visits = [_Visit(index, "forward", step.contents[index]) for index in range(last)]
-        visits.append(_Visit(last, "backward", step.contents[last]))
+        visits = [_Visit(index, "forward", step.contents[index], stations[index]) for index in range(last)]
+        visits.append(_Visit(last, "backward", step.contents[last], stations[last]))
         visits += [
-            _Visit(index, "backward", step.contents[index])
+            _Visit(index, "backward", step.contents[index], stations[index])
             for index in reversed(range(last))
             if stations[index].backward is not None
         ]
@@ -193,7 +206,10 @@ class Relay:
         def at_the_end(microbatch: int) -> tuple[list[View], list[View], list[Event]]:
             return [], [step.losses[microbatch]] if step.losses else [], []
 
-        visits = [_Visit(index, "forward", content) for index, content in enumerate(step.contents)]
+        stations = step.pieces[0].stations
+        visits = [
+            _Visit(index, "forward", content, stations[index]) for index, content in enumerate(step.contents)
+        ]
         for visit in self._relay(visits, ran):
             self._visit(visit, step, ran, at_the_end if visit.number == last else None)
 
@@ -209,6 +225,9 @@ class Relay:
                 assert coming.slot is not None
                 before = [earlier for earlier in visits[position:submitted] if earlier.slot is coming.slot]
                 if any(earlier.content is not coming.content for earlier in before):
+                    break
+                # Nor before a buffer that two segments share has come home from the one that changes it first.
+                if any(earlier.changes_what_is_in(coming) for earlier in visits[position:submitted]):
                     break
                 self._submit_load(coming.slot, coming.content, ran)
                 submitted += 1
@@ -239,7 +258,7 @@ class Relay:
             assert one is not None
             assert one.kernel is not None
             accesses = [stash.access(Key(value, False), microbatch, False) for value in one.reads]
-            inputs = [*slot.parameters, *[access.view for access in accesses]]
+            inputs = [*slot.parameters, *[view for access in accesses for view in access.views]]
             waits: list[Event] = []
             outputs: list[View] = []
             if special is not None:
@@ -255,7 +274,7 @@ class Relay:
             for value in one.writes[len(outputs) :]:
                 access = stash.access(Key(value, False), microbatch, True)
                 accesses.append(access)
-                outputs.append(access.view)
+                outputs += access.views
             outputs += [slot.parameters[len(station.parameters) + index] for index in one.updates]
             if one.parameter_gradients:
                 outputs += slot.gradients
@@ -271,7 +290,7 @@ class Relay:
                 inputs,
                 outputs,
                 one.first if microbatch == 0 else one.later,
-                RandomKey(step.seed, step.number, visit.number, microbatch) if one.program.draws else None,
+                RandomKey(step.seed, step.number, station.segment.place, microbatch) if one.program.draws else None,
                 waits,
                 bool(one.parameter_gradients),
             )
@@ -285,8 +304,8 @@ class Relay:
 
     def _send_buffers(self, visit: _Visit, station: Station, ran: Ran) -> None:
         """Buffers that a forward changed go home; on a unified device they never left."""
-        one = station.backward if visit.one_pass == "backward" else station.forward
-        if one is None or not one.updates or self._device.info.unified:
+        one = visit.visited
+        if not one.updates or self._device.info.unified:
             return
         slot = visit.slot
         assert slot is not None

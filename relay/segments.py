@@ -11,19 +11,30 @@ from typing import Any
 import torch
 from torch import nn
 
+from hal.slot import Field
+from relay.capture.decisions import Decision
 from relay.trees import TensorTree
 from relay.weighing import LossWeight
 
 
 @dataclass(eq=False)
 class Value:
-    """A tensor that one segment makes (or the batch brings, where `producer` is None) and others use."""
+    """A tensor that one segment makes (or the batch brings, where `producer` is None) and others use.
+
+    With `parts` it is what a segment's forward keeps for its own backward: several tensors in one piece of memory.
+    """
 
     index: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     producer: int | None
     consumers: list[int] = field(default_factory=list)
+    parts: tuple[Field, ...] = ()
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """The tensors that its memory holds: itself, or its parts."""
+        return self.parts or (Field(0, self.shape, self.dtype),)
 
 
 @dataclass(eq=False)
@@ -31,7 +42,9 @@ class Segment:
     """One station of the relay. `module(*inputs)` returns the tuple of its outputs.
 
     `parameters` and `buffers` map the module's own names to the model's. `alike` is what tells whether two
-    segments are built alike (`relay.blocks.same_structure`), or None where nothing can be alike.
+    segments are built alike (`relay.blocks.same_structure`), or None where nothing can be alike. `kind` is equal for
+    layers of one stack, which may share a slot, and None for what is no layer. `place` is the segment's number among
+    all layers, however many share a slot: what random keys count by. `layers` is how many layers it holds.
     """
 
     index: int
@@ -42,6 +55,13 @@ class Segment:
     parameters: dict[str, str]
     buffers: dict[str, str]
     alike: Any = None
+    kind: Any = None
+    place: int = -1
+    layers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.place < 0:
+            self.place = self.index
 
 
 @dataclass(eq=False)
@@ -49,7 +69,8 @@ class Partition:
     """A model cut up for batches of one shape. `inputs` are the values of the batch's tensors in order.
 
     The last segment's first output is the loss when `has_loss`; `results` are the values of the model's other
-    outputs, which `result_tree` puts back into the model's own structure.
+    outputs, which `result_tree` puts back into the model's own structure. `decisions` are the model's questions about
+    the batch that was traced: for one that answers otherwise it takes another path.
     """
 
     segments: list[Segment]
@@ -59,3 +80,4 @@ class Partition:
     results: tuple[int, ...]
     result_tree: TensorTree
     loss_weight: LossWeight | None
+    decisions: tuple[Decision, ...] = ()

@@ -25,11 +25,11 @@ from relay.errors import RelayError
 from relay.interrupts import DeferredInterrupt
 from relay.rehearsal import Build, CountingHost, refuse_beyond, rehearse
 from relay.schedule import Ran, Relay, SlotRing
-from relay.stash import STASH_STATE, Key, Stash
+from relay.stash import STASH_STATE, Key, Stash, device_bytes, host_bytes, kept_bytes
 from relay.stations import Stations, changing_buffers, gradient_fields, wanted_of
 from relay.trace import Trace
 from relay.watchdog import Watchdog, waited_for
-from relay.workspace import Requirement, kernel_workspace, plan_for, scalar_bytes, slot_sizes
+from relay.workspace import Requirement, kernel_workspace, plans_for, scalar_bytes, slot_sizes
 
 KEPT_BUFFERS = "buffers before the step"
 QUEUES = ("compute", "load", "drain", "stash in", "stash out")
@@ -95,11 +95,12 @@ class Session:
         store = rehearse(self._model, counting, self._build, wanted, lay_out, plans, groups)
         for name in changing_buffers(stations) if training else ():
             counting.alloc(store[name].numel(), store[name].dtype, KEPT_BUFFERS)
-        stash = plan_for(stations, self._stash_place, training).host_bytes(len(pieces))
+        stash = host_bytes(plans_for(pieces, self._stash_place, training))
         counting.ledger.add(STASH_STATE, torch.uint8, stash)
         refuse_beyond(
-            capacity, counting.ledger, self._precision, self._state_dtype, self._stash_place, self.server.held
-        )
+            capacity, counting.ledger, self._precision, self._state_dtype, self._stash_place, self.server.held,
+            any(value.parts for value in stations.partition.values),
+        )  # fmt: skip
         self._rehearsed.add(id(stations))
 
     def contents(self, stations: Stations) -> list[SlotContent]:
@@ -145,14 +146,16 @@ class Session:
             parameter_size = max(parameter_size, ring.parameter_size)
             gradient_size = max(gradient_size, ring.gradient_size)
         grows = ring is None or (parameter_size, gradient_size) != (ring.parameter_size, ring.gradient_size)
-        plan = plan_for(pieces[0], self._stash_place, purpose == "train")
+        stash_plans = plans_for(pieces, self._stash_place, purpose == "train")
         largest = max(contents, key=lambda content: content.size)
         requirement = Requirement(
             slots=self._slot_count * (parameter_size + gradient_size),
             slot_count=self._slot_count,
-            stash=plan.device_bytes(len(pieces)),
+            stash=device_bytes(stash_plans),
             workspace=max(kernel_workspace(one) for one in distinct),
             scalars=scalar_bytes(len(pieces)),
+            kept=kept_bytes(stash_plans),
+            layers=max(station.segment.layers for station in pieces[0].stations),
         )
         requirement.check(self.device.info.name, self.capacity, self._stash_place, len(pieces), largest.name)
         self._advice = requirement.advice(self._stash_place, len(pieces), largest.name)
@@ -330,14 +333,14 @@ class Session:
         key = (purpose, tuple(pieces))
         if self._stash is None or self._stash_key != key:
             self._free_stash()
-            plan = plan_for(pieces[0], self._stash_place, purpose == "train")
-            shapes = [[(value.shape, value.dtype) for value in one.partition.values] for one in pieces]
+            stash_plans = plans_for(pieces, self._stash_place, purpose == "train")
+            values = [one.partition.values for one in pieces]
             self._scalars = self.device.alloc(scalar_bytes(len(pieces)), "losses and seeds")
             queues = self.device.queue("stash in"), self.device.queue("stash out")
-            self._stash = Stash(plan, self.device, self.host, *queues, shapes)
+            self._stash = Stash(stash_plans, self.device, self.host, *queues, values)
             self._stash_key = key
-            for value in pieces[0].unfed if purpose == "train" else ():
-                for microbatch in range(len(pieces)):
+            for microbatch, one in enumerate(pieces):
+                for value in one.unfed if purpose == "train" else ():
                     view = self._stash.access(Key(value, True), microbatch, True).view
                     queues[0].fill(view, 0.0).wait()
         return self._stash

@@ -23,9 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from relay.capture import Lowering
 from relay.errors import RelayError
+from relay.merging import merge_layers
 from relay.models import Block, Embedding, Head, cross_entropy
 from relay.segments import Partition, Segment, Value
-from relay.stations import Stations, build_stations
+from relay.stations import CPU, Captures, Stations, build_stations, recomputing
 from relay.trees import tensor_leaves
 
 
@@ -91,9 +92,18 @@ class ModelShape:
         """What `--json` says of it."""
         return asdict(self)
 
-    def stations(self, sequences: int, sequence: int, compute: torch.dtype) -> Stations:
+    def stations(
+        self,
+        sequences: int,
+        sequence: int,
+        compute: torch.dtype,
+        layers_per_slot: int = 1,
+        recompute: bool | int = True,
+    ) -> Stations:
         """See `stations_of`."""
-        return stations_of(self, sequences, sequence, compute)
+        # Of a cache's keys 1 and True are one, so the number is worked out here.
+        count = recomputing(recompute, -(-self.layers // layers_per_slot) + 2)
+        return stations_of(self, sequences, sequence, compute, min(layers_per_slot, self.layers), count)
 
     def model(self, sequence: int) -> nn.Module:
         """See `model_of`."""
@@ -269,7 +279,7 @@ class _End(nn.Module):
 def model_of(shape: ModelShape, sequence: int) -> nn.Module:
     """A module with the parameters of the whole model by name, on torch's meta device. It cannot be called."""
     model = nn.Module()
-    start, layer, end = _templates(shape, sequence)
+    start, (layer,), end = _templates(shape, sequence)
     parts = [("embedding", start), *((f"layer_{n}", layer) for n in range(shape.layers)), ("head", end)]
     for name, template in parts:
         part = nn.Module()
@@ -283,26 +293,54 @@ def model_of(shape: ModelShape, sequence: int) -> nn.Module:
 
 @functools.lru_cache(maxsize=16)
 def stations_of(
-    shape: ModelShape, sequences: int, sequence: int, compute: torch.dtype, lowering: Lowering = Lowering.NATIVE
+    shape: ModelShape,
+    sequences: int,
+    sequence: int,
+    compute: torch.dtype,
+    layers_per_slot: int = 1,
+    recompute: int | None = None,
+    lowering: Lowering = Lowering.NATIVE,
+    place: torch.device = CPU,
 ) -> Stations:
-    """The stations for training on a micro-batch of `sequences` x `sequence` tokens, captured in `compute`."""
+    """The stations for training on a micro-batch of `sequences` x `sequence` tokens, captured in `compute`, in the
+    graphs that a device wants (`relay.capture.graphs_for`).
+
+    The first `recompute` segments recompute their forward; all of them where no number is given.
+    """
     mode = FakeTensorMode()
     with mode:
-        partition = _partition(shape, sequences, sequence, _templates(shape, sequence, mode))
-        return build_stations(partition, True, False, compute, lowering=lowering)
+        templates = _templates(shape, sequence, mode, layers_per_slot)
+        partition = merge_layers(_partition(shape, sequences, sequence, templates), layers_per_slot)
+        known = _captures(shape, compute, lowering, place)
+        first = True if recompute is None else recompute
+        return build_stations(
+            partition, True, False, compute, lowering=lowering, captures=known, recompute=first, place=place
+        )
 
 
-def _templates(shape: ModelShape, sequence: int, mode: FakeTensorMode | None = None) -> list[nn.Module]:
+@functools.lru_cache(maxsize=4)
+def _captures(shape: ModelShape, compute: torch.dtype, lowering: Lowering, place: torch.device) -> Captures:
+    """What was captured of the shape's layers in that dtype and for that device, for whichever batches."""
+    return Captures()
+
+
+def _templates(
+    shape: ModelShape, sequence: int, mode: FakeTensorMode | None = None, layers: int = 1
+) -> tuple[_Start, list[_Layer], _End]:
+    """Modules for start and end, and as many for the layers as stand in one segment."""
     with mode or FakeTensorMode():
-        start, layer, end = _Start(shape, sequence), _Layer(shape), _End(shape)
+        start, end = _Start(shape, sequence), _End(shape)
+        repeated = [_Layer(shape) for _ in range(layers)]
         if shape.tied:
             words = start.embedding if shape.gated else start.embedding.token
             end.head.projection.weight = words.weight
-    return [start, layer, end]
+    return start, repeated, end
 
 
-def _partition(shape: ModelShape, sequences: int, sequence: int, templates: Sequence[nn.Module]) -> Partition:
-    start, layer, end = templates
+def _partition(
+    shape: ModelShape, sequences: int, sequence: int, templates: tuple[nn.Module, Sequence[nn.Module], nn.Module]
+) -> Partition:
+    start, layers, end = templates
     tokens, stream = (sequences, sequence), (sequences, sequence, shape.hidden)
     last = shape.layers + 1
     values = [Value(0, tokens, torch.int64, None, [0]), Value(1, tokens, torch.int64, None, [last])]
@@ -312,12 +350,13 @@ def _partition(shape: ModelShape, sequences: int, sequence: int, templates: Sequ
     segments = []
     for index in range(last + 1):
         name = "embedding" if index == 0 else "head" if index == last else f"layer_{index - 1}"
-        module = start if index == 0 else end if index == last else layer
+        inner = 0 < index < last
+        module = layers[(index - 1) % len(layers)] if inner else start if index == 0 else end
         names = {own: f"{name}.{own.replace('.', '__')}" for own, _ in module.named_parameters()}
         if index == last and shape.tied:
             names["head.projection.weight"] = f"embedding.{words}"
         inputs = (0,) if index == 0 else (1 + index, 1) if index == last else (1 + index,)
-        alike = (module, "layer") if module is layer else None
-        segments.append(Segment(index, name, module, inputs, (2 + index,), names, {}, alike))
+        alike, kind = ((module, "layer"), "layer") if inner else (None, None)
+        segments.append(Segment(index, name, module, inputs, (2 + index,), names, {}, alike, kind))
     _, nothing = tensor_leaves(())
     return Partition(segments, values, (0, 1), True, (), nothing, None)

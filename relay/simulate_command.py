@@ -13,8 +13,7 @@ from typing import Any
 import click
 
 from relay.console import Size, json_option, print_json
-
-AT_LEAST_ONE = click.IntRange(min=1)
+from relay.shared_options import AT_LEAST_ONE, layers_per_slot_option, loss_scale_option, recompute_option
 
 
 class Count(click.ParamType):
@@ -38,7 +37,7 @@ class Count(click.ParamType):
 
 SWEPT = (
     "device", "link", "host", "software", "layers", "hidden", "heads", "seq", "batch", "microbatches", "precision",
-    "state-dtype", "stash", "slots",
+    "state-dtype", "stash", "slots", "layers-per-slot", "recompute", "loss-scale",
 )  # fmt: skip
 
 
@@ -58,13 +57,9 @@ SWEPT = (
 @click.option("--stash", default="host", show_default=True, type=click.Choice(["device", "host"]))
 @click.option("--slots", default=2, show_default=True, type=AT_LEAST_ONE, help="Layers on the device at a time.")
 @click.option("--clip", type=click.FloatRange(min=0, min_open=True), help="Clip the gradients' global norm.")
-@click.option(
-    "--loss-scale",
-    default="fixed",
-    show_default=True,
-    type=click.Choice(["fixed", "dynamic"]),
-    help="Of fp16; a dynamic one holds all gradients on the host until they are known to be finite.",
-)
+@layers_per_slot_option
+@recompute_option
+@loss_scale_option
 @click.option("--device", default="generic", show_default=True, help="A preset, or a .toml file of the same form.")
 @click.option("--link", help="A preset or file.  [default: the device's own]")
 @click.option("--host", help="A preset or file.  [default: the device's own]")
@@ -130,6 +125,7 @@ def _simulate(options: dict[str, Any], sensitivity: bool = False, record: bool =
         **{name: options[name] for name in ("config", "layers", "hidden", "heads", "ffn", "precision")},
         **{name: options[name] for name in ("device", "link", "host", "software", "host_memory", "capacity")},
         **{name: options[name] for name in ("batch", "state_dtype", "stash", "slots", "loss_scale")},
+        **{name: options[name] for name in ("layers_per_slot", "recompute")},
         vocabulary=options["vocab"],
         sequence=options["seq"],
         microbatches=options["microbatches"] or options["batch"],

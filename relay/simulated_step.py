@@ -29,9 +29,9 @@ from relay.meta_models import MetaModel
 from relay.schedule import Ran, Relay, TrainingStep
 from relay.session import Session
 from relay.shapes import ModelShape, ShapeError
-from relay.stash import Key, Stash
+from relay.stash import Key, Stash, device_bytes, kept_bytes
 from relay.stations import Stations
-from relay.workspace import kernel_workspace, plan_for, slot_sizes
+from relay.workspace import kernel_workspace, level_kept, plans_for, slot_sizes
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 UNLIMITED = 10**18
@@ -41,8 +41,8 @@ UNLIMITED = 10**18
 class RunShape:
     """How a model is to be trained: what `relay.Trainer` takes, by the same names.
 
-    `loss_scale` "dynamic" keeps all gradients of a fp16 step until they are known to be finite, "fixed" updates at
-    once. `sequence` is tokens in a sequence, `batch` sequences in a step.
+    `loss_scale` "dynamic" keeps all gradients of a fp16 step until they are known to be finite, a number (whichever, or
+    "fixed") updates at once. `sequence` is tokens in a sequence, `batch` sequences in a step.
     """
 
     sequence: int = 1024
@@ -53,7 +53,9 @@ class RunShape:
     stash: str = "device"
     slots: int = 2
     clip_grad_norm: float | None = None
-    loss_scale: str = "fixed"
+    loss_scale: str | float = "dynamic"
+    layers_per_slot: int = 1
+    recompute: bool | int = True
     optimizer: Any = field(default_factory=AdamW)
 
     @property
@@ -122,7 +124,10 @@ class SimulatedRun:
         self.run = run
         compute = COMPUTE_DTYPES[run.precision]
         sizes = run.pieces()
-        self._stations = [shape.stations(size, run.sequence, compute) for size in sizes]
+        self._stations = [
+            shape.stations(size, run.sequence, compute, run.layers_per_slot, run.recompute) for size in sizes
+        ]
+        level_kept(self._stations)
         self._device = _open(replace(machine, device=machine.device.with_values(memory=float(UNLIMITED))))
         host = self._device.host(UNLIMITED)
         model = shape.model(run.sequence)
@@ -150,12 +155,13 @@ class SimulatedRun:
 
     def memory(self) -> Memory:
         """The whole requirement, known before any step."""
-        plan = plan_for(self._stations[0], self.run.stash, True)
+        plans = plans_for(self._stations, self.run.stash, True)
         parameters, gradients = slot_sizes(self._contents)
         rows = {
             "slots: weights": self.run.slots * parameters,
             "slots: gradients": self.run.slots * gradients,
-            "stash of activations": plan.device_bytes(len(self._stations)),
+            "stash of activations": device_bytes(plans) - kept_bytes(plans),
+            "tensors kept for backward": kept_bytes(plans),
             "workspace of kernels": max(kernel_workspace(one) for one in set(self._stations)),
         }
         peak = self._device.memory().peak

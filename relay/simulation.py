@@ -9,6 +9,7 @@ because board power says little about the power drawn (published comparisons are
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -249,8 +250,8 @@ def simulate(
     The model is a name, a `config.json`, numbers, or an `nn.Module` (on torch's meta device it takes no memory) with
     an `example` of a step's batch. `device`, `link` and `host` are presets or TOML files (or one `Machine`);
     `host_memory` and `capacity` (of the device) are bytes, or such as "512GB". `run` takes `sequence`, `batch`,
-    `microbatches`, `state_dtype`, `stash`, `slots`, `clip_grad_norm`, `loss_scale` and `optimizer`, as `RunShape` has
-    them.
+    `microbatches`, `state_dtype`, `stash`, `slots`, `layers_per_slot`, `recompute`, `clip_grad_norm`, `loss_scale` and
+    `optimizer`, as `RunShape` has them.
 
     Raises DoesNotFit, with ledgers and what would fit, unless `must_fit` is False (or None, which does not look for
     what would fit either); SpecError for arithmetic that the device does not have; ShapeError for a model or batch
@@ -268,22 +269,22 @@ def simulate(
     limits = _capacities(described, capacity, host_memory)
     prepared = SimulatedRun(shape, wanted, described)
     memory = prepared.memory()
-    shortfalls = _shortfalls(memory, *limits, described.device.unified)
+    missing = shortfalls(memory, *limits, described.device.unified)
     step: Step | None = None
-    if not shortfalls:
+    if not missing:
         if record:
             prepared.record()
         step = prepared.step()
     prepared.close()
-    seeks = bool(shortfalls) and must_fit is not None
+    seeks = bool(missing) and must_fit is not None
     suggestions = _suggestions(shape, wanted, described, *limits) if seeks else ()
     gains: dict[str, float] = {}
     if step is not None and sensitivity:
         gains = _sensitivity(shape, wanted, described, step.timeline.now)
-    result = Simulation(shape, wanted, described, memory, *limits, shortfalls, suggestions, step, gains)
-    if shortfalls and must_fit:
+    result = Simulation(shape, wanted, described, memory, *limits, missing, suggestions, step, gains)
+    if missing and must_fit:
         advice = f" What would fit: {'; '.join(suggestions)}." if suggestions else " No smaller setting fits either."
-        raise DoesNotFit(" ".join(shortfalls) + advice, result)
+        raise DoesNotFit(" ".join(missing) + advice, result)
     return result
 
 
@@ -305,7 +306,8 @@ def _capacities(
     return limit, int(host["memory"]) if host_memory is None else parse_size(host_memory)
 
 
-def _shortfalls(memory: Memory, device: int, host: int, unified: bool) -> tuple[str, ...]:
+def shortfalls(memory: Memory, device: int, host: int, unified: bool) -> tuple[str, ...]:
+    """What is too little for a run, in words; nothing where it fits."""
     found = []
     if unified:
         # One memory for both; what a slot would hold is the host's own.
@@ -340,10 +342,14 @@ def _suggestions(
     scales: list[dict[str, Any]] = [{}]
     if run.precision == "fp16" and run.loss_scale == "dynamic":
         scales.append({"loss_scale": "fixed"})
-    for scale in scales:
+    lesser = {"recompute": True, "layers_per_slot": 1}
+    segments: list[dict[str, Any]] = [{}]
+    if any(getattr(run, key) != value for key, value in lesser.items()):
+        segments.append(lesser)
+    for scale, segment in itertools.product(scales, segments):
         for state in states:
             for place in places:
-                together = {**scale, **state, **place}
+                together = {**scale, **segment, **state, **place}
                 change = {key: value for key, value in together.items() if getattr(run, key) != value}
                 if change and change not in changes:
                     changes.append(change)
@@ -354,7 +360,7 @@ def _suggestions(
         prepared = SimulatedRun(shape, replace(run, **change), described)
         memory = prepared.memory()
         prepared.close()
-        if not _shortfalls(memory, device, host, described.device.unified):
+        if not shortfalls(memory, device, host, described.device.unified):
             found.append(change)
         if len(found) == 3:
             break

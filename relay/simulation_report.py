@@ -16,9 +16,14 @@ from hal.memory import format_size
 from hal.spec import Spec
 from hal.virtual import LANES
 from relay.files import write_whole
+from relay.simulated_step import RunShape
 from relay.simulation import Simulation
 
 _TRACKS = {"down": "link down", "up": "link up", "compute": "compute", "host": "host optimizer"}
+_RUN = (
+    "sequence", "batch", "microbatches", "precision", "state_dtype", "stash", "slots", "layers_per_slot", "recompute",
+    "loss_scale",
+)  # fmt: skip
 
 
 def as_json(found: Simulation, tokens: float | None) -> dict[str, Any]:
@@ -30,10 +35,7 @@ def as_json(found: Simulation, tokens: float | None) -> dict[str, Any]:
         "would_fit": list(found.suggestions),
         "parameters": memory.parameters,
         "model": shape.described(),
-        "run": {
-            key: getattr(run, key)
-            for key in ("sequence", "batch", "microbatches", "precision", "state_dtype", "stash", "slots", "loss_scale")
-        },
+        "run": {key: getattr(run, key) for key in _RUN},
         "device": {
             "name": found.machine.device.name,
             "capacity_bytes": found.device_capacity,
@@ -96,6 +98,14 @@ def tier(found: Simulation) -> str:
     return f"preset, with assumptions ({', '.join(assumed)})" if assumed else "preset"
 
 
+def _of_segments(run: RunShape) -> str:
+    """What is said of layers a slot and recomputing, where it is not as usual."""
+    words = f" of {run.layers_per_slot} layers" if run.layers_per_slot > 1 else ""
+    if run.recompute is not True:
+        words += f", {run.recompute} segments recompute" if run.recompute else ", nothing recomputed"
+    return words
+
+
 def as_text(found: Simulation, tokens: float | None) -> str:
     """The verdict first, then ledgers, then time and energy."""
     machine, run, memory = found.machine, found.run, found.memory
@@ -105,7 +115,7 @@ def as_text(found: Simulation, tokens: float | None) -> str:
         "states",
         f"{machine.device.title}, {machine.link.title}, {machine.host.title}",
         f"{run.tokens:,} tokens a step: {run.batch} sequences of {run.sequence} in {len(run.pieces())} micro-batches, "
-        f"stash on the {run.stash}, {run.slots} slots",
+        f"stash on the {run.stash}, {run.slots} slots{_of_segments(run)}",
         "",
         f"verdict         {'it fits' if found.fits else 'it does not fit'}",
     ]
@@ -122,7 +132,7 @@ def as_text(found: Simulation, tokens: float | None) -> str:
             lines.append(f"  {state:<28} {dtype:<9} {format_size(size):>10} {size / 2**30:>9.1f} GiB")
     if memory.page_locked:
         lines.append(f"  of which page-locked {'':<17} {format_size(memory.page_locked):>10}")
-    if run.precision == "fp16" and run.loss_scale == "fixed":
+    if run.precision == "fp16" and run.loss_scale != "dynamic":
         held = 4 * memory.parameters
         lines.append(f"  (fixed loss scale; a dynamic one holds all gradients: {format_size(held)} more)")
     if found.step is None:

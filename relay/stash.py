@@ -21,8 +21,11 @@ from hal.device import Buffer, Device, Queue, View
 from hal.event import Event
 from hal.host import Host
 from hal.slot import ALIGNMENT
+from relay.segments import Value
 
 STASH_STATE = "stash of boundary activations"
+KEPT_RING = 2
+"""Device buffers for what streams of the tensors that segments keep: one computes while the next one's arrive."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,16 @@ class Key:
 
 @dataclass
 class Life:
-    """The first and last visit of a step in which a key is used, its bytes, and whether it streams from the host."""
+    """The first and last visit of a step in which a key is used, its bytes, and whether it streams from the host.
+
+    `kept` where it holds what a segment keeps for its own backward: large, and one a visit.
+    """
 
     first: int
     last: int
     size: int
     streams: bool
+    kept: bool = False
 
 
 @dataclass
@@ -50,17 +57,51 @@ class StashPlan:
     cell_of: dict[Key, int] = field(default_factory=dict)
     sizes: list[int] = field(default_factory=list)
     streams: list[bool] = field(default_factory=list)
+    kept: list[bool] = field(default_factory=list)
     ring_size: int = 0
     ring_count: int = 0
+    kept_ring_size: int = 0
 
-    def device_bytes(self, microbatches: int) -> int:
-        """Bytes on the device for that many micro-batches."""
-        resident = sum(size for size, streams in zip(self.sizes, self.streams, strict=True) if not streams)
-        return resident * microbatches + self.ring_size * self.ring_count
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes on the device for one micro-batch."""
+        return sum(size for size, streams in zip(self.sizes, self.streams, strict=True) if not streams)
 
-    def host_bytes(self, microbatches: int) -> int:
-        """Bytes on the host for that many micro-batches."""
-        return microbatches * sum(size for size, streams in zip(self.sizes, self.streams, strict=True) if streams)
+    @property
+    def kept_resident_bytes(self) -> int:
+        """Bytes on the device, of these, that hold what segments keep for their backward."""
+        cells = zip(self.sizes, self.streams, self.kept, strict=True)
+        return sum(size for size, streams, kept in cells if kept and not streams)
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes on the host for one micro-batch."""
+        return sum(size for size, streams in zip(self.sizes, self.streams, strict=True) if streams)
+
+
+def device_bytes(plans: Sequence[StashPlan]) -> int:
+    """Bytes on the device for a step, given each micro-batch's plan: the rings are there for all."""
+    return sum(plan.resident_bytes for plan in plans) + sum(size * count for size, count in _rings_of(plans))
+
+
+def kept_bytes(plans: Sequence[StashPlan]) -> int:
+    """Bytes on the device, of these, that hold what segments keep for their backward."""
+    _, (size, count) = _rings_of(plans)
+    return sum(plan.kept_resident_bytes for plan in plans) + size * count
+
+
+def host_bytes(plans: Sequence[StashPlan]) -> int:
+    """Bytes on the host for a step, given each micro-batch's plan."""
+    return sum(plan.streamed_bytes for plan in plans)
+
+
+def _rings_of(plans: Sequence[StashPlan]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The size and the number of the buffers of both rings: of what passes between segments, and of what is kept."""
+    kept = max(plan.kept_ring_size for plan in plans)
+    return (
+        (max(plan.ring_size for plan in plans), max(plan.ring_count for plan in plans)),
+        (kept, KEPT_RING if kept else 0),
+    )
 
 
 def plan_stash(lives: dict[Key, Life], accesses_per_visit: int) -> StashPlan:
@@ -70,30 +111,35 @@ def plan_stash(lives: dict[Key, Life], accesses_per_visit: int) -> StashPlan:
     for key, life in sorted(lives.items(), key=lambda item: item[1].first):
         size = -(-life.size // ALIGNMENT) * ALIGNMENT
         for cell, last in enumerate(busy_until):
-            if last < life.first and plan.sizes[cell] == size and plan.streams[cell] == life.streams:
+            free = last < life.first and plan.sizes[cell] == size
+            if free and plan.streams[cell] == life.streams and plan.kept[cell] == life.kept:
                 break
         else:
             cell = len(plan.sizes)
             plan.sizes.append(size)
             plan.streams.append(life.streams)
+            plan.kept.append(life.kept)
             busy_until.append(-1)
         plan.cell_of[key] = cell
         busy_until[cell] = life.last
-    streamed = [size for size, streams in zip(plan.sizes, plan.streams, strict=True) if streams]
-    if streamed:
-        plan.ring_size = max(streamed)
-        plan.ring_count = 2 * accesses_per_visit  # one visit computes while the next one's inputs arrive
+    for cell, size in enumerate(plan.sizes):
+        if plan.streams[cell] and plan.kept[cell]:
+            plan.kept_ring_size = max(plan.kept_ring_size, size)
+        elif plan.streams[cell]:
+            plan.ring_size = max(plan.ring_size, size)
+            plan.ring_count = 2 * accesses_per_visit  # one visit computes while the next one's inputs arrive
     return plan
 
 
 class _Place:
-    """One cell for one micro-batch: its memory and the events that guard it."""
+    """One cell for one micro-batch: its memory, the ring it streams through, and the events that guard it."""
 
-    __slots__ = ("buffer", "host", "readers", "written")
+    __slots__ = ("buffer", "host", "readers", "ring", "written")
 
-    def __init__(self, buffer: Buffer | None, host: torch.Tensor | None) -> None:
+    def __init__(self, buffer: Buffer | None, host: torch.Tensor | None, ring: _Ring) -> None:
         self.buffer = buffer
         self.host = host
+        self.ring = ring
         self.written: list[Event] = []
         self.readers: list[Event] = []
 
@@ -108,17 +154,39 @@ class _RingEntry:
         self.free_after: list[Event] = []
 
 
+class _Ring:
+    """Device buffers through which cells stream, in turn."""
+
+    def __init__(self) -> None:
+        self.entries: list[_RingEntry] = []
+        self._next = 0
+
+    def take(self) -> _RingEntry:
+        """The entry whose turn it is."""
+        entry = self.entries[self._next]
+        self._next = (self._next + 1) % len(self.entries)
+        return entry
+
+
 @dataclass(slots=True)
 class Access:
-    """One use of a key by one visit. The kernel waits for `waits`; `finish` is then given the kernel's event."""
+    """One use of a key by one visit. The kernel waits for `waits`; `finish` is then given the kernel's event.
+
+    `views` are the tensors of the value: one, or its parts.
+    """
 
     stash: Stash
     place: _Place
-    view: View
+    views: tuple[View, ...]
     waits: list[Event]
     writes: bool
     entry: _RingEntry | None = None
-    host_side: torch.Tensor | None = None
+    transfer: tuple[View, torch.Tensor] | None = None
+
+    @property
+    def view(self) -> View:
+        """The tensor of a value that is one."""
+        return self.views[0]
 
     def finish(self, event: Event) -> None:
         """Say which event ends this use."""
@@ -129,8 +197,9 @@ class Access:
             else:
                 place.readers.append(event)
         elif self.writes:
-            assert self.host_side is not None
-            sent = self.stash.queue_out.read(self.host_side, self.view, [event, *place.written, *place.readers])
+            assert self.transfer is not None
+            whole, host_side = self.transfer
+            sent = self.stash.queue_out.read(host_side, whole, [event, *place.written, *place.readers])
             self.stash.transfers.append(sent)
             place.written, place.readers = [sent], []
             self.entry.free_after = [sent]
@@ -139,70 +208,71 @@ class Access:
 
 
 class Stash:
-    """The memory of a plan, for the micro-batches of a step. `shapes[j]` gives a value's shape in micro-batch j."""
+    """The memory of a step. Micro-batch j follows `plans[j]`, and `values[j]` are its values."""
 
     def __init__(
         self,
-        plan: StashPlan,
+        plans: Sequence[StashPlan],
         device: Device,
         host: Host,
         queue_in: Queue,
         queue_out: Queue,
-        shapes: Sequence[Sequence[tuple[tuple[int, ...], torch.dtype]]],
+        values: Sequence[Sequence[Value]],
     ) -> None:
-        self.plan = plan
+        self.plans = list(plans)
         self.queue_in = queue_in
         self.queue_out = queue_out
         self.transfers: list[Event] = []
         self._device = device
         self._host = host
-        self._shapes = shapes
-        self._views: dict[tuple[Key, int], View] = {}
-        self._ring: list[_RingEntry] = []
-        self._next_entry = 0
+        self._values = values
+        self._views: dict[tuple[Key, int], tuple[View, ...]] = {}
+        self._ring, self._kept_ring = _Ring(), _Ring()
         self._places: list[list[_Place]] = []
         try:
-            for size, streams in zip(plan.sizes, plan.streams, strict=True):
+            for plan in plans:
                 row: list[_Place] = []
                 self._places.append(row)
-                for _ in shapes:
-                    row.append(self._make_place(size, streams))
-            for _ in range(plan.ring_count):
-                self._ring.append(_RingEntry(device.alloc(plan.ring_size, "ring of streamed activations")))
+                for size, streams, kept in zip(plan.sizes, plan.streams, plan.kept, strict=True):
+                    row.append(self._make_place(size, streams, self._kept_ring if kept else self._ring))
+            rings = _rings_of(plans)
+            for ring, (size, count) in zip((self._ring, self._kept_ring), rings, strict=True):
+                for _ in range(count):
+                    ring.entries.append(_RingEntry(device.alloc(size, "ring of streamed activations")))
         except BaseException:
             self.free()
             raise
 
-    def _make_place(self, size: int, streams: bool) -> _Place:
+    def _make_place(self, size: int, streams: bool, ring: _Ring) -> _Place:
         if streams:
-            return _Place(None, self._host.alloc(size, torch.uint8, STASH_STATE, crosses=True))
-        return _Place(self._device.alloc(size, "stash of activations"), None)
+            return _Place(None, self._host.alloc(size, torch.uint8, STASH_STATE, crosses=True), ring)
+        return _Place(self._device.alloc(size, "stash of activations"), None, ring)
 
     def access(self, key: Key, microbatch: int, writes: bool, keeps: bool = False) -> Access:
         """Use a key in a visit: read it, or write it, or (`writes` and `keeps`) add to it."""
-        place = self._places[self.plan.cell_of[key]][microbatch]
+        place = self._places[microbatch][self.plans[microbatch].cell_of[key]]
         if place.host is None or self._device.info.unified:
-            view = self._views.get((key, microbatch))
-            if view is None:
-                view = self._views[(key, microbatch)] = self._view(place, key, microbatch)
+            views = self._views.get((key, microbatch))
+            if views is None:
+                views = self._views[(key, microbatch)] = self._views_of(place, key, microbatch)
             waits = [*place.written, *place.readers] if writes else place.written
-            return Access(self, place, view, waits, writes)
-        shape, dtype = self._shapes[microbatch][key.value]
-        entry = self._ring[self._next_entry]
-        self._next_entry = (self._next_entry + 1) % len(self._ring)
-        view = entry.buffer.view(0, shape, dtype)
-        host_side = place.host[: view.size].view(dtype).view(shape)
+            return Access(self, place, views, waits, writes)
+        value = self._values[microbatch][key.value]
+        entry = place.ring.take()
+        views = tuple(entry.buffer.view(field.offset, field.shape, field.dtype) for field in value.fields)
+        whole = entry.buffer.view(0, value.shape, value.dtype) if value.parts else views[0]
+        host_side = place.host[: whole.size].view(value.dtype).view(value.shape)
         waits = entry.free_after
         if keeps or not writes:
-            arrived = self.queue_in.write(view, host_side, [*place.written, *entry.free_after])
+            arrived = self.queue_in.write(whole, host_side, [*place.written, *entry.free_after])
             self.transfers.append(arrived)
             place.readers.append(arrived)
             waits = [arrived]
-        return Access(self, place, view, waits, writes, entry, host_side)
+        return Access(self, place, views, waits, writes, entry, (whole, host_side))
 
     def bring(self, key: Key, microbatch: int, tensor: torch.Tensor) -> None:
         """Write a tensor of the batch into its cell, before anything of the step is submitted."""
-        place = self._places[self.plan.cell_of[key]][microbatch]
+        place = self._places[microbatch][self.plans[microbatch].cell_of[key]]
         if place.host is not None and not self._device.info.unified:
             place.host[: tensor.numel() * tensor.dtype.itemsize].view(tensor.dtype).copy_(tensor.view(-1))
             return
@@ -216,7 +286,7 @@ class Stash:
         for row in self._places:
             for place in row:
                 place.written, place.readers = [], []
-        for entry in self._ring:
+        for entry in (*self._ring.entries, *self._kept_ring.entries):
             entry.free_after = []
         self.transfers = []
 
@@ -228,16 +298,17 @@ class Stash:
                     place.buffer.free()
                 elif place.host is not None:
                     self._host.free(place.host, STASH_STATE)
-        for entry in self._ring:
+        for entry in (*self._ring.entries, *self._kept_ring.entries):
             entry.buffer.free()
-        self._places, self._ring, self._views = [], [], {}
+        self._places, self._ring, self._kept_ring, self._views = [], _Ring(), _Ring(), {}
 
-    def _view(self, place: _Place, key: Key, microbatch: int) -> View:
-        shape, dtype = self._shapes[microbatch][key.value]
+    def _views_of(self, place: _Place, key: Key, microbatch: int) -> tuple[View, ...]:
+        fields = self._values[microbatch][key.value].fields
         if place.buffer is not None:
-            return place.buffer.view(0, shape, dtype)
-        assert place.host is not None
-        size = dtype.itemsize
-        for extent in shape:
-            size *= extent
-        return self._device.adopt(place.host[:size].view(dtype).view(shape))
+            return tuple(place.buffer.view(field.offset, field.shape, field.dtype) for field in fields)
+        host = place.host
+        assert host is not None
+        return tuple(
+            self._device.adopt(host[one.offset : one.offset + one.size].view(one.dtype).view(one.shape))
+            for one in fields
+        )

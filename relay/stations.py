@@ -6,6 +6,7 @@ things up. Segments built alike are captured once and share their kernels. It al
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,17 +15,21 @@ from torch import nn
 
 from hal.device import Device
 from hal.kernel import Kernel, Program, Role
+from hal.slot import lay_out
 from relay.blocks import plain_attributes, same_structure, tie_pattern
 from relay.capture import Captured, Lowering, Presence, capture
 from relay.eps.store import GradientField, Wanted
 from relay.segments import Partition, Segment, Value
+
+CPU = torch.device("cpu")
 
 
 @dataclass(eq=False)
 class Pass:
     """One kind of visit to a station: a program, its kernel once compiled, and where inputs and outputs belong.
 
-    `reads` and `seeds` are the values whose contents and whose gradients it takes in; `writes` the values it makes;
+    `reads` and `seeds` are the values whose contents and whose gradients it takes in (of a value with parts, all of
+    them); `writes` the values it makes;
     `updates` the buffers it changes; `parameter_gradients` the parameters, `value_gradients` the values it
     differentiates (`added` tells which of these come on top of a gradient that is there already). `first` and
     `later` are the accumulate patterns for the first micro-batch and for the others.
@@ -44,7 +49,7 @@ class Pass:
 
     def accumulate(self, later: bool) -> tuple[bool, ...]:
         """The kernel's accumulate pattern: `later` for all micro-batches but the first."""
-        plain = len(self.writes) + len(self.updates)
+        plain = sum(port.role in (Role.VALUE, Role.BUFFER_UPDATE) for port in self.program.outputs)
         pattern = (False,) * plain + (later,) * len(self.parameter_gradients) + self.added
         return pattern if any(pattern) else ()
 
@@ -93,10 +98,26 @@ class Stations:
                     one.kernel = device.compile(one.program)
 
     def signature(self) -> Any:
-        """What must be equal for two shapes of micro-batch to take part in one step."""
+        """What must be equal for two micro-batches to take part in one step: the layers, their states and gradients."""
         return [
-            (station.segment.name, station.segment.inputs, station.segment.outputs, station.parameters)
+            (
+                station.segment.name,
+                station.parameters,
+                station.buffers,
+                station.dtypes,
+                station.gradients,
+                tuple(one is not None and one.updates for one in (station.forward, station.backward)),
+            )
             for station in self.stations
+        ]
+
+    def layout(self) -> Any:
+        """What must be equal for two micro-batches' values to lie in the same cells: who makes and who takes which."""
+        return [
+            (one.reads, one.writes, one.seeds, one.value_gradients)
+            for station in self.stations
+            for one in (station.forward, station.backward)
+            if one is not None
         ]
 
 
@@ -108,11 +129,14 @@ def build_stations(
     presences: dict[str, Presence] | None = None,
     lowering: Lowering = Lowering.NATIVE,
     captures: Captures | None = None,
+    recompute: bool | int = True,
+    place: torch.device = CPU,
 ) -> Stations:
     """Capture; nothing is compiled yet. For `training` the last segment gets one joint pass, else forward passes only;
     `results` asks for the model's outputs besides the loss. `presences` are those of the segments that run eagerly, by
     name: one for all shapes of micro-batch, since a step may have several. `captures` holds what earlier calls
-    captured, and takes what this one does."""
+    captured, and takes what this one does. `recompute` says which segments recompute their forward (`recomputing`),
+    `place` the device that native graphs are traced for."""
     captures = captures if captures is not None else Captures()
     requires_grad: dict[int, bool] = {}
     built: list[tuple[Segment, Captured]] = []
@@ -124,10 +148,14 @@ def build_stations(
             )
             for value in segment.inputs
         ]
-        signature = [(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in inputs]
+        keep = training and not last and segment.index >= recomputing(recompute, len(partition.segments))
+        signature = [keep, *((tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in inputs)]
         captured = captures.find(segment, signature)
         if captured is None:
-            captured = capture(segment.module, inputs, segment.name, last and partition.has_loss, compute, lowering)
+            ends_in_loss = last and partition.has_loss
+            captured = capture(
+                segment.module, inputs, segment.name, ends_in_loss, compute, lowering, training, keep, place
+            )
             if captured.eager is None:
                 captures.add(segment, signature, captured)
             elif presences is not None:
@@ -158,10 +186,22 @@ def build_stations(
     return result
 
 
+def recomputing(recompute: bool | int, segments: int) -> int:
+    """How many of the segments recompute their forward: the first ones.
+
+    Those near the end keep: their tensors are needed again the soonest, and then make room.
+    """
+    if isinstance(recompute, bool):
+        return segments if recompute else 0
+    return recompute
+
+
 def _add_kept(segment: Segment, captured: Captured, partition: Partition) -> None:
-    """Values for the copies of buffers that a segment's forward keeps for its own backward."""
-    for port in captured.kept:
-        value = Value(len(partition.values), port.shape, port.dtype, segment.index, [segment.index])
+    """A value for all that a segment's forward keeps for its own backward: one transfer, where it streams."""
+    ports = [port for port in captured.kept if port.index >= len(segment.outputs)]
+    if ports:
+        fields, size = lay_out([(port.shape, port.dtype) for port in ports])
+        value = Value(len(partition.values), (size,), torch.uint8, segment.index, [segment.index], fields)
         partition.values.append(value)
         segment.outputs = (*segment.outputs, value.index)
 
@@ -215,16 +255,23 @@ def _station(
 ) -> Station:
     last = segment.index == len(partition.segments) - 1
 
-    kept = tuple(segment.outputs[port.index] for port in captured.kept)
-    known = (*segment.inputs, *kept)
+    values = [value for value in segment.outputs if not partition.values[value].parts]
+    bundle = [value for value in segment.outputs if partition.values[value].parts]
+    own = [segment.outputs[port.index] for port in captured.kept if port.index < len(values)]
+    known = [*segment.inputs, *own]
+
+    def named(indices: list[int], names: Sequence[int]) -> tuple[int, ...]:
+        """The values by their places, the ports beyond them being the parts of one value."""
+        plain = [names[index] for index in indices if index < len(names)]
+        return (*plain, *(bundle if len(plain) < len(indices) else ()))
 
     def make(program: Program) -> Pass:
         ports = program.outputs
         return Pass(
             program=program,
-            reads=tuple(known[port.index] for port in program.inputs if port.role is Role.VALUE),
+            reads=named([port.index for port in program.inputs if port.role is Role.VALUE], known),
             seeds=tuple(segment.outputs[port.index] for port in program.inputs if port.role is Role.SEED),
-            writes=tuple(segment.outputs[port.index] for port in ports if port.role is Role.VALUE),
+            writes=named([port.index for port in ports if port.role is Role.VALUE], values),
             updates=tuple(port.index for port in ports if port.role is Role.BUFFER_UPDATE),
             parameter_gradients=tuple(port.index for port in ports if port.role is Role.PARAMETER_GRADIENT),
             value_gradients=tuple(segment.inputs[port.index] for port in ports if port.role is Role.VALUE_GRADIENT),

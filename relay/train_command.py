@@ -14,13 +14,20 @@ import click
 
 from relay.console import Size, json_option, print_json
 from relay.sample import DEFAULT_FOLDER
+from relay.shared_options import (
+    AT_LEAST_ONE,
+    LossScale,
+    Recompute,
+    layers_per_slot_option,
+    loss_scale_option,
+    recompute_option,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-AT_LEAST_ONE = click.IntRange(min=1)
 SAMPLE_BYTES = 300
 
 
@@ -91,6 +98,9 @@ SAMPLE_BYTES = 300
     type=AT_LEAST_ONE,
     help="Layers on the device at a time; with 1 nothing loads while one computes.",
 )
+@layers_per_slot_option
+@recompute_option
+@loss_scale_option
 @click.option(
     "--capacity", type=Size(), help="Device memory to keep within, such as 256MB.  [default: all of it]"
 )
@@ -182,6 +192,10 @@ def _from_file(context: click.Context, run_file: Path) -> dict[str, Any]:
 
 def _is_of_kind(value: Any, kind: click.ParamType) -> bool:
     """TOML has types, and click would quietly cut 4.5 layers down to 4."""
+    if isinstance(kind, Recompute):
+        return isinstance(value, (bool, int, str))
+    if isinstance(kind, LossScale):
+        return isinstance(value, (int, float, str)) and not isinstance(value, bool)
     if isinstance(kind, type(click.BOOL)):
         return isinstance(value, bool)
     if isinstance(kind, Size):

@@ -22,6 +22,7 @@ from hal.errors import DeviceLost
 from hal.host import Host
 from relay import options, passes
 from relay.buckets import Buckets
+from relay.capture import graphs_for
 from relay.eps.bound import as_spec, bind
 from relay.eps.groups import split_into_groups
 from relay.eps.optimizers import AdamW, RelayOptimizer
@@ -50,6 +51,11 @@ class Trainer(RunState):
     (what crosses the link, on devices with a link). `microbatches` is how many pieces a batch is cut into,
     `slots` how many layers the device holds at once, `stash` whether boundary activations stay on the `device` or
     stream to the `host`. `seed` decides every dropout mask.
+
+    `layers_per_slot` consecutive layers (repeated blocks of a whole model, modules of a list) share a slot: fewer and
+    larger transfers, and fewer values between them to stash. `recompute` True runs each segment's forward again in its
+    backward; False keeps what the backward needs in the stash instead; a number has that many segments recompute,
+    the first ones. Neither changes a bit of any result.
 
     `precision` `"bf16"` or `"fp16"` computes as PyTorch's autocast does, with master weights and optimizer state on
     the host in fp32. fp16 has a loss scale: `"dynamic"` keeps all gradients of a step on the host until they are known
@@ -95,10 +101,13 @@ class Trainer(RunState):
         on_device_lost: str = "raise",
         stall_seconds: float | None = None,
         loss_scale: str | float = "dynamic",
+        layers_per_slot: int = 1,
+        recompute: bool | int = True,
     ) -> None:
         chosen: dict[str, Any] = {
             "device": str(device), "microbatches": microbatches, "precision": precision, "stash": stash, "slots": slots,
             "state_dtype": state_dtype, "clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value,
+            "layers_per_slot": layers_per_slot, "recompute": recompute,
         }  # fmt: skip
         further = {
             "seed": seed, "programs": programs, "on_nonfinite": on_nonfinite, "on_device_lost": on_device_lost,
@@ -108,7 +117,7 @@ class Trainer(RunState):
         options.check(chosen | further)
         recorder = Recorder(
             model if isinstance(model, nn.Module) else None, modules, loss, microbatches, options.COMPUTE[precision],
-            programs, buckets, shared_inputs,
+            programs, buckets, shared_inputs, layers_per_slot, recompute,
         )  # fmt: skip
         whole = recorder.model
         if not any(parameter.requires_grad for parameter in whole.parameters()):
@@ -135,7 +144,7 @@ class Trainer(RunState):
         store, server = build(host)
         session = Session(whole, opened, host, store, server, slots, stash, limit, build, precision, state_dtype)
         session.stall_seconds = stall_seconds
-        recorder.lowering = options.lowering_for(opened.info)
+        recorder.lowering, recorder.place = graphs_for(opened.info)
         scheduled = RelayOptimizer(groups, defaults)
         super().__init__(recorder, session, scheduled, grouping, scale, fixed_scale, seed, chosen)
         self._on_nonfinite = on_nonfinite

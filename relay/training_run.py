@@ -19,6 +19,7 @@ import relay
 from hal.memory import format_size
 from relay import run_folder
 from relay.checkpoints import newest
+from relay.compile_notice import CompileNotice, compile_notices
 from relay.data import TextData, load_text
 from relay.eps.checkpoint import Checkpoint
 from relay.errors import CheckpointError
@@ -62,11 +63,14 @@ def train_gpt(options: dict[str, Any], tell: Callable[[str], None]) -> dict[str,
         clip_grad_norm=options["clip"],
         stash=options["stash"],
         slots=options["slots"],
+        layers_per_slot=options["layers_per_slot"],
+        recompute=options["recompute"],
+        loss_scale=options["loss_scale"],
         capacity=options["capacity"],
         seed=options["seed"],
     )
     run = {name: options[name] for name in ("seq", "batch", "seed", "steps", "lr")} | {"text_bytes": len(data.text)}
-    with closing(trainer):
+    with closing(trainer), compile_notices(tell) as notice:
         trainer.prepare(data.batch(0))
         tell(f"{parameters:,} parameters in {options['layers']} layers; {len(data.text):,} bytes of text")
         tell("Host memory:")
@@ -87,7 +91,7 @@ def train_gpt(options: dict[str, Any], tell: Callable[[str], None]) -> dict[str,
         before = _mean_loss(trainer, held_out)
         saving = checkpoints if options["checkpoint_every"] is not None else None
         with saving or nullcontext():
-            figures = _train(trainer, data, options["steps"], options["lr"], saving, options["trace"])
+            figures = _train(trainer, data, options["steps"], options["lr"], saving, options["trace"], notice)
         after = _mean_loss(trainer, held_out)
         run_folder.save(folder, trainer.state_dict(), configuration)
         plain_bytes = trainer.plain_bytes
@@ -133,6 +137,7 @@ def _train(
     highest: float,
     checkpoints: "relay.Checkpoints | None",
     trace_file: str | None,
+    notice: CompileNotice,
 ) -> dict[str, Any]:
     tokens_a_step = data.batch_size * (data.window - 1)
     losses: list[float] = []
@@ -142,6 +147,7 @@ def _train(
     pause = 0.3 if sys.stderr.isatty() else 10.0
     begin = min(trainer.steps, steps)
     with tqdm(total=steps, initial=begin, desc="training", unit="step", dynamic_ncols=True, mininterval=pause) as bar:
+        notice.bar = bar
         for step in range(begin, steps):
             for group in trainer.optimizer.param_groups:
                 group["lr"] = learning_rate(step, steps, highest)
@@ -163,6 +169,7 @@ def _train(
             bar.update()
             if checkpoints is not None:
                 checkpoints.after_step()
+    notice.bar = None
     if trace_file is not None and losses:
         trace.write(trace_file)
     return {

@@ -100,6 +100,11 @@ class _Object:
         return f"{self.kind.__name__}({self.attributes.constants}, {self.items.constants})"
 
 
+def is_taken_apart(constant: Any) -> bool:
+    """Whether one of a tree's constants is an object that went apart by its attributes, its tensors not in it."""
+    return isinstance(constant, _Object)
+
+
 def _take_object_apart(leaf: Any, depth: int) -> tuple[list[torch.Tensor], _Object] | None:
     """The tensors of an object that pytree does not know; None where it holds none."""
     if depth >= _DEEPEST or isinstance(leaf, (type, torch.nn.Module)):

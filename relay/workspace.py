@@ -24,13 +24,18 @@ RESIDENT_FROM = 3
 
 @dataclass(frozen=True)
 class Requirement:
-    """Bytes of device memory a training step needs, by purpose."""
+    """Bytes of device memory a training step needs, by purpose; `kept`, of the stash, is there to save recomputing.
+
+    `layers` is the most that share a slot.
+    """
 
     slots: int
     slot_count: int
     stash: int
     workspace: int
     scalars: int
+    kept: int = 0
+    layers: int = 1
 
     @property
     def total(self) -> int:
@@ -46,6 +51,10 @@ class Requirement:
     def advice(self, stash: str, microbatches: int, largest: str) -> str:
         """What the bytes are for, and what would reduce them."""
         options = []
+        if self.kept:
+            options.append(f"recompute=True (the tensors kept instead take {format_size(self.kept)})")
+        if self.layers > 1:
+            options.append(f"layers_per_slot={self.layers - 1} (a slot holds up to {self.layers} layers)")
         if stash == "device":
             options.append(f"stash='host' (the stash takes {format_size(self.stash)})")
         if self.slot_count > 1:
@@ -74,6 +83,21 @@ def kernel_workspace(stations: Stations) -> int:
     return max(one.program.workspace for one in passes)
 
 
+def level_kept(pieces: Sequence[Stations]) -> None:
+    """Give what segments keep the same size in all pieces of a batch: the largest; ragged pieces may differ.
+
+    Only pieces with one layout have values that correspond, and share a plan.
+    """
+    distinct = list(dict.fromkeys(pieces))
+    for one in distinct:
+        alike = [other.partition.values for other in distinct if other is one or other.layout() == one.layout()]
+        for values in zip(*alike, strict=False):
+            if values[0].parts:
+                largest = max(value.shape for value in values)
+                for value in values:
+                    value.shape = largest
+
+
 def plan_for(stations: Stations, stash: str, training: bool) -> StashPlan:
     """Where each value and gradient of a pass lives, by the order of visits that the schedule makes."""
     values = stations.partition.values
@@ -90,7 +114,7 @@ def plan_for(stations: Stations, stash: str, training: bool) -> StashPlan:
         keys = [key for key in keys if key.value != stations.loss]  # the loss and its seed have places of their own
         for key in keys:
             _use(lives, key, number, values[key.value], stash)
-        most_streamed = max(most_streamed, sum(lives[key].streams for key in keys))
+        most_streamed = max(most_streamed, sum(lives[key].streams and not lives[key].kept for key in keys))
     for value in stations.unfed:
         life = lives[Key(value, True)]
         life.first, life.last, life.streams = 0, end, False
@@ -101,12 +125,25 @@ def plan_for(stations: Stations, stash: str, training: bool) -> StashPlan:
     return plan_stash(lives, most_streamed)
 
 
+def plans_for(pieces: Sequence[Stations], stash: str, training: bool) -> list[StashPlan]:
+    """A plan for each micro-batch: one for all whose values are passed on alike, made for the first (the largest)."""
+    plans: list[tuple[Stations, StashPlan]] = []
+    chosen = []
+    for one in pieces:
+        plan = next((plan for other, plan in plans if other is one or other.layout() == one.layout()), None)
+        if plan is None:
+            plan = plan_for(one, stash, training)
+            plans.append((one, plan))
+        chosen.append(plan)
+    return chosen
+
+
 def _use(lives: dict[Key, Life], key: Key, visit: int, value: Value, stash: str) -> None:
     life = lives.get(key)
     if life is None:
         size = value.dtype.itemsize * torch.Size(value.shape).numel()
         resident = stash == "device" or len(set(value.consumers)) >= RESIDENT_FROM
-        life = lives[key] = Life(visit, visit, size, not resident)
+        life = lives[key] = Life(visit, visit, size, not resident, bool(value.parts))
     life.last = visit
 
 

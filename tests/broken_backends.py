@@ -116,10 +116,8 @@ class BrokenDevice(NumpyDevice):
     def make_queue(self, name: str) -> HostQueue:
         return QUEUES.get(self._fault, NumpyQueue)(name)
 
-    def alloc(self, size: int, what: str = "buffer") -> Buffer:
-        made = BUFFERS.get(self._fault, HostBuffer)(self._account, size, what)
-        self._buffers.add(made)
-        return made
+    def make_buffer(self, size: int, what: str) -> Buffer:
+        return BUFFERS.get(self._fault, HostBuffer)(self.account, size, what)
 
 
 class BrokenBackend(NumpyBackend):

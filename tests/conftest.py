@@ -1,4 +1,4 @@
-"""What holds for all tests, and `--adversary`: the scheduler's tests on the simulator, under an order of our choosing.
+"""What all tests share: trainers that are closed, and `--adversary`: the scheduler's tests on the simulator, under an order of our choosing.
 
 `pytest --adversary late` (or `eager`, or `random:SEED`) runs the tests of SCHEDULER and no others. Each trainer that
 would have had the CPU has a simulated device in its place, which runs calls in that order over poisoned memory:
@@ -9,7 +9,9 @@ Two test processes whose products each spin on all cores wait for each other mos
 """
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,3 +67,18 @@ def adversary(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(
             registry, "open", lambda device, capacity=None: opened(places.get(device, device), capacity)
         )
+
+@pytest.fixture
+def build() -> Iterator[Callable[..., Any]]:
+    """Makes trainers and closes them after the test."""
+    import relay
+
+    made: list[relay.Trainer] = []
+
+    def make(*arguments: Any, **options: Any) -> relay.Trainer:
+        made.append(relay.Trainer(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        trainer.close()

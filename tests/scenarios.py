@@ -9,7 +9,6 @@ Hence no scenario changes the architecture: that is tested in `test_architecture
 
 import functools
 import tempfile
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 import relay
 from relay.eps.small_states import Int8State
 from relay.models import GPT
+from relay.program_cache import ProgramCache
 
 STEPS = 3
 WIDTH = 8
@@ -243,6 +243,8 @@ SCENARIOS: dict[str, Scenario] = {
     "clipped, activations on the host": _scenario(clip_grad_norm=0.1, stash="host"),
     "clipped by value": _scenario(clip_grad_value=1e-3, slots=1),
     "dropout": _scenario(functools.partial(gpt, dropout=0.3), stash="host"),
+    "kept on the device": _scenario(functools.partial(gpt, dropout=0.3), recompute=False, slots=1),
+    "kept on the host, two layers a slot": _scenario(recompute=1, layers_per_slot=2, stash="host"),
     "bf16": _scenario(precision="bf16"),
     "bf16, clipped, 8-bit states": _scenario(precision="bf16", clip_grad_norm=0.1, state_dtype="int8", stash="host"),
     "fp16 with a loss scale": _scenario(precision="fp16", slots=3),
@@ -251,6 +253,7 @@ SCENARIOS: dict[str, Scenario] = {
     "an optimizer of torch's": _scenario(optimizer=MOMENTUM),
     "running statistics": _listed(Normed, slots=1),
     "running statistics, two slots, on the host": _listed(Normed, stash="host"),
+    "running statistics, kept on the host": _listed(Normed, slots=1, recompute=False, stash="host"),
     "buffers that the backward needs as they were": _listed(Counting, stash="host", slots=1),
     "a last layer without parameters": _scenario(bare_ending, on_vectors, loss=nn.functional.mse_loss),
     "experts chosen by the data": _listed(Routed),
@@ -268,8 +271,8 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 @functools.cache
-def _captures(name: str) -> OrderedDict[Any, Any]:
-    return OrderedDict()
+def _captures(name: str) -> ProgramCache:
+    return ProgramCache(32)
 
 
 def observed(name: str, device: str) -> tuple[Seen, dict[str, Tensor]]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from backends.torch_accelerator import Accelerator
+from backends.torch_graphs import Recorder
 from hal.pages import PageLocker
 
 
@@ -47,14 +48,21 @@ class StubAccelerator(Accelerator):
         self.device = torch.device("cpu")
         self.entered = threading.local()
         self.locker = StubLocker()
-        self.outlived: list[int] = []
         self.streams: list[StubStream] = []
+        self.current: StubStream | None = None
+        self.behind = False  # no mark is reached by itself
+        self.broken = False
+        self.recorded = 0
+        self.refuses = False
 
     def description(self) -> str:
         return "a stub"
 
     def memory_size(self) -> int:
         return 1 << 30
+
+    def traced_for(self) -> str:
+        return "fpga"  # PyTorch has the name, and nothing behind it
 
     def dtypes(self) -> frozenset[torch.dtype]:
         return frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool})
@@ -71,9 +79,19 @@ class StubAccelerator(Accelerator):
     def use(self, stream: Any) -> Iterator[None]:  # type: ignore[override]
         assert getattr(self.entered, "device", False), "work submitted from a thread that did not enter the device"
         stream.given += 1
+        self.current = stream
         yield
+        self.current = None
+
+    def recorder(self) -> Recorder:
+        return StubRecorder(self)
+
+    def check(self) -> None:
+        if self.broken:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     def record(self, stream: Any) -> StubEvent:
+        self.check()
         event = StubEvent()
         event.stream, event.time = stream, time.perf_counter()
         return event
@@ -83,19 +101,40 @@ class StubAccelerator(Accelerator):
         stream.waits.append(mark)
 
     def reached(self, mark: Any) -> bool:
-        return mark.time is not None
+        self.check()
+        return mark.time is not None and not self.behind
 
     def wait(self, mark: Any) -> None:
+        self.check()
         assert mark.time is not None, "the host waits for an event that nobody recorded"
 
     def seconds(self, mark: Any) -> float:
         return float(mark.time)
 
-    def outlive(self, tensor: torch.Tensor, streams: Sequence[Any]) -> None:
-        self.outlived.append(len(streams))
+    def between(self, start: Any, end: Any) -> float:
+        return float(end.time - start.time)
 
     def page_locker(self) -> PageLocker | None:
         return self.locker
 
     def synchronize(self) -> None:
-        """Everything is done when it is given."""
+        self.check()
+
+
+class StubRecorder(Recorder):
+    """Records without running, and is loud about what a real one would refuse."""
+
+    def __init__(self, accelerator: StubAccelerator) -> None:
+        self.accelerator = accelerator
+
+    def record(self, stream: Any, call: Callable[[], Any]) -> Callable[[], Any]:
+        assert self.accelerator.current is stream, "recorded on another stream than the queue's"
+        self.accelerator.recorded += 1
+        if self.accelerator.refuses:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+        def replay() -> None:
+            assert self.accelerator.current is stream, "replayed on another stream than the queue's"
+            call()
+
+        return replay

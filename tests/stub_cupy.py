@@ -159,6 +159,9 @@ class StubRuntime(CupyRuntime):
     def seconds(self, mark: Any) -> float:
         return 0.0
 
+    def between(self, start: Any, end: Any) -> float:
+        return 0.0
+
     def synchronize(self) -> None:
         for stream in self.streams:
             assert not stream.calls, "closed while work was pending"

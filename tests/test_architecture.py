@@ -4,50 +4,17 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import reference
 import torch
+from plain_models import WIDTH, Block, Build, Output
 from torch import Tensor, nn
 
-import relay
 from hal.errors import OutOfMemory
 from relay.errors import PartitionError
-
-WIDTH = 8
-
-Build = Callable[..., relay.Trainer]
-
-
-@pytest.fixture
-def build() -> Iterator[Build]:
-    """Makes trainers and closes them after the test."""
-    made: list[relay.Trainer] = []
-
-    def make(*arguments: Any, **options: Any) -> relay.Trainer:
-        made.append(relay.Trainer(*arguments, **options))
-        return made[-1]
-
-    yield make
-    for trainer in made:
-        trainer.close()
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value + torch.tanh(self.inner(self.norm(value)))
-
-
-class Output(NamedTuple):
-    loss: Tensor
-    value: Tensor
 
 
 class Stack(nn.Module):

@@ -1,6 +1,9 @@
 """The command line: exit codes, one object with --json, run files, and what is written where."""
 
+import contextlib
+import io
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -10,11 +13,14 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from tqdm import tqdm
 
 from relay import run_folder
 from relay.cli import main
+from relay.compile_notice import compile_notices
 from relay.models import GPT
 from relay.sample import generate
+from relay.trainer import Trainer
 from relay.training_run import learning_rate
 
 TINY = ["--layers", "3", "--hidden", "16", "--heads", "2", "--seq", "16"]
@@ -132,6 +138,23 @@ def test_train_with_json_prints_one_object_with_the_figures(tiny: list[str]) -> 
     assert 16 * answer["parameters"] <= answer["plain_bytes"]
     assert answer["options"]["hidden"] == 16
     assert "sample" not in answer
+
+
+def test_compiling_is_said_to_the_log_and_shown_as_a_line_or_in_the_bar() -> None:
+    """A step with a shape that was not there before compiles; one that repeats it does not."""
+    lines: list[str] = []
+    torch.manual_seed(0)
+    logger = logging.getLogger("relay")
+    before = (logger.level, list(logger.handlers))
+    with tqdm(total=1, file=io.StringIO()) as bar, compile_notices(lines.append) as notice:
+        with contextlib.closing(Trainer(GPT(layers=2, hidden=8, heads=2, sequence=8), microbatches=1)) as trainer:
+            for length in (8, 8, 4):
+                text = torch.zeros(2, length, dtype=torch.long)
+                trainer.step({"input_ids": text, "labels": text})
+                notice.bar = bar
+    assert lines == ["compiling for training on micro-batches of 2x8, 2x8"]
+    assert bar.postfix == "compiling"
+    assert (logger.level, logger.handlers) == before
 
 
 def test_the_same_options_give_the_same_losses_and_another_seed_gives_others(tiny: list[str]) -> None:

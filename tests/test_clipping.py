@@ -6,7 +6,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import mixed_reference
@@ -27,20 +27,6 @@ VALUE = 2e-3
 CLIPPINGS = {"norm": {"norm": NORM}, "value": {"value": VALUE}, "both": {"norm": NORM, "value": VALUE}}
 
 Build = Callable[..., relay.Trainer]
-
-
-@pytest.fixture
-def build() -> Iterator[Build]:
-    """Makes trainers and closes them after the test."""
-    made: list[relay.Trainer] = []
-
-    def make(*arguments: Any, **options: Any) -> relay.Trainer:
-        made.append(relay.Trainer(*arguments, **options))
-        return made[-1]
-
-    yield make
-    for trainer in made:
-        trainer.close()
 
 
 def gpt(layers: int = 3, **changes: Any) -> GPT:

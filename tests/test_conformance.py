@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import broken_backends
+import devices
 import pytest
 from click.testing import CliRunner
 
@@ -15,8 +16,18 @@ from hal.gaps import Gap
 from relay.cli import main
 
 ROOT = Path(__file__).parent.parent
-UNIFIED = ROOT / "tests" / "machines" / "unified.toml"
-DEVICES = ["cpu", "cpu:discrete", "numpy", "numpy:float64", "sim", f"sim:{UNIFIED},order=random,seed=1,poison=on"]
+DEVICES: dict[str, list[str]] = {
+    "cpu": [],
+    "cpu:discrete": [],
+    "numpy": [],
+    "numpy:float64": [],
+    "onnx:cpu": [],
+    "sim": [],
+    "sim:generic,order=late,poison=on": ["--only", "not test_ops"],
+    # Each op's kernel takes the driver's compiler a tenth of a second, so of ops a part; all of them pass.
+    "opencl": ["--samples", "1", "--only", "not (test_ops and (float64 or int32))"],
+}
+WITHOUT_FLOAT64 = {"numpy", "onnx:cpu", "sim", "sim:generic,order=late,poison=on"}
 
 
 def run(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -24,7 +35,7 @@ def run(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     environment.pop("PYTEST_ADDOPTS", None)
     command = [sys.executable, *words]
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
 
 
@@ -38,15 +49,47 @@ def answer(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_device_conforms_and_every_gap_is_still_one(device: str, tmp_path: Path) -> None:
-    result = run("-m", "relay", "conformance", device, "--verify-gaps", "--json", folder=tmp_path)
+    devices.require(device)
+    words = ["relay", "conformance", device, "--verify-gaps", "--json", *DEVICES[device]]
+    result = run("-m", *words, folder=tmp_path)
     found = answer(result)
     wrong = [(test["test"], test["reason"]) for test in found["tests"] if test["outcome"] == "failed"]
     assert (result.returncode, wrong) == (0, []), result.stderr[-2000:]
     assert found["conforms"]
-    assert found["passed"] > 500
+    assert found["passed"] > (150 if DEVICES[device] else 500)
     assert all(test["reason"] for test in found["tests"] if test["outcome"] in ("gap", "skipped"))
-    allowed = {"float64 is not in DeviceInfo.compute"} if device == "numpy" else set()
-    assert {test["reason"].removeprefix("torch.") for test in found["tests"] if test["outcome"] == "skipped"} <= allowed
+    allowed = {"float64 is not in DeviceInfo.compute"} if device in WITHOUT_FLOAT64 else set()
+    skipped = {test["reason"].removeprefix("torch.") for test in found["tests"] if test["outcome"] == "skipped"}
+    if device != "opencl":  # whose devices may have no double
+        assert skipped <= allowed
+
+
+COUNTING = """
+import json, sys
+from backends.numpy_device import NumpyDevice
+from relay.conformance.command import run
+
+def compiled(samples):
+    count = 0
+    def counting(self, program):
+        nonlocal count
+        count += 1
+        return original(self, program)
+    NumpyDevice.compile = counting
+    run("numpy", "test_ops and mm.default-float32 and not addmm and not bmm", False, sys.stderr, samples)
+    return count
+
+original = NumpyDevice.compile
+print(json.dumps([compiled(samples) for samples in (None, 1, 2, 99)]))
+"""
+
+
+def test_as_many_samples_of_an_op_are_tried_as_were_asked_for(tmp_path: Path) -> None:
+    result = run("-c", COUNTING, folder=tmp_path)
+    assert result.returncode == 0, result.stderr[-2000:]
+    every, one, two, many = json.loads(result.stdout)
+    assert (one, two) == (1, 2)
+    assert many == every > 2
 
 
 @pytest.mark.slow

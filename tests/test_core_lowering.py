@@ -319,6 +319,28 @@ def test_masks_have_the_same_numbers_in_every_program_and_lowering(case: str) ->
     assert drawn(core.backward) == drawn(native.backward)
 
 
+class Constant(nn.Module):
+    """A segment that is given nothing, as a prologue is that only makes a mask."""
+
+    def forward(self) -> tuple[Tensor, ...]:
+        return (torch.ones(3).cumsum(0) * 2,)
+
+
+@pytest.mark.parametrize("name", ["cpu", "cpu:discrete", "numpy", "sim"])
+def test_a_program_without_inputs_runs(name: str) -> None:
+    lowering = Lowering.CORE if name == "numpy" else Lowering.NATIVE
+    program = capture(Constant(), [], "constant", lowering=lowering).forward
+    assert program.inputs == ()
+    device = registry.open(name)
+    queue = device.queue("compute")
+    view = device.alloc(64).view(0, (3,), torch.float32)
+    found = torch.zeros(3)
+    ran = queue.run(device.compile(program), [], [view])
+    queue.read(found, view, [ran]).wait()
+    device.close()
+    assert found.tolist() == [2.0, 4.0, 6.0]
+
+
 def test_half_precision_programs_cast_in_the_open() -> None:
     layer = Of(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True))
     for compute in (torch.bfloat16, torch.float16):

@@ -450,9 +450,9 @@ def module_and_inputs(which: str) -> tuple[nn.Module, list[torch.Tensor]]:
 
 
 @functools.cache
-def captured_from(which: str) -> Captured:
+def captured_from(which: str, keep: bool = False) -> Captured:
     """Programs are the same for every device, so they are captured once."""
-    return capture(*module_and_inputs(which), which)
+    return capture(*module_and_inputs(which), which, keep=keep)
 
 
 def run_program(
@@ -500,14 +500,15 @@ def test_a_captured_forward_gives_the_bits_of_eager_torch(device: Device, which:
             assert same_bits(found[Role.BUFFER_UPDATE, index], buffer), name
 
 
+@pytest.mark.parametrize("keep", [False, True], ids=["recomputing", "keeping"])
 @pytest.mark.parametrize("which", [which for which in MODULES if which != "aliasing outputs"])
-def test_a_captured_backward_gives_the_bits_of_eager_autograd(device: Device, which: str) -> None:
+def test_a_captured_backward_gives_the_bits_of_eager_autograd(device: Device, which: str, keep: bool) -> None:
     module, inputs = module_and_inputs(which)
-    program = captured_from(which).backward
+    captured = captured_from(which, keep)
+    program = captured.backward
     assert program is not None
-    captured = captured_from(which)
     forward = run_program(device, captured.forward, module_and_inputs(which)[0], inputs)
-    kept = [forward[Role.VALUE, port.index] for port in captured.kept]  # buffers as the forward found them
+    kept = [forward[Role.VALUE, port.index] for port in captured.kept]
     seeds = [numbers(*value.shape).to(value.dtype) for value in module_and_inputs(which)[0](*inputs)]
     found = run_program(device, program, module, [*inputs, *kept], seeds)
     module, inputs = module_and_inputs(which)

@@ -5,35 +5,18 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import reference
 import torch
+from plain_models import WIDTH, Build, Output
 from torch import Tensor, nn
 
 import relay
 
-WIDTH = 8
-
-Build = Callable[..., relay.Trainer]
-
 pytestmark = pytest.mark.filterwarnings("ignore:layer")
-
-
-@pytest.fixture
-def build() -> Iterator[Build]:
-    """Makes trainers and closes them after the test."""
-    made: list[relay.Trainer] = []
-
-    def make(*arguments: Any, **options: Any) -> relay.Trainer:
-        made.append(relay.Trainer(*arguments, **options))
-        return made[-1]
-
-    yield make
-    for trainer in made:
-        trainer.close()
 
 
 class Routed(nn.Module):
@@ -67,9 +50,22 @@ class Branching(nn.Module):
         return value + torch.tanh(self.norm(self.inner(value)))
 
 
-class Output(NamedTuple):
-    loss: Tensor
-    value: Tensor
+class Counting(nn.Module):
+    """Its output depends on buffers that it changes: how often it was called, and a running mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.calls += 1
+        self.average = 0.9 * self.average + 0.1 * value.detach().mean(0)
+        if value.sum() > 0:
+            value = value * 1.1
+        return value + torch.tanh(self.norm(self.inner(value - self.average))) / self.calls
 
 
 class Whole(nn.Module):
@@ -98,7 +94,7 @@ def pair(make: Callable[[], Any]) -> tuple[Any, Any]:
     return made, copy.deepcopy(made)
 
 
-@pytest.mark.parametrize("layer", [Routed, Branching])
+@pytest.mark.parametrize("layer", [Routed, Branching, Counting])
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
 def test_a_model_of_such_layers_trains_as_in_pytorch_to_the_last_bit(
     build: Build, layer: type[nn.Module], device: str
@@ -110,6 +106,17 @@ def test_a_model_of_such_layers_trains_as_in_pytorch_to_the_last_bit(
     trainer = build(ours, microbatches=2, device=device, optimizer=relay.AdamW(lr=1e-2, weight_decay=0.5))
     assert [trainer.step(batch).loss for batch in batches()] == losses
     reference.assert_same_state(ours.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_a_recompute_finds_the_buffers_as_the_forward_found_them(build: Build, stash: str) -> None:
+    """With several micro-batches the last forward has changed them again and again before the first recompute."""
+    ours, plain = pair(lambda: Whole(Counting))
+    losses = reference.train(plain, batches(rows=8), 4)
+    trainer = build(ours, microbatches=4, stash=stash, device="cpu:discrete")
+    assert [trainer.step(batch).loss for batch in batches(rows=8)] == losses
+    reference.assert_same_state(ours.state_dict(), plain.state_dict())
+    assert int(trainer.state_dict()["layers.0.calls"]) == 4 * 6
 
 
 def test_torch_optimizers_leave_experts_without_a_gradient_alone_too(build: Build) -> None:

@@ -1,7 +1,7 @@
 """Dropout: the recompute draws the masks of the forward, and masks depend on the seed and on nothing else."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,20 +17,6 @@ DROP = 0.1
 WIDTH = 8
 
 Build = Callable[..., relay.Trainer]
-
-
-@pytest.fixture
-def build() -> Iterator[Build]:
-    """Makes trainers and closes them after the test."""
-    made: list[relay.Trainer] = []
-
-    def make(*arguments: Any, **options: Any) -> relay.Trainer:
-        made.append(relay.Trainer(*arguments, **options))
-        return made[-1]
-
-    yield make
-    for trainer in made:
-        trainer.close()
 
 
 def gpt(dropout: float = DROP, layers: int = 2) -> GPT:
@@ -142,6 +128,17 @@ def test_every_step_and_every_piece_draws_another_mask(build: Build) -> None:
     alone = build(noisy_list(), loss=nn.functional.mse_loss, optimizer=still, microbatches=1)
     first_piece = alone.step(tuple(tensor[:1] for tensor in batch)).loss
     assert together.step(repeated).loss != pytest.approx(first_piece, rel=1e-4)
+
+
+def test_segments_that_drop_nothing_draw_nothing(build: Build) -> None:
+    still = Noisy()
+    still.drop.p = 0.0
+    layers = [nn.Linear(WIDTH, WIDTH), Noisy(), still, nn.Linear(WIDTH, 2)]
+    trainer = build(layers, loss=nn.functional.mse_loss)
+    trainer.step(some_batches(1)[0])
+    stations = next(iter(trainer._recorder.cache)).stations
+    drawn = [[one.program.draws for one in (each.forward, each.backward) if one is not None] for each in stations]
+    assert drawn == [[False, False], [True, True], [False, False], [False]]
 
 
 def test_evaluation_drops_nothing(build: Build) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import devices
 import pytest
 import reference
 import torch
@@ -233,8 +234,12 @@ def test_a_lost_device_is_opened_again_and_the_step_repeated_on_request(
     assert same(state(trainer), state(plain))
 
 
-def test_a_lost_device_is_an_error_otherwise_and_can_be_opened_by_hand(make: Make, faults: Faults) -> None:
-    trainer = make(device="cpu:discrete")
+@pytest.mark.parametrize("device", ["cpu", "cpu:discrete", "opencl", "onnx:cpu", "numpy", "sim"])
+def test_a_lost_device_is_an_error_otherwise_and_what_the_host_holds_is_whole(
+    make: Make, faults: Faults, tmp_path: Path, device: str
+) -> None:
+    devices.require(device)
+    trainer = make(device=device)
     trainer.step(batch(0))
     before = state(trainer)
     faults.restart(fail_at=5, how="lost")
@@ -242,8 +247,13 @@ def test_a_lost_device_is_an_error_otherwise_and_can_be_opened_by_hand(make: Mak
         with pytest.raises(DeviceLost):
             trainer.step(batch(1))
     assert same(state(trainer), before)
+    trainer.save(tmp_path / "saved")
+    faults.restart()
+    elsewhere = make(device="cpu")
+    elsewhere.load(tmp_path / "saved")
+    assert same(state(elsewhere), before)
     trainer.reopen()
-    trainer.step(batch(1))
+    assert abs(trainer.step(batch(1)).loss - elsewhere.step(batch(1)).loss) < 1e-5
 
 
 def test_a_device_that_somebody_else_fills_gives_advice_and_can_be_tried_again(make: Make, faults: Faults) -> None:

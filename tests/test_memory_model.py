@@ -1,7 +1,7 @@
 """What the relay promises about memory: bytes on the device, bytes over the link, bytes on the host."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,20 +19,6 @@ LINEAR_BYTES = (WIDTH * WIDTH + WIDTH) * 4
 """One layer of `linears`; weight and bias both fill whole multiples of 64 bytes."""
 
 Build = Callable[..., relay.Trainer]
-
-
-@pytest.fixture
-def build() -> Iterator[Build]:
-    """Makes trainers and closes them after the test."""
-    made: list[relay.Trainer] = []
-
-    def make(*arguments: Any, **options: Any) -> relay.Trainer:
-        made.append(relay.Trainer(*arguments, **options))
-        return made[-1]
-
-    yield make
-    for trainer in made:
-        trainer.close()
 
 
 def gpt(layers: int, hidden: int = 16) -> GPT:

@@ -1,7 +1,5 @@
 """ONNX Runtime's devices: ops against PyTorch, order and errors, and training as plain PyTorch trains."""
 
-import json
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +11,6 @@ import small_models
 import test_core_lowering as modules
 import torch
 import torch.nn.functional as F
-from click.testing import CliRunner
 from torch import Tensor, nn
 
 import relay
@@ -21,12 +18,11 @@ from hal import random as counter_random
 from hal import registry
 from hal.conformance.op_samples import case
 from hal.device import Device, View
-from hal.errors import HalError, OutOfMemory, Unavailable, Unsupported
+from hal.errors import DeviceLost, HalError, OutOfMemory, Unavailable, Unsupported
 from hal.kernel import Program
 from hal.ops import OPS
 from hal.random import RandomKey
 from relay.capture import Lowering, capture
-from relay.cli import main
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed: pip install 'layer-relay[onnx]'")
 onnx = pytest.importorskip("onnx", reason="onnx is not installed: pip install 'layer-relay[onnx]'")
@@ -349,20 +345,6 @@ def test_a_segment_can_be_written_for_inspection_and_run_by_anyone(tmp_path: Pat
 # -- training -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", ["gpt", "bert", "llama"])
-def test_gradients_of_a_step_are_those_of_plain_pytorch(which: str) -> None:
-    ours = small_models.relayed(which, "steep", 1, "onnx:cpu")
-    assert small_models.gradient_error(ours.gradients, small_models.plain(which, "steep", 1).gradients) < 1e-5
-
-
-@pytest.mark.parametrize("which", ["gpt", "bert", "llama"])
-@pytest.mark.parametrize(("optimizer", "within"), [("sgd", 1e-5), ("adamw", 1e-3)])
-def test_losses_of_twenty_steps_are_those_of_plain_pytorch(which: str, optimizer: str, within: float) -> None:
-    ours = small_models.relayed(which, optimizer, 20, "onnx:cpu")
-    assert small_models.loss_error(ours.losses, small_models.plain(which, optimizer, 20).losses) < within
-    assert ours.losses[-1] != ours.losses[0]
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_training_follows_the_cpu(precision: str) -> None:
     ours = small_models.relayed("gpt", "adamw", 5, "onnx:cpu", precision=precision)
@@ -376,14 +358,24 @@ def test_the_stash_on_the_host_changes_nothing() -> None:
     assert ours.losses == small_models.relayed("bert", "sgd", 3, "onnx:cpu").losses
 
 
-def test_relay_train_runs_on_it(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("to be, or not to be: that is the question. " * 40)
-    losses = {}
-    for device in ("onnx:cpu", "cpu"):
-        words = f"train --data {text} --device {device} --out {tmp_path / device[:4]} --layers 2 --hidden 16 --heads 2"
-        words += " --seq 16 --batch 4 --microbatches 2 --steps 3 --json"
-        outcome = CliRunner().invoke(main, words.split())
-        assert outcome.exit_code == 0, outcome.output
-        losses[device] = json.loads(outcome.stdout)["loss_last"]
-    assert math.isclose(losses["onnx:cpu"], losses["cpu"], abs_tol=1e-3)
+def test_a_gpu_that_vanishes_leaves_parameters_that_can_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ONNX Runtime words the errors of its providers, which have no class of their own."""
+
+    def vanish(self: Any, *_: Any) -> None:
+        raise RuntimeError("CUDA failure 700: an illegal memory access was encountered ; GPU=0 ; hostname=here")
+
+    batches = small_models.batches("gpt", 2)
+    trainer = relay.Trainer(small_models.build("gpt"), device="onnx:cpu", microbatches=small_models.MICROBATCHES)
+    try:
+        trainer.step(batches[0])
+        before = reference.copy_of(trainer.state_dict())
+        monkeypatch.setattr(onnxruntime.InferenceSession, "run_with_iobinding", vanish)
+        with pytest.raises(DeviceLost, match="CUDA failure 700") as caught:
+            trainer.step(batches[1])
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        reference.assert_same_state(trainer.state_dict(), before)
+        trainer.save(tmp_path / "saved")
+    finally:
+        trainer.close()

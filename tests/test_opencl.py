@@ -1,7 +1,6 @@
 """The OpenCL device: its ops against the oracle, its training against PyTorch, and what it says when it cannot."""
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import pytest
 import small_models
 import torch
-from click.testing import CliRunner
 from torch import fx
 
 from backends.opencl import OpenClBackend, faults, platforms
@@ -22,7 +20,6 @@ from hal.errors import CompileError, DeviceLost, HalError, OutOfMemory, Unavaila
 from hal.kernel import Port, Program, Role
 from hal.ops import OPS
 from hal.random import RandomKey, keep_mask, normal, uniform
-from relay.cli import main
 
 PROBES = OpenClBackend().probe()
 WORKS = [probe for probe in PROBES if probe.available]
@@ -308,8 +305,19 @@ def test_an_op_that_is_not_in_the_table_is_named(device: Device) -> None:
 
 
 def test_a_dtype_that_is_not_there_is_named(device: Device) -> None:
-    with pytest.raises(Unsupported, match="complex64"):
+    with pytest.raises(Unsupported, match=r"'cast' needs .*complex64"):
         device.compile(cast_program(3, torch.complex64))
+
+
+def test_a_device_without_double_says_so_with_the_layer(needs_opencl: None) -> None:
+    device = registry.open("opencl")
+    try:
+        device.info = dataclasses.replace(device.info, storage=device.info.storage - {torch.float64})
+        with pytest.raises(Unsupported, match=r"'cast' needs .*float64.*no cl_khr_fp64\. Use float32") as caught:
+            device.compile(cast_program(3, torch.float64))
+        assert (caught.value.op, caught.value.dtype) == ("aten._to_copy.default", "torch.float64")
+    finally:
+        device.close()
 
 
 def test_codes_of_the_driver_become_the_errors_of_the_relay() -> None:
@@ -340,6 +348,32 @@ def test_two_platforms_with_one_name_and_a_dead_driver_are_told_apart(monkeypatc
         platforms.choose("2")
     first = OpenClBackend().probe()[0]
     assert (first.available, first.reason) == (False, "no compiler")
+
+
+def test_a_driver_that_does_not_know_the_processor_says_which_one_does(
+    monkeypatch: pytest.MonkeyPatch, needs_opencl: None
+) -> None:
+    import pyopencl
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("clBuildProgram failed\n\nerror: unknown target CPU 'generic'\n")
+
+    monkeypatch.setattr(pyopencl.Program, "build", refuse)
+    reason = platforms.broken(platforms.find()[0])
+    assert "does not work: error: unknown target CPU 'generic'. Debian's PoCL" in reason
+
+
+def test_products_of_other_sizes_are_the_same_kernels(needs_opencl: None) -> None:
+    device: Any = registry.open("opencl")
+    try:
+        device.compile(product_program((24, 30), (30, 40), False))
+        built = device.library.built
+        program = product_program((48, 31), (31, 72), False)
+        left, right = torch.randn(48, 31), torch.randn(31, 72)
+        close_to(run(device, program, [left, right])[0], left.double() @ right.double(), 1e-5, 1e-5)
+        assert device.library.built == built > 0
+    finally:
+        device.close()
 
 
 # -- indices ------------------------------------------------------------------------------------------------------
@@ -373,34 +407,6 @@ def test_divisions_that_come_out_even_vanish_and_loops_are_split_for_others() ->
 
 
 # -- training -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("which", ["gpt", "bert", "llama"])
-def test_gradients_of_a_step_are_those_of_plain_pytorch(which: str, needs_opencl: None) -> None:
-    ours = small_models.relayed(which, "steep", 1, "opencl")
-    plain = small_models.plain(which, "steep", 1)
-    assert small_models.gradient_error(ours.gradients, plain.gradients) < 1e-5
-
-
-@pytest.mark.parametrize("which", ["gpt", "bert", "llama"])
-@pytest.mark.parametrize(("optimizer", "within"), [("sgd", 1e-5), ("adamw", 1e-3)])
-def test_losses_of_twenty_steps_are_those_of_plain_pytorch(
-    which: str, optimizer: str, within: float, needs_opencl: None
-) -> None:
-    ours = small_models.relayed(which, optimizer, 20, "opencl")
-    plain = small_models.plain(which, optimizer, 20)
-    assert small_models.loss_error(ours.losses, plain.losses) < within
-    assert ours.losses[-1] != ours.losses[0]
-
-
-def test_the_command_line_trains_on_it(tmp_path: Any, needs_opencl: None) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("the relay carries one layer at a time. " * 60, encoding="utf-8")
-    options = "--device opencl --layers 2 --hidden 16 --heads 2 --seq 8 --batch 2 --microbatches 2 --steps 2 --json"
-    arguments = ["train", "--data", str(text), "--out", str(tmp_path / "run"), *options.split()]
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)
 
 
 def test_a_device_that_vanishes_leaves_parameters_that_can_be_saved(

@@ -6,11 +6,11 @@ tied weights with several micro-batches (gradients to 1e-6 relative), and small 
 """
 
 import functools
-import itertools
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import matrix
 import mixed_reference
 import pytest
 import reference
@@ -35,45 +35,43 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "device": ("cpu", "cpu:discrete"),
     "groups": (False, True),
     "form": ("whole", "list"),
+    "layers_per_slot": (1, 2),
+    "recompute": (True, 1, False),
 }
 
-Case = dict[str, Any]
+PASSED_ON = (
+    "precision", "state_dtype", "microbatches", "stash", "slots", "device", "layers_per_slot", "recompute",
+)  # fmt: skip
 
-
-def combinations(case: Sequence[Any], size: int) -> set[tuple[tuple[int, Any], ...]]:
-    """The choices of a case, `size` at a time."""
-    return set(itertools.combinations(enumerate(case), size))
+Case = matrix.Case
 
 
 @functools.cache
-def cases() -> list[Case]:
+def few() -> list[Case]:
     """Greedy: of some random cases the one that adds most pairs, and then triples, that were not there."""
     source = random.Random(0)
-    choices = list(OPTIONS.values())
     # States other than fp32 are compared loosely only, so most cases have fp32.
-    weights = [[6, 1, 1] if name == "state_dtype" else [1] * len(values) for name, values in OPTIONS.items()]
+    weights = {name: [6, 1, 1] if name == "state_dtype" else [1] * len(values) for name, values in OPTIONS.items()}
     pairs: set[Any] = set()
     triples: set[Any] = set()
-    found: list[list[Any]] = []
+    found: list[Case] = []
     for _ in range(CASES):
-        candidates = [
-            [source.choices(values, weight)[0] for values, weight in zip(choices, weights, strict=True)]
-            for _ in range(60)
+        drawn = [
+            {name: source.choices(values, weights[name])[0] for name, values in OPTIONS.items()} for _ in range(60)
         ]
-
-        gains = [(len(combinations(one, 2) - pairs), len(combinations(one, 3) - triples)) for one in candidates]
-        best = candidates[gains.index(max(gains))]
-        pairs |= combinations(best, 2)
-        triples |= combinations(best, 3)
+        gains = [
+            (len(matrix.combinations(one, 2) - pairs), len(matrix.combinations(one, 3) - triples)) for one in drawn
+        ]
+        best = drawn[gains.index(max(gains))]
+        pairs |= matrix.combinations(best, 2)
+        triples |= matrix.combinations(best, 3)
         found.append(best)
-    return [dict(zip(OPTIONS, case, strict=True)) for case in found]
+    return found
 
 
 def test_every_choice_meets_every_choice_of_every_other_option() -> None:
-    met = set().union(*(combinations(list(case.values()), 2) for case in cases()))
-    for (first, ones), (second, others) in itertools.combinations(enumerate(OPTIONS.values()), 2):
-        missing = [pair for pair in itertools.product(ones, others) if ((first, pair[0]), (second, pair[1])) not in met]
-        assert not missing, (list(OPTIONS)[first], list(OPTIONS)[second], missing)
+    met = set().union(*(matrix.combinations(case, 2) for case in few()))
+    assert not matrix.every(OPTIONS, 2) - met
 
 
 RELAYS: dict[str, Any] = {
@@ -128,11 +126,11 @@ def trainers() -> Iterator[list[relay.Trainer]]:
 
 
 def name_of(case: Case) -> str:
-    words = {"tied": "tied", "groups": "groups"}
+    words = {"tied": "tied", "groups": "groups", "recompute": "recompute"}
     return "-".join(words.get(name, "") if value is True else str(value) for name, value in case.items() if value)
 
 
-@pytest.mark.parametrize("case", cases(), ids=name_of)
+@pytest.mark.parametrize("case", matrix.cases(OPTIONS, few()), ids=name_of)
 def test_the_relay_is_plain_pytorch(trainers: list[relay.Trainer], case: Case) -> None:
     model, plain = gpt(case["tied"]), gpt(case["tied"])
     batches = reference.text_batches(STEPS)
@@ -164,7 +162,7 @@ def test_the_relay_is_plain_pytorch(trainers: list[relay.Trainer], case: Case) -
         loss=None if whole else cross_entropy,
         optimizer=RELAYS[case["optimizer"]],
         parameter_groups=relay_groups(model, case),
-        **{name: case[name] for name in ("precision", "state_dtype", "microbatches", "stash", "slots", "device")},
+        **{name: case[name] for name in PASSED_ON},
         **{f"clip_grad_{name}": limit for name, limit in clip.items()},
     )
     trainers.append(trainer)

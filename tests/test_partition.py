@@ -1,83 +1,24 @@
 """Models of many makes: cut into layers, they compute what they computed before."""
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import reference
 import torch
+from plain_models import WIDTH, Block, Build, Output, batches, check, output
 from torch import Tensor, nn
 
-import relay
 from relay.models import GPT
 from relay.partition import partition_model
 from relay.trees import tensor_leaves
-
-WIDTH = 8
-
-Build = Callable[..., relay.Trainer]
-
-
-@pytest.fixture
-def build() -> Iterator[Build]:
-    """Makes trainers and closes them after the test."""
-    made: list[relay.Trainer] = []
-
-    def make(*arguments: Any, **options: Any) -> relay.Trainer:
-        made.append(relay.Trainer(*arguments, **options))
-        return made[-1]
-
-    yield make
-    for trainer in made:
-        trainer.close()
-
-
-class Output(NamedTuple):
-    loss: Tensor
-    value: Tensor
-
-
-def output(value: Tensor, targets: Tensor) -> Output:
-    return Output(nn.functional.mse_loss(value, targets), value)
-
-
-def batches(steps: int = 4, batch: int = 10, length: int = 5) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(3)
-
-    def draw() -> Tensor:
-        return torch.randn(batch, length, WIDTH, generator=generator)
-
-    return [{"inputs": draw(), "targets": draw()} for _ in range(steps)]
-
-
-def check(build: Build, make: Callable[[], nn.Module], given: list[dict[str, Tensor]], **options: Any) -> relay.Trainer:
-    """Train two models of one kind, ours relayed and the other plainly, and compare every loss and tensor."""
-    torch.manual_seed(0)
-    ours = make()
-    torch.manual_seed(0)
-    plain = make()
-    losses = reference.train(plain, given, options.get("microbatches", 4))
-    trainer = build(ours, **options)
-    assert [trainer.step(batch).loss for batch in given] == losses
-    reference.assert_same_state(ours.state_dict(), plain.state_dict())
-    return trainer
 
 
 def layers_of(model: nn.Module, batch: dict[str, Tensor]) -> list[str]:
     """The names of the segments a model is cut into."""
     tensors, tree = tensor_leaves(batch)
     return [segment.name for segment in partition_model(model, tensors, tree).segments]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value + torch.tanh(self.inner(self.norm(value)))
 
 
 class InModuleList(nn.Module):
@@ -194,7 +135,7 @@ def test_layers_share_a_program_unless_they_differ_in_what_their_code_looks_at(
     """The first layer has one of its own: nothing asks for the gradient of what it is given."""
     make = with_layers(*(functools.partial(Numbered, number, looks) for number in range(4)))
     trainer = check(build, make, batches(), microbatches=1)
-    stations = next(iter(trainer._recorder.cache.values())).stations
+    stations = next(iter(trainer._recorder.cache)).stations
     assert len({id(one.captured) for one in stations if one.segment.name.startswith("layers")}) == programs
 
 

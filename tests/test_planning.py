@@ -8,7 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 import relay
-from hal import spec
+from hal import ops, spec
+from hal.device import NATIVE, DeviceInfo
 from relay import calibration
 from relay.cli import main
 from relay.shapes import ModelShape, stations_of
@@ -65,8 +66,19 @@ def test_a_plan_feeds_the_training(tmp_path: Path) -> None:
 # **** calibration ****
 
 
+def device_with(tags: frozenset[str]) -> DeviceInfo:
+    return DeviceInfo("a device", "", tags, frozenset(), frozenset())
+
+
+def test_a_device_that_wants_core_programs_is_calibrated_by_core_programs() -> None:
+    programs = calibration._programs(((32, 16, 2),), "fp32", device_with(frozenset()))
+    assert programs
+    for program in programs:
+        ops.check(program, "a device")
+
+
 def test_the_fit_finds_the_constants_that_made_the_times() -> None:
-    programs = calibration._programs(calibration.SHAPES, "fp32")
+    programs = calibration._programs(calibration.SHAPES, "fp32", device_with(frozenset({NATIVE})))
     machine = spec.machine("generic").with_values(
         "device", launch=3e-6, call=2e-5, ramp=1e6, attention=0.25, achieved_fp32=5e10, bandwidth_achieved=2e10
     )

@@ -297,7 +297,12 @@ def test_key_is_a_value():
         KEY.step = 1  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("op", [-1, 4096, 1.0])
+def test_a_segments_draws_are_the_same_under_the_key_of_one_before_it():
+    before = RandomKey(KEY.seed, KEY.step, KEY.segment - 2, KEY.microbatch)
+    assert words(KEY, 7, 9).tolist() == words(before, 2 * 4096 + 7, 9).tolist()
+
+
+@pytest.mark.parametrize("op", [-1, 2**32, 1.0])
 def test_bad_op_is_named(op):
     for draw in (
         lambda: words(KEY, op, 1),

@@ -5,91 +5,20 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import reference
 import torch
 from families import FAMILIES, VOCABULARY
+from plain_models import WIDTH, Block, Build, Output, Stack, batches, check
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import relay
 from hal.memory import format_size
 from relay.models import GPT
-
-WIDTH = 8
-
-Build = Callable[..., relay.Trainer]
-
-
-@pytest.fixture
-def build() -> Iterator[Build]:
-    """Makes trainers and closes them after the test."""
-    made: list[relay.Trainer] = []
-
-    def make(*arguments: Any, **options: Any) -> relay.Trainer:
-        made.append(relay.Trainer(*arguments, **options))
-        return made[-1]
-
-    yield make
-    for trainer in made:
-        trainer.close()
-
-
-class Output(NamedTuple):
-    loss: Tensor
-    value: Tensor
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value + torch.tanh(self.inner(self.norm(value)))
-
-
-class Stack(nn.Module):
-    """Three blocks with something before and after."""
-
-    def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(block() for _ in range(3))
-        self.last = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> Output:
-        value = self.first(inputs)
-        for layer in self.layers:
-            value = layer(value)
-        value = self.last(value)
-        return Output(nn.functional.mse_loss(value, targets), value)
-
-
-def batches(steps: int = 4, rows: int = 10, length: int = 5) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(3)
-    return [
-        {name: torch.randn(rows, length, WIDTH, generator=generator) for name in ("inputs", "targets")}
-        for _ in range(steps)
-    ]
-
-
-def check(build: Build, make: Callable[[], nn.Module], given: list[dict[str, Tensor]], **options: Any) -> relay.Trainer:
-    """Train two models of one kind, ours relayed and the other plainly, and compare every loss and tensor."""
-    torch.manual_seed(0)
-    ours = make()
-    torch.manual_seed(0)
-    plain = make()
-    losses = reference.train(plain, given, options.get("microbatches", 4))
-    trainer = build(ours, **options)
-    assert [trainer.step(batch).loss for batch in given] == losses
-    reference.assert_same_state(ours.state_dict(), plain.state_dict())
-    return trainer
-
 
 BOTH = pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
 
@@ -227,6 +156,44 @@ def test_spectral_norm_changes_its_buffers_once_a_piece(build: Build) -> None:
         return made
 
     check(build, functools.partial(Stack, block), batches())
+
+
+class Looked(nn.Module):
+    """An embedding whose gradient is sparse: a module, a function, or inside of a layer that runs eagerly."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.table = nn.Embedding(10, WIDTH, sparse=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.how == "function":
+            return nn.functional.embedding(tokens, self.table.weight, sparse=True)
+        if self.how == "eager" and tokens.sum() > 0:
+            tokens = tokens.flip(0)
+        return self.table(tokens)
+
+
+@pytest.mark.parametrize("how", ["module", "function", "eager"])
+def test_a_sparse_embedding_is_refused_before_the_step_with_the_way_round(build: Build, how: str) -> None:
+    torch.manual_seed(0)
+    model = [Looked(how), nn.Linear(WIDTH, WIDTH)]
+    tokens, targets = torch.arange(6).view(2, 3), torch.randn(2, 3, WIDTH)
+    trainer = build(model, loss=nn.functional.mse_loss, microbatches=1)
+    before = reference.copy_of(trainer.state_dict())
+    with pytest.raises(relay.CaptureError, match=r"layer '0' .*'table.weight'.*sparse=False"):
+        trainer.step((tokens, targets))
+    reference.assert_same_state(trainer.state_dict(), before)
+    if how != "function":
+        model[0].table.sparse = False
+        assert trainer.step((tokens, targets)).loss > 0
+
+
+def test_a_frozen_sparse_embedding_has_no_gradient_and_is_taken(build: Build) -> None:
+    torch.manual_seed(0)
+    model = [Looked("module").requires_grad_(False), nn.Linear(WIDTH, WIDTH)]
+    trainer = build(model, loss=nn.functional.mse_loss, microbatches=1)
+    assert trainer.step((torch.arange(6).view(2, 3), torch.randn(2, 3, WIDTH))).loss > 0
 
 
 # **** ties ****

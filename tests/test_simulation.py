@@ -97,7 +97,7 @@ def test_the_worked_case_of_fifty_billion_parameters() -> None:
     parameters = 12 * 8192 * 8192
     for batch in (1, 4, 8):
         options: dict[str, Any] = {"stash": "host", "microbatches": batch, "batch": batch, "sequence": 1024}
-        found = relay.simulate(layers=62, hidden=8192, device=machine, precision="fp16", **options)
+        found = relay.simulate(layers=62, hidden=8192, device=machine, precision="fp16", loss_scale="fixed", **options)
         tokens = 1024 * batch
         attention = 4 * 1024 * 8192 * tokens
         forward = (2 * parameters * tokens + attention) / 70e12
@@ -178,7 +178,7 @@ def test_a_faster_part_never_slows_a_run(flops: float, link: float, host: float,
 @pytest.mark.parametrize("device", ["v100-sxm2-32gb", "a100-sxm-80gb", "rtx-4090", "h200-sxm", "gh200-96gb"])
 def test_the_schedule_hides_nearly_everything_above_break_even(device: str, stash: str) -> None:
     options: dict[str, Any] = {"layers": 48, "hidden": 4096, "device": device, "state_dtype": "int8"}
-    options["host_memory"] = 10**12
+    options |= {"host_memory": 10**12, "loss_scale": "fixed"}
     tokens = max(relay.simulate(batch=8, microbatches=8, stash="host", **options).break_even.values())
     batch = -(-int(1.3 * tokens) // 1024)
     found = relay.simulate(batch=batch, microbatches=batch, stash=stash, must_fit=False, **options)
@@ -190,7 +190,9 @@ def test_the_schedule_hides_nearly_everything_above_break_even(device: str, stas
 
 # **** what fits ****
 
-FIFTY: dict[str, Any] = {"layers": 62, "hidden": 8192, "device": "v100-sxm2-16gb", "host_memory": "512GB"}
+FIFTY: dict[str, Any] = {
+    "layers": 62, "hidden": 8192, "device": "v100-sxm2-16gb", "host_memory": "512GB", "loss_scale": "fixed",
+}  # fmt: skip
 FIFTY |= {"stash": "host", "microbatches": 8}
 
 
@@ -215,8 +217,8 @@ def test_device_memory_does_not_grow_with_depth_when_the_stash_is_on_the_host() 
 
 def test_a_dynamic_loss_scale_costs_every_gradient_on_the_host() -> None:
     options: dict[str, Any] = {"model": "gpt2", "precision": "fp16", "stash": "host", "microbatches": 8}
-    eager = relay.simulate(**options).memory
-    held = relay.simulate(**options, loss_scale="dynamic").memory
+    eager = relay.simulate(**options, loss_scale="fixed").memory
+    held = relay.simulate(**options).memory
     kept = sum(size for state, _, size in held.host if state == "gradients")
     assert kept >= 4 * held.parameters
     assert held.host_total > eager.host_total
@@ -367,7 +369,8 @@ def test_the_command_answers_with_one_object_and_a_trace(tmp_path: Path) -> None
 def test_the_command_exits_with_one_and_both_ledgers_where_it_does_not_fit() -> None:
     result = invoke("--layers", "62", "--hidden", "8192", "--device", "v100-sxm2-16gb", "--host-memory", "512GB")
     assert result.exit_code == 1
-    for text in ("it does not fit", "would fit: state_dtype=int8", "host memory", "device memory", "GiB"):
+    would_fit = "would fit: loss_scale=fixed with state_dtype=int8"
+    for text in ("it does not fit", would_fit, "host memory", "device memory", "GiB"):
         assert text in result.output
 
 

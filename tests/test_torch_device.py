@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -12,11 +13,11 @@ from stub_accelerator import StubAccelerator
 from torch import nn
 
 import relay
-from backends import torch_device
+from backends import streams, torch_device
 from backends.torch_accelerator import FAMILIES
 from backends.torch_device import TorchDevice
 from hal import registry
-from hal.errors import HalError, OutOfMemory, Unavailable, Unsupported
+from hal.errors import DeviceLost, HalError, OutOfMemory, Unavailable, Unsupported
 from hal.host import Host
 from hal.kernel import Kernel, Program
 from relay.capture import capture
@@ -86,14 +87,72 @@ def test_the_first_error_travels_along_events(device: TorchDevice) -> None:
     host.close()
 
 
-def test_a_freed_buffer_outlives_every_stream(device: TorchDevice, stub: StubAccelerator) -> None:
-    device.queue("load")
-    device.queue("compute")
+def test_a_freed_buffer_outlives_the_work_that_the_device_was_given(
+    device: TorchDevice, stub: StubAccelerator
+) -> None:
     buffer = device.alloc(1000)
+    view = buffer.view(0, (250,), torch.float32)
+    memory = weakref.ref(view.native)
+    queue = device.queue("compute")
+    stub.behind = True
+    queue.fill(view, 1.0).on_device()  # type: ignore[attr-defined]
     buffer.free()
     buffer.free()
-    assert stub.outlived == [2]
+    del view, buffer
     assert device.memory().in_use == 0
+    assert memory() is not None
+    stub.behind = False
+    queue.settle()
+    assert memory() is None
+
+
+def test_memory_that_is_refused_is_asked_for_again_when_the_queues_have_let_go(
+    device: TorchDevice, stub: StubAccelerator
+) -> None:
+    queue = device.queue("compute")
+    view = device.alloc(64).view(0, (4,), torch.float32)
+    queue.fill(view, 1.0).wait()
+    answers = iter([torch.OutOfMemoryError("too much"), "memory"])
+
+    def get() -> object:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        assert not queue._given
+        return answer
+
+    assert queue._given
+    assert streams.allocate(get, stub, device.queues) == "memory"
+
+
+def test_a_device_that_fails_is_lost_and_closes(device: TorchDevice, stub: StubAccelerator) -> None:
+    view = device.alloc(64).view(0, (4,), torch.float32)
+    event = device.queue("load").fill(view, 1.0)
+    event.on_device()  # type: ignore[attr-defined]
+    stub.broken = True
+    for lost in (event, device.queue("load").fill(view, 1.0)):  # while it runs, and while it is given more
+        with pytest.raises(DeviceLost, match="illegal memory access") as caught:
+            lost.wait()
+        assert isinstance(caught.value.__cause__, torch.AcceleratorError)
+        assert lost.done()
+    device.close()
+
+
+def test_an_error_after_which_the_device_answers_is_not_its_loss(
+    device: TorchDevice, stub: StubAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = device.alloc(64).view(0, (4,), torch.float32)
+
+    def refuse(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: invalid configuration argument")
+
+    monkeypatch.setattr(torch.Tensor, "fill_", refuse)
+    failed = device.queue("compute").fill(view, 1.0)
+    with pytest.raises(HalError, match="invalid configuration") as caught:
+        failed.wait()
+    assert not isinstance(caught.value, DeviceLost)
+    monkeypatch.undo()
+    device.queue("compute").fill(view, 1.0).wait()
 
 
 def test_beyond_the_capacity_is_out_of_memory(device: TorchDevice) -> None:

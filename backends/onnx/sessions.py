@@ -22,7 +22,7 @@ import torch
 from backends.onnx.emit import Emitted
 from backends.onnx.model import ELEMENT_TYPES
 from backends.onnx.providers import Provider, attach, confirm, runtime
-from hal.errors import CompileError, HalError, Unsupported
+from hal.errors import CompileError, DeviceLost, HalError, Unsupported
 from hal.random import RandomKey
 
 _KEPT_BINDINGS = 1024
@@ -34,6 +34,10 @@ _KEPT_CONSTANT = str(2**20)
 _ERRORS_ONLY = 3
 _AS_REQUESTED = 1
 """How an arena grows: by what is asked for, not by powers of two."""
+
+_LOST = re.compile(r"(CUDA|HIP) failure (?!2:)\d+|887A000[567]|device (was |has been )?(lost|removed)", re.IGNORECASE)
+"""Words of providers whose device is gone, or answers nothing but errors from now on. CUDA's and HIP's 2 is want of
+memory; the hexadecimal numbers are those of DirectX for a device removed, hung or reset."""
 
 logger = logging.getLogger(__name__)
 
@@ -61,11 +65,15 @@ class Session:
         confirm(provider, self._session)
         self._emitted = emitted
         self._provider = provider
+        self._title, self._device = title, device
         self._bindings: OrderedDict[tuple[int, ...], Any] = OrderedDict()
         self._lock = threading.Lock()
 
     def run(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], key: RandomKey | None) -> None:
-        """Run on memory: tensors in the order of the program's ports, contiguous, of the right size."""
+        """Run on memory: tensors in the order of the program's ports, contiguous, of the right size.
+
+        Raises DeviceLost where the provider says that its device is gone.
+        """
         emitted = self._emitted
         held = outputs
         if emitted.late:
@@ -78,7 +86,15 @@ class Session:
             _bind(binding.bind_input, draw, numbers)
         if not self._provider.is_cpu:
             binding.synchronize_inputs()
-        self._session.run_with_iobinding(binding)
+        try:
+            self._session.run_with_iobinding(binding)
+        except Exception as failure:
+            if _LOST.search(str(failure)):
+                raise DeviceLost(
+                    f"{self._title!r} failed on {self._device!r}: {failure}. What the host holds is intact: save it, "
+                    "and open the device again."
+                ) from failure
+            raise
         if not self._provider.is_cpu:
             binding.synchronize_outputs()
         for place in emitted.late:

@@ -60,7 +60,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Argument:
-    """What a kernel is given: a buffer, whether output `place` accumulates, or the words of draw `place`."""
+    """What a kernel is given: a buffer, whether output `place` accumulates, the words of draw `place`, or a number."""
 
     kind: str
     buffer: Buffer | None = None
@@ -69,7 +69,7 @@ class Argument:
 
 @dataclass
 class Launch:
-    """A kernel's text and how it is started."""
+    """A kernel's text and how it is started: sizes that are arguments leave one text for many launches."""
 
     name: str
     source: str
@@ -87,6 +87,7 @@ class Writer:
         self.ranges = Ranges()
         self._buffers: dict[Buffer, str] = {}
         self._others: dict[tuple[str, int], str] = {}
+        self._numbers: list[int] = []
         self._written: list[Buffer] = []
         self._names = 0
 
@@ -109,10 +110,20 @@ class Writer:
         """The prefix of five uints, `_0` to `_4`: the words of a draw."""
         return self._others.setdefault(("words", op), f"w{len(self._others)}")
 
-    def loop(self, extent: int, prefix: str = "i") -> str:
-        """A new loop variable."""
+    def number(self, value: int) -> str:
+        """The name of an INDEX given at each launch: kernels that differ in it alone are one."""
+        self._numbers.append(value)
+        return f"n{len(self._numbers)}"
+
+    def counter(self, extent: int, prefix: str = "i") -> str:
+        """A new variable that runs from 0 to an extent, in a loop that stays as it is."""
         name = self.name(prefix)
         self.ranges.extents[name] = extent
+        return name
+
+    def loop(self, extent: int, prefix: str = "i") -> str:
+        """A new variable of a loop that may be cut in two (`Split`)."""
+        name = self.counter(extent, prefix)
         self.ranges.loops.add(name)
         return name
 
@@ -131,6 +142,10 @@ class Writer:
             else:
                 parameters.append(", ".join(f"uint {name}_{word}" for word in range(5)))
             arguments.append(Argument(kind, None, place))
+        for count, value in enumerate(self._numbers, 1):
+            parameters.append(f"long n{count}_")
+            starts.append(f"  const INDEX n{count} = n{count}_;")
+            arguments.append(Argument("number", None, value))
         signature = ", ".join(parameters)
         wide = any(buffer.count >= 2**31 for buffer in self._buffers)
         text = f"({signature}) {{\n" + "\n".join(starts) + f"\n{body}}}\n"

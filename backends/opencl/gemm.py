@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from backends.opencl.emit import Buffer, Launch, Scope, Writer, held, rounded, stored
+from backends.opencl.emit import Buffer, Launch, Scope, Writer, held, loaded, rounded, stored
 from backends.opencl.indices import Index, linear, variable
 from backends.opencl.loops import Traits
 from backends.opencl.values import Place, Stored, Value
@@ -40,49 +40,67 @@ def tile_of(traits: Traits, rows: int, columns: int) -> Tile:
 
 def pack(value: Value, target: Buffer, along: int, panel: int, traits: Traits) -> Launch:
     """(batch, m, k), or with `along` 2 (batch, k, n), into panels [batch][panel][k][panel places], zeros at the end."""
-    batch, depth = value.shape[0], value.shape[3 - along]
-    extent = value.shape[along]
+    batch, extent, depth = value.shape[0], value.shape[along], value.shape[3 - along]
     panels = -(-extent // panel)
     writer = Writer()
     scope = Scope(writer)
-    b, q, k, j = (writer.loop(size, name) for size, name in ((batch, "b"), (panels, "q"), (depth, "k"), (panel, "j")))
-    writer.ranges.loops.clear()
-    across = linear([(q, panel), (j, 1)])
-    place: Place = (variable(b), across, variable(k)) if along == 1 else (variable(b), variable(k), across)
-    name = value.at(scope, place)
+    extents = {"b": batch, "q": panels, "k": depth, "j": panel}
+    b, q, k, j = (writer.counter(size, name) for name, size in extents.items())
+    name = _element(value, along, scope, variable(b), linear([(q, panel), (j, 1)]), variable(k))
     pointer = writer.pointer(target, writes=True)
-    destination = f"((({b}*{panels}+{q})*(INDEX){depth}+{k})*{panel}+{j})"
+    long, all_panels = writer.number(depth), writer.number(panels)
+    destination = f"((({b}*{all_panels}+{q})*{long}+{k})*{panel}+{j})"
     store = stored(pointer, destination, name, target.dtype)
     pad = stored(pointer, destination, "0", target.dtype)
-    unit = isinstance(value, Stored) and value.strides[3 - along] == 1 and value.strides[along] != 1
-    step = 16 if depth > 256 else depth
+    body = [*scope.lines, store]
+    every_k = f"for (INDEX {k} = 0; {k} < {long}; {k}++)"
+    whole_panels = extent % panel == 0
+    valid = str(panel) if whole_panels else "valid"
     lines = [
         "const INDEX item = get_global_id(0);",
-        f"const INDEX {q} = item % {panels};",
-        f"const INDEX {b} = item / {panels};",
-        f"const int valid = min({panel}, (int)({extent} - {q} * {panel}));",
+        f"const INDEX {q} = item % {all_panels};",
+        f"const INDEX {b} = item / {all_panels};",
     ]
-    inner = f"for (int {j} = 0; {j} < {{}}; {j}++) {{{{"
-    body = [*scope.lines, store]
-
-    def over(valid: str) -> list[str]:
-        if unit:  # short runs along k, one place after another: both sides stay in the cache
-            return [
-                f"for (INDEX k0 = 0; k0 < {depth}; k0 += {step}) {{",
-                inner.format(valid),
-                f"for (INDEX {k} = k0; {k} < min((INDEX){depth}, k0 + (INDEX){step}); {k}++) {{",
-                *body,
-                "}}}",
-            ]
-        return [f"for (INDEX {k} = 0; {k} < {depth}; {k}++) {{", inner.format(valid), *body, "}}"]
-
-    if extent % panel == 0:
-        lines += over(str(panel))
-    else:
-        rest = f"for (INDEX {k} = 0; {k} < {depth}; {k}++) for (int {j} = valid; {j} < {panel}; {j}++) {{ {pad} }}"
-        lines += [f"if (valid == {panel}) {{", *over(str(panel)), "} else {", *over("valid"), rest, "}"]
+    if not whole_panels:
+        lines.append(f"const int valid = min({panel}, (int)({writer.number(extent)} - {q} * {panel}));")
+    if _unit(value) == 3 - along:  # short runs along k, one place after another: both sides stay in the cache
+        lines += [
+            f"const INDEX run = {long} > 256 ? 16 : {long};",
+            f"for (INDEX k0 = 0; k0 < {long}; k0 += run) {{",
+            f"for (int {j} = 0; {j} < {valid}; {j}++) {{",
+            f"for (INDEX {k} = k0; {k} < min({long}, k0 + run); {k}++) {{",
+            *body,
+            "}}}",
+        ]
+    elif whole_panels:
+        lines += [f"{every_k} for (int {j} = 0; {j} < {panel}; {j}++) {{", *body, "}"]
+    else:  # loops of known length are faster
+        lines += [f"if (valid == {panel}) {{", f"{every_k} for (int {j} = 0; {j} < {panel}; {j}++) {{", *body, "}"]
+        lines += ["} else {", f"{every_k} for (int {j} = 0; {j} < valid; {j}++) {{", *body, "}}"]
+    if not whole_panels:
+        lines.append(f"{every_k} for (int {j} = valid; {j} < {panel}; {j}++) {{ {pad} }}")
     group = (1,) if traits.lanes == 1 else ()
     return writer.launch("\n".join(lines) + "\n", (panels * batch,), group, "pack")
+
+
+def _unit(value: Value) -> int | None:
+    """The dimension along which an operand in memory lies without gaps, of rows and columns."""
+    if not isinstance(value, Stored):
+        return None
+    return 2 if value.strides[2] == 1 else 1 if value.strides[1] == 1 else None
+
+
+def _element(value: Value, along: int, scope: Scope, batch: Index, across: Index, k: Index) -> str:
+    """The name of an operand's element. Where an operand in memory lies is told at each launch."""
+    place: Place = (batch, across, k) if along == 1 else (batch, k, across)
+    if not isinstance(value, Stored):
+        return value.at(scope, place)
+    unit = _unit(value)
+    terms = [scope.writer.number(value.offset)]
+    for dim, index in enumerate(place):
+        terms.append(index.text if dim == unit else f"{index.text}*{scope.writer.number(value.strides[dim])}")
+    pointer = scope.writer.pointer(value.buffer)
+    return scope.value(held(value.dtype), loaded(pointer, "+".join(terms), value.dtype))
 
 
 @dataclass(frozen=True)
@@ -105,11 +123,15 @@ def product(
     output: int | None,
     traits: Traits,
 ) -> Launch:
-    """The product of packed operands, plus a bias, into row-major memory."""
+    """The product of packed operands, plus a bias, into all of a buffer.
+
+    Sizes are arguments: the text is the same for all products with such tiles, which for a compiler are many to unroll.
+    """
     writer = Writer()
     a, b = writer.pointer(left), writer.pointer(right)
+    depth, all_rows, all_columns = (writer.number(size) for size in (sizes.depth, sizes.rows, sizes.columns))
     if traits.lanes > 1:
-        return _shared_product(writer, a, b, target, sizes, tile, bias, output)
+        return _shared_product(writer, a, b, target, sizes, (depth, all_rows, all_columns), bias, output)
     real = left.dtype
     kind = held(real)
     width = traits.wide if kind == "float" else traits.wide // 2
@@ -119,16 +141,17 @@ def product(
     parts = max(1, min(tiles, -(-8 * traits.units // (panels * sizes.batch))))
     chunk = -(-tiles // parts)
     parts = -(-tiles // chunk)
+    each, last = writer.number(chunk), writer.number(tiles)
     lines = [
         "const INDEX column = get_global_id(0);",
         "const INDEX part = get_global_id(1);",
         "const INDEX batch = get_global_id(2);",
-        f"for (INDEX tile = part * {chunk}; tile < {tiles} && tile < (part + 1) * {chunk}; tile++) {{",
-        f"__global const {kind}* ap = {a} + (batch * {tiles} + tile) * (INDEX){sizes.depth * tile.rows};",
-        f"__global const {kind}* bp = {b} + (batch * {panels} + column) * (INDEX){sizes.depth * tile.columns};",
+        f"for (INDEX tile = part * {each}; tile < {last} && tile < (part + 1) * {each}; tile++) {{",
+        f"__global const {kind}* ap = {a} + (batch * {last} + tile) * {depth} * {tile.rows};",
+        f"__global const {kind}* bp = {b} + (batch * get_global_size(0) + column) * {depth} * {tile.columns};",
     ]
     lines += [f"{kind}{width} c{i}_{v} = 0;" for i in range(tile.rows) for v in range(vectors)]
-    lines.append(f"for (int k = 0; k < {sizes.depth}; k++) {{")
+    lines.append(f"for (INDEX k = 0; k < {depth}; k++) {{")
     lines += [f"const {kind}{width} b{v} = vload{width}({v}, bp);" for v in range(vectors)]
     lines += [
         f"c{i}_{v} = fma(({kind}{width})(ap[{i}]), b{v}, c{i}_{v});" for i in range(tile.rows) for v in range(vectors)
@@ -139,68 +162,67 @@ def product(
     lines += [f"vstore{width}(c{i}_{v}, {i * vectors + v}, out);" for i in range(tile.rows) for v in range(vectors)]
     writer.ranges.extents |= {"batch": sizes.batch, "tile": tiles, "column": panels, "i": tile.rows, "j": tile.columns}
     row, place = linear([("tile", tile.rows), ("i", 1)]), linear([("column", tile.columns), ("j", 1)])
-    end = _ending(writer, f"out[i * {tile.columns} + j]", variable("batch"), row, place, target, bias, output)
-    rows = _least(tile.rows, sizes.rows, "tile")
-    columns = _least(tile.columns, sizes.columns, "column")
-    lines += [f"const int rows = {rows};", f"const int columns = {columns};"]
-    store = ["for (int j = 0; j < {}; j++) {{", *[line.replace("{", "{{").replace("}", "}}") for line in end], "}}"]
-    text = "\n".join(store)
-    lines.append("for (int i = 0; i < rows; i++) {")
-    if sizes.columns % tile.columns:
-        lines += [f"if (columns == {tile.columns}) {{", text.format(tile.columns), "} else {"]
-        lines += [text.format("columns"), "}"]
-    else:
-        lines.append(text.format(tile.columns))
-    lines += ["}", "}"]
+    end = _ending(
+        writer, f"out[i * {tile.columns} + j]", (variable("batch"), row, place), "start + j", target, bias, output
+    )
+    loop = ["for (int j = 0; j < {}; j++) {{", *[line.replace("{", "{{").replace("}", "}}") for line in end], "}}"]
+    text = "\n".join(loop)
+    lines += [
+        f"const int rows = min({tile.rows}, (int)({all_rows} - tile * {tile.rows}));",
+        f"const int columns = min({tile.columns}, (int)({all_columns} - column * {tile.columns}));",
+        "for (int i = 0; i < rows; i++) {",
+        f"const INDEX start = (batch * {all_rows} + {row.text}) * {all_columns} + column * {tile.columns};",
+        f"if (columns == {tile.columns}) {{",
+        text.format(tile.columns),
+        "} else {",
+        text.format("columns"),
+        "}}}",
+    ]
     return writer.launch("\n".join(lines) + "\n", (panels, parts, sizes.batch), (1, 1, 1), "product")
 
 
-def _least(size: int, extent: int, name: str) -> str:
-    return str(size) if extent % size == 0 else f"min({size}, (int)({extent} - {name} * {size}))"
-
-
 def _ending(
-    writer: Writer,
-    total: str,
-    batch: Index,
-    row: Index,
-    column: Index,
-    target: Stored,
-    bias: Value | None,
-    output: int | None,
+    writer: Writer, total: str, place: Place, where: str, target: Stored, bias: Value | None, output: int | None
 ) -> list[str]:
-    """C that takes a sum to its place in memory."""
+    """C that takes a sum to its place in memory, of which `where` is the address."""
     scope = Scope(writer)
     dtype = target.dtype
-    place = (batch, row, column)
     value = scope.value(held(dtype), total)
     if bias is not None:
         value = scope.value(held(dtype), f"({value} + {bias.at(scope, place)})")
     value = scope.value(held(dtype), rounded(value, dtype))
-    scope.store(target.buffer, target.address(place), value, output)
+    scope.store(target.buffer, scope.place(where, target.count), value, output)
     return scope.lines
 
 
 def _shared_product(
-    writer: Writer, a: str, b: str, target: Stored, sizes: Sizes, tile: Tile, bias: Value | None, output: int | None
+    writer: Writer,
+    a: str,
+    b: str,
+    target: Stored,
+    sizes: Sizes,
+    names: tuple[str, str, str],
+    bias: Value | None,
+    output: int | None,
 ) -> Launch:
     """For GPUs: 16 x 16 work-items share a tile of 64 x 64, 16 deep, and keep 4 x 4 sums each."""
     kind = held(torch.float64 if target.dtype is torch.float64 else torch.float32)
     panels, tiles = -(-sizes.columns // 64), -(-sizes.rows // 64)
+    depth, rows, columns = names
     lines = [
         f"__local {kind} left[16][64];",
         f"__local {kind} right[16][64];",
         "const int x = get_local_id(0), y = get_local_id(1), one = y * 16 + x;",
         "const INDEX column = get_group_id(0), tile = get_group_id(1), batch = get_group_id(2);",
-        f"__global const {kind}* ap = {a} + (batch * {tiles} + tile) * (INDEX){sizes.depth * 64};",
-        f"__global const {kind}* bp = {b} + (batch * {panels} + column) * (INDEX){sizes.depth * 64};",
+        f"__global const {kind}* ap = {a} + (batch * get_num_groups(1) + tile) * {depth} * 64;",
+        f"__global const {kind}* bp = {b} + (batch * get_num_groups(0) + column) * {depth} * 64;",
         f"{kind} sums[4][4];",
         "for (int i = 0; i < 4; i++) for (int j = 0; j < 4; j++) sums[i][j] = 0;",
-        f"for (int k0 = 0; k0 < {sizes.depth}; k0 += 16) {{",
+        f"for (INDEX k0 = 0; k0 < {depth}; k0 += 16) {{",
         "for (int step = 0; step < 4; step++) {",
         "const int at = step * 256 + one, k = at / 64, c = at % 64;",
-        f"left[k][c] = k0 + k < {sizes.depth} ? ap[(k0 + k) * 64 + c] : 0;",
-        f"right[k][c] = k0 + k < {sizes.depth} ? bp[(k0 + k) * 64 + c] : 0;",
+        f"left[k][c] = k0 + k < {depth} ? ap[(k0 + k) * 64 + c] : 0;",
+        f"right[k][c] = k0 + k < {depth} ? bp[(k0 + k) * 64 + c] : 0;",
         "}",
         "barrier(CLK_LOCAL_MEM_FENCE);",
         "for (int k = 0; k < 16; k++) {",
@@ -212,9 +234,11 @@ def _shared_product(
         "}",
         "for (int i = 0; i < 4; i++) for (int j = 0; j < 4; j++) {",
         "const INDEX m = tile * 64 + y + 16 * i, n = column * 64 + x + 16 * j;",
-        f"if (m < {sizes.rows} && n < {sizes.columns}) {{",
+        f"if (m < {rows} && n < {columns}) {{",
     ]
     writer.ranges.extents |= {"batch": sizes.batch, "m": sizes.rows, "n": sizes.columns}
-    lines += _ending(writer, "sums[i][j]", variable("batch"), variable("m"), variable("n"), target, bias, output)
+    place = (variable("batch"), variable("m"), variable("n"))
+    where = f"(batch * {rows} + m) * {columns} + n"
+    lines += _ending(writer, "sums[i][j]", place, where, target, bias, output)
     lines.append("}}")
     return writer.launch("\n".join(lines) + "\n", (panels * 16, tiles * 16, sizes.batch), (16, 16, 1), "product")

@@ -131,6 +131,8 @@ class OpenClKernel(Kernel):
     ) -> list[Any]:
         if argument.kind == "flag":
             return [np.int32(bool(accumulate) and accumulate[argument.place])]
+        if argument.kind == "number":
+            return [np.int64(argument.place)]
         if argument.kind == "words":
             assert key is not None
             return [np.uint32(word) for word in stream_words(key, argument.place)]

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from backends.opencl.emit import Buffer, Launch, Scope, Writer, held, rounded
+from backends.opencl.accumulators import START, accumulator, combined, given_out, taken_in
+from backends.opencl.emit import Buffer, Launch, Scope, Writer, held
 from backends.opencl.indices import Index, Split, flatten, linear, strides_of, variable
 from backends.opencl.values import Place, Stored, Value, permute, unflatten
 
@@ -101,57 +102,6 @@ def space_of(task: Map | Reduce, traits: Traits) -> Space:
                 inner[0] = first // parts
                 break
     return tuple(outer), tuple(inner)
-
-
-_START = {
-    "sum": lambda dtype: "0",
-    "prod": lambda dtype: "1",
-    "any": lambda dtype: "0",
-    "max": lambda dtype: _limits(dtype)[0],
-    "min": lambda dtype: _limits(dtype)[1],
-}
-
-
-def _limits(dtype: torch.dtype) -> tuple[str, str]:
-    if held(dtype) == "float":
-        return "INT_MIN", "INT_MAX"  # ordered as integers
-    if dtype.is_floating_point:
-        return "-INFINITY", "INFINITY"
-    name = {"long": "LONG", "int": "INT", "short": "SHRT", "char": "CHAR", "uchar": "UCHAR"}[held(dtype)]
-    return ("0" if name == "UCHAR" else f"{name}_MIN"), f"{name}_MAX"
-
-
-def _accumulator(kind: str, dtype: torch.dtype) -> str:
-    return "int" if kind in ("max", "min") and held(dtype) == "float" else held(dtype)
-
-
-def _combined(kind: str, dtype: torch.dtype, total: str, value: str) -> str:
-    """A C statement that takes a value, as an accumulator holds it, into an accumulator."""
-    if kind == "sum":
-        if dtype.is_floating_point:
-            return f"{{ REASSOCIATE {total} += {value}; }}"
-        return f"{total} = ({held(dtype)})((ulong){total} + (ulong){value});"
-    if kind == "prod":
-        return f"{total} *= {value};"
-    if kind == "any":
-        return f"{total} |= {value};"
-    sign = ">" if kind == "max" else "<"
-    if dtype is torch.float64:
-        return f"{total} = ({value} {sign} {total} || {value} != {value}) ? {value} : {total};"
-    return f"{total} = {value} {sign} {total} ? {value} : {total};"
-
-
-def _taken(kind: str, dtype: torch.dtype, value: str) -> str:
-    """A value as an accumulator holds it."""
-    if kind in ("max", "min") and held(dtype) == "float":
-        return f"{'ordered_high' if kind == 'max' else 'ordered_low'}({value})"
-    return value
-
-
-def _given(kind: str, dtype: torch.dtype, total: str) -> str:
-    if kind in ("max", "min") and held(dtype) == "float":
-        return f"unordered({total})"
-    return rounded(total, dtype)
 
 
 class _Rows:
@@ -258,16 +208,16 @@ class _Rows:
         dtype = task.value.dtype
         name = task.value.at(scope, unflatten(scope, self.flat, task.value.shape))
         total = self.writer.name("a")
-        kind = _accumulator(task.kind, dtype)
-        taken = scope.value(kind, _taken(task.kind, dtype, name)) if kind != held(dtype) else name
-        scope.lines.append(_combined(task.kind, dtype, total, taken))
-        self.before.append(f"{kind} {total} = {_START[task.kind](dtype)};")
+        kind = accumulator(task.kind, dtype)
+        taken = scope.value(kind, taken_in(task.kind, dtype, name)) if kind != held(dtype) else name
+        scope.lines.append(combined(task.kind, dtype, total, taken))
+        self.before.append(f"{kind} {total} = {START[task.kind](dtype)};")
         self.pending.add(task.target.buffer)
 
         def finish() -> None:
             if self.traits.lanes > 1:
                 self.row_scope.lines.append(self._shared(task.kind, dtype, kind, total))
-            result = self.row_scope.value(held(dtype), _given(task.kind, dtype, total))
+            result = self.row_scope.value(held(dtype), given_out(task.kind, dtype, total))
             self.scalars[task.target.buffer] = result
             self._store_scalar(task, result, unflatten(self.row_scope, self.row, task.target.shape))
 
@@ -277,7 +227,7 @@ class _Rows:
         """Bring the accumulators of a work-group together, the same for all of it and in the same order each time."""
         lanes = self.traits.lanes
         shared = f"shared_{c_type}"
-        combine = _combined(kind, dtype, f"{shared}[lane]", f"{shared}[lane + half_]")
+        combine = combined(kind, dtype, f"{shared}[lane]", f"{shared}[lane + half_]")
         return (
             f"{shared}[lane] = {total}; barrier(CLK_LOCAL_MEM_FENCE);"
             f" for (int half_ = {lanes // 2}; half_ > 0; half_ >>= 1) {{"
@@ -373,9 +323,8 @@ def column_kernel(tasks: Sequence[Columns], traits: Traits) -> Launch:
     blocks = -(-columns // block)
     writer = Writer()
     scope = Scope(writer)
-    names = {dim: writer.loop(extent, "k") for dim, extent in enumerate(shape[:-1])}
-    which, inside = writer.loop(blocks, "b"), writer.loop(block, "c")
-    writer.ranges.loops.clear()
+    names = {dim: writer.counter(extent, "k") for dim, extent in enumerate(shape[:-1])}
+    which, inside = writer.counter(blocks, "b"), writer.counter(block, "c")
     place = [variable(names[dim]) for dim in range(len(shape) - 1)]
     place.append(linear([(which, block), (inside, 1)]))
     lines, rest = [], "item"
@@ -388,17 +337,17 @@ def column_kernel(tasks: Sequence[Columns], traits: Traits) -> Launch:
     for task in tasks:
         dtype = task.value.dtype
         total = writer.name("a")
-        kind = _accumulator(task.kind, dtype)
+        kind = accumulator(task.kind, dtype)
         lines.append(f"{kind} {total}[{block}];")
-        lines.append(f"for (int c = 0; c < {block}; c++) {total}[c] = {_START[task.kind](dtype)};")
-        taken = _taken(task.kind, dtype, task.value.at(scope, tuple(place)))
+        lines.append(f"for (int c = 0; c < {block}; c++) {total}[c] = {START[task.kind](dtype)};")
+        taken = taken_in(task.kind, dtype, task.value.at(scope, tuple(place)))
         if kind != held(dtype):
             taken = scope.value(kind, taken)
-        scope.lines.append(_combined(task.kind, dtype, f"{total}[{inside}]", taken))
+        scope.lines.append(combined(task.kind, dtype, f"{total}[{inside}]", taken))
         store = Scope(writer)
         flat = flatten([place[dim] for dim in kept], [shape[dim] for dim in kept])
         where = task.target.address(unflatten(store, flat, task.target.shape))
-        store.store(task.target.buffer, where, _given(task.kind, dtype, f"{total}[{inside}]"), task.output)
+        store.store(task.target.buffer, where, given_out(task.kind, dtype, f"{total}[{inside}]"), task.output)
         ends += store.lines
     loop = f"for (int {inside} = 0; {inside} < count; {inside}++) {{"
     for dim in dims:

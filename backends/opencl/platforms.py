@@ -13,6 +13,9 @@ from typing import Any
 
 from hal.errors import Unavailable
 
+_STRANGER = "unknown target CPU"
+"""What the PoCL of pip says of processors that are newer than it."""
+
 _TEST = "__kernel void twice(__global float* x) { const int i = get_global_id(0); x[i] = 2.0f * x[i]; }"
 
 
@@ -84,7 +87,8 @@ def broken(found: Found) -> str:
     except Exception as failure:
         lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
         telling = [line for line in lines if "error:" in line.lower()] or lines or [type(failure).__name__]
-        return f"the driver is installed and does not work: {telling[0]}"
+        advice = ". Debian's PoCL knows more processors: apt-get install pocl-opencl-icd"
+        return f"the driver is installed and does not work: {telling[0]}{advice if _STRANGER in telling[0] else ''}"
     if not np.array_equal(back, 2 * numbers):
         return "its self-test read back other numbers than a kernel should have written"
     return ""

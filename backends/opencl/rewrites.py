@@ -1,4 +1,4 @@
-"""What each op of a program that is not element-wise becomes: reductions, rows, products, gathers, scatters, moves.
+"""What each op of a program that is not element-wise becomes: reductions, rows, products, orders.
 
 Each function takes the lowering, to which it adds its tasks, then the node and the op's own arguments with tensors as
 `Value`; it returns the result as one. Softmax and layer norm are reductions and element-wise ops here, which `plan`
@@ -17,10 +17,9 @@ from torch import fx
 from backends.opencl import gemm, scatters, values
 from backends.opencl.elementwise import elementwise
 from backends.opencl.emit import Scope, held, number
-from backends.opencl.indices import Index
-from backends.opencl.values import Computed, Place, Stored, Value, again, whole
+from backends.opencl.placing import PLACES
+from backends.opencl.values import Computed, Place, Stored, Value, whole
 from backends.opencl.windows import WINDOWS
-from hal.op_rules import broadcast
 
 if TYPE_CHECKING:
     from backends.opencl.lowering import Lowering
@@ -193,125 +192,6 @@ def _plain_product(low: Lowering, x: Value, y: Value, bias: Value | None) -> Val
     return result if bias is None else _calc("add", x.dtype, result, bias)
 
 
-# -- gather and scatter -------------------------------------------------------------------------------------------
-
-
-def _picked(scope: Scope, index: Value, place: Place, extent: int) -> Index:
-    name = index.at(scope, place)
-    return scope.place(f"(INDEX)({name} < 0 ? {name} + {extent} : {name})", extent)
-
-
-def _embedding(low: Lowering, node: fx.Node, weight: Value, index: Value) -> Value:
-    source = low.realize(weight)
-
-    def function(scope: Scope, place: Place) -> str:
-        return source.at(scope, (_picked(scope, index, place[:-1], source.shape[0]), place[-1]))
-
-    return Computed((*index.shape, weight.shape[1]), weight.dtype, function, 2)
-
-
-def _index(low: Lowering, node: fx.Node, x: Value, indices: Sequence[Value | None]) -> Value:
-    source = low.realize(x)
-    used = [place for place, index in enumerate(indices) if index is not None]
-    picked = broadcast(*[index.shape for index in indices if index is not None])
-    wide = [None if index is None else values.expand(index, picked) for index in indices]
-    front = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
-
-    def function(scope: Scope, place: Place) -> str:
-        seen = place[front : front + len(picked)]
-        rest = list(place[:front] + place[front + len(picked) :])
-        spot = []
-        for dim, extent in enumerate(source.shape):
-            index = wide[dim] if dim < len(wide) else None
-            spot.append(rest.pop(0) if index is None else _picked(scope, index, seen, extent))
-        return source.at(scope, tuple(spot))
-
-    return Computed(tuple(node.meta["val"].shape), x.dtype, function, 2 * len(used))
-
-
-def _gather(low: Lowering, node: fx.Node, x: Value, dim: int, index: Value) -> Value:
-    if not index.shape:
-        return x
-    source = low.realize(x)
-
-    def function(scope: Scope, place: Place) -> str:
-        spot = _picked(scope, index, place, source.shape[dim])
-        return source.at(scope, (*place[:dim], spot, *place[dim + 1 :]))
-
-    return Computed(index.shape, x.dtype, function, 2)
-
-
-def _copied(low: Lowering, x: Value) -> Stored:
-    """A copy in memory of one's own."""
-    return low.realize(again(x))
-
-
-def _index_put(
-    low: Lowering, node: fx.Node, x: Value, indices: Sequence[Value | None], source: Value, accumulate: bool
-) -> Value:
-    target = _copied(low, x)
-    if source.count and target.count:
-        low.steps.append(scatters.index_put(target, indices, source, accumulate, low.traits))
-    return target
-
-
-def _scatter(accumulate: bool) -> Callable[..., Value]:
-    def function(low: Lowering, node: fx.Node, x: Value, dim: int, index: Value, source: Any) -> Value:
-        target = _copied(low, x)
-        if index.count and target.count:
-            low.steps.append(scatters.scatter(target, dim, index, source, accumulate))
-        return target
-
-    return function
-
-
-def _slice_scatter(
-    low: Lowering, node: fx.Node, x: Value, source: Value, dim: int, start: int, end: int, step: int
-) -> Value:
-    target = _copied(low, x)
-    part = values.sliced(target, dim, start, end, step)
-    assert isinstance(part, Stored)
-    low.realize(again(source), part)
-    return target
-
-
-def _select_scatter(low: Lowering, node: fx.Node, x: Value, source: Value, dim: int, index: int) -> Value:
-    target = _copied(low, x)
-    part = values.select(target, dim, index)
-    assert isinstance(part, Stored)
-    low.realize(again(source), part)
-    return target
-
-
-def _cat(low: Lowering, node: fx.Node, tensors: Sequence[Value], dim: int) -> Value:
-    shape = tuple(node.meta["val"].shape)
-    target = whole(low.buffer(math.prod(shape), tensors[0].dtype), shape)
-    start = 0
-    for tensor in tensors:
-        end = start + tensor.shape[dim]
-        part = values.sliced(target, dim, start, end, 1)
-        assert isinstance(part, Stored)
-        low.realize(again(tensor), part)
-        start = end
-    return target
-
-
-def _pad(low: Lowering, node: fx.Node, x: Value, pads: Sequence[int], fill: Any) -> Value:
-    """`pads` are (before, after) from the last dimension on; below zero they cut."""
-    shape = tuple(node.meta["val"].shape)
-    constant = Computed(shape, x.dtype, lambda scope, place: number(fill, x.dtype))
-    target = low.realize(constant)
-    part: Value = target
-    for place in range(len(pads) // 2):
-        dim = len(shape) - 1 - place
-        before, after = pads[2 * place], pads[2 * place + 1]
-        x = values.sliced(x, dim, max(0, -before), x.shape[dim] + min(0, after), 1)
-        part = values.sliced(part, dim, max(0, before), shape[dim] - max(0, after), 1)
-    assert isinstance(part, Stored)
-    low.realize(again(x), part)
-    return target
-
-
 # -- creation and order -------------------------------------------------------------------------------------------
 
 
@@ -360,6 +240,7 @@ def _pass(way: Callable[..., Value]) -> Callable[..., Value]:
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **PLACES,
     "view.default": _pass(values.view),
     "permute.default": _pass(values.permute),
     "expand.default": _pass(values.expand),
@@ -385,17 +266,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "mm.default": _mm,
     "bmm.default": _bmm,
     "addmm.default": _addmm,
-    "embedding.default": _embedding,
-    "index.Tensor": _index,
-    "gather.default": _gather,
-    "index_put.default": _index_put,
-    "scatter.src": _scatter(False),
-    "scatter.value": _scatter(False),
-    "scatter_add.default": _scatter(True),
-    "slice_scatter.default": _slice_scatter,
-    "select_scatter.default": _select_scatter,
-    "cat.default": _cat,
-    "constant_pad_nd.default": _pad,
     "full.default": _full,
     "arange.start_step": _arange,
     "topk.default": _topk,

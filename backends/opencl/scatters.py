@@ -24,7 +24,7 @@ COLUMNS = 64
 
 def _grid(writer: Writer, extents: Sequence[int]) -> tuple[list[str], list[str], int]:
     """Loop variables of a flat work-item number `item`, the C that sets them, and how many items there are."""
-    names = [writer.loop(extent, "g") for extent in extents]
+    names = [writer.counter(extent, "g") for extent in extents]
     lines, rest = [], "item"
     for name, extent in reversed(list(zip(names, extents, strict=True))):
         lines.append(f"const INDEX {name} = {rest} % {extent};")
@@ -33,12 +33,11 @@ def _grid(writer: Writer, extents: Sequence[int]) -> tuple[list[str], list[str],
 
 
 def _loops(writer: Writer, extents: Sequence[int]) -> tuple[list[str], list[str]]:
-    names = [writer.loop(extent, "s") for extent in extents]
+    names = [writer.counter(extent, "s") for extent in extents]
     return names, [f"for (INDEX {n} = 0; {n} < {e}; {n}++) {{" for n, e in zip(names, extents, strict=True)]
 
 
 def _launch(writer: Writer, lines: Sequence[str], items: int, label: str) -> Launch:
-    writer.ranges.loops.clear()
     return writer.launch("\n".join(lines) + "\n", (items,), (), label)
 
 
@@ -59,7 +58,7 @@ def index_put(
     extents = [*kept[:-1], kept[-1] // block] if kept else []
     names, lines, items = _grid(writer, extents)
     walk, loops = _loops(writer, picked)
-    column = writer.loop(block, "c")
+    column = writer.counter(block, "c")
     own = [variable(name) for name in names]
     if own:
         own[-1] = linear([(names[-1], block), (column, 1)])

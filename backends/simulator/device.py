@@ -10,33 +10,27 @@ and again when it is freed and the last call that uses it has run.
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from backends.simulator.clock import COMPUTE, DOWN, HOST, NOTHING, UP, Clock, Cost, Owner, SimulatedEvent
+from backends.accounted_device import AccountedDevice
+from backends.simulator.clock import COMPUTE, DOWN, NOTHING, UP, Clock, Cost, Owner, SimulatedEvent
 from backends.simulator.cost import CostModel, Work
 from backends.simulator.elsewhere import Arrivals, await_those_of, stand_in
+from backends.simulator.host import POISON, SimulatedHost
 from backends.simulator.orders import make_order
 from backends.torch_program import lower
 from hal.device import HOST_CORES, NATIVE, UNIFIED, Buffer, DeviceInfo, Queue, View
-from hal.errors import HalError, Unsupported
+from hal.errors import HalError
 from hal.event import Event
 from hal.host import Host, HostWork
 from hal.kernel import Kernel, Program
-from hal.memory import MemoryAccount, MemoryUse
 from hal.random import RandomKey
 from hal.spec import Machine
 from hal.virtual import Timeline, VirtualDevice
-
-POISON = 0xFF
-"""Every byte of poisoned memory: NaN in all floating-point formats, -1 in the integers."""
-
-PAGE = 4096
 
 _DTYPES = frozenset(
     {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16}
@@ -238,69 +232,7 @@ class SimulatedQueue(Queue):
             raise ValueError(f"{label} needs contiguous memory on both sides")
 
 
-class SimulatedHost(Host):
-    """The described host: tasks take the time that their work takes there. Without numerics memory is only counted."""
-
-    def __init__(self, device: SimulatedDevice, capacity: int | None) -> None:
-        memory = int(device.machine.host["memory"])
-        super().__init__(memory if capacity is None else capacity)
-        self._device = device
-        self._last: SimulatedEvent | None = None
-        self._page_locked = 0
-        self._crossing: set[str] = set()
-
-    def alloc(self, count: int, dtype: torch.dtype, state: str, crosses: bool = False) -> torch.Tensor:
-        if crosses and not self._device.info.unified:
-            self._crossing.add(state)
-            self._page_locked += self._pages(count * dtype.itemsize)
-        if self._device.options.numerics:
-            tensor = super().alloc(count, dtype, state, crosses)
-            if self._device.options.poison:
-                tensor.view(torch.uint8).fill_(POISON)
-            return tensor
-        size = count * dtype.itemsize
-        self._account.charge(size, f"{state} ({str(dtype).removeprefix('torch.')})")
-        self.ledger.add(state, dtype, size)
-        return torch.empty(count, dtype=dtype, device="meta")
-
-    def run(
-        self,
-        task: Callable[[], None],
-        wait: Sequence[Event] = (),
-        label: str = "host task",
-        work: HostWork | None = None,
-    ) -> Event:
-        call = task if self._device.options.numerics else None
-        cost = self._device.host_cost(work)
-        with self._device.lock:
-            self._last = self._device.submit(HOST, label, cost, wait, call, self._last)
-            return self._last
-
-    def free(self, tensor: torch.Tensor, state: str) -> None:
-        crosses = state in self._crossing
-        super().free(tensor, state)
-        if crosses:
-            self._page_locked -= self._pages(tensor.numel() * tensor.dtype.itemsize)
-
-    @property
-    def page_locked(self) -> int:
-        return self._page_locked
-
-    def follow(self, other: Host) -> None:
-        assert isinstance(other, SimulatedHost)
-        self._device, self._last = other._device, other._last
-
-    def close(self) -> None:
-        if self._last is not None:
-            self._device.demand(self._last)
-
-    @staticmethod
-    def _pages(size: int) -> int:
-        """Page-locked memory is mapped piece by piece, in whole pages."""
-        return -(-size // PAGE) * PAGE
-
-
-class SimulatedDevice(VirtualDevice, Owner):
+class SimulatedDevice(AccountedDevice[SimulatedQueue], VirtualDevice, Owner):
     """An opened machine."""
 
     def __init__(self, name: str, machine: Machine, capacity: int | None, options: Options) -> None:
@@ -310,84 +242,57 @@ class SimulatedDevice(VirtualDevice, Owner):
         tags |= {HOST_CORES} if spec.host_cores else set()
         compute = frozenset(_KINDS[kind] for kind in _KINDS if spec.computes(kind))
         memory = int(spec["memory"] - spec["reserved"])
+        info = DeviceInfo(name, f"simulated {spec.title}", frozenset(tags), _DTYPES, compute, memory)
+        super().__init__(info, memory if capacity is None else min(capacity, memory))
         self.machine = machine
         self.options = options
-        self.info = DeviceInfo(name, f"simulated {spec.title}", frozenset(tags), _DTYPES, compute, memory)
-        self.account = MemoryAccount(f"device {name!r}", memory if capacity is None else min(capacity, memory))
         self.clock = Clock(_rates(machine), spec.host_cores)
         self.model = CostModel(machine)
         self._order = make_order(options.order, options.seed)
-        self._queues: dict[str, SimulatedQueue] = {}
-        # Whoever asked for a kernel keeps it.
-        self._kernels: weakref.WeakValueDictionary[str, SimulatedKernel] = weakref.WeakValueDictionary()
-        self._workspace = 0
         self._number = 0
         self._arrivals = Arrivals(self._order)
-        self.lock = threading.RLock()
-        self._closed = False
         self._crossings: dict[tuple[int, int], Cost] = {}
 
     # -- the device -------------------------------------------------------------------------------------------
 
-    def alloc(self, size: int, what: str = "buffer") -> Buffer:
-        self._check_open()
+    def make_buffer(self, size: int, what: str) -> Buffer:
         return SimulatedBuffer(self, size, what)
 
-    def queue(self, name: str) -> Queue:
-        self._check_open()
-        with self.lock:
-            if name not in self._queues:
-                self._queues[name] = SimulatedQueue(self, name)
-            return self._queues[name]
+    def make_queue(self, name: str) -> SimulatedQueue:
+        return SimulatedQueue(self, name)
 
-    def compile(self, program: Program) -> Kernel:
-        self._check_open()
-        with self.lock:
-            kernel = self._kernels.get(program.fingerprint)
-            if kernel is None:
-                kernel = SimulatedKernel(program, self.model, self.info.unified)
-                growth = program.workspace - self._workspace
-                if growth > 0:
-                    self.account.charge(growth, f"workspace of {program.name}")
-                    self._workspace = program.workspace
-                self._kernels[program.fingerprint] = kernel
-            return kernel
+    def make_kernel(self, program: Program) -> Kernel:
+        return SimulatedKernel(program, self.model, self.info.unified)
 
     def host(self, capacity: int | None = None, pinned: int | None = None) -> Host:
-        self._check_open()
+        self.check_open()
         return SimulatedHost(self, capacity)
 
-    def memory(self) -> MemoryUse:
-        return self.account.use()
-
-    def reset_peak(self) -> None:
-        self.account.reset_peak()
-
     def adopt(self, tensor: torch.Tensor) -> View:
-        self._check_unified()
+        self.check_unified()
         if not tensor.is_contiguous():
             raise ValueError(f"only contiguous memory can be adopted, got strides {tensor.stride()}")
         return SimulatedView(tensor, tuple(tensor.shape), tensor.dtype)
 
     def host_tensor(self, view: View) -> torch.Tensor:
-        self._check_unified()
+        self.check_unified()
         if view.native is None:
             return torch.empty(view.shape, dtype=view.dtype, device="meta")
         tensor: torch.Tensor = view.native
         return tensor
 
     def close(self) -> None:
-        if self._closed:
+        if self.closed:
             return
         self._arrivals.await_all()
         with self.lock:
             self._arrivals.take_in()
             self._order.finish()
             self.clock.run_out()
-            self._closed = True
-            self._queues.clear()
-            self._kernels.clear()
-            self.account.release(self.account.use().in_use)
+            super().close()
+
+    def end_queues(self) -> None:
+        """They have no threads."""
 
     # -- virtual time -----------------------------------------------------------------------------------------
 
@@ -408,7 +313,7 @@ class SimulatedDevice(VirtualDevice, Owner):
     ) -> SimulatedEvent:
         """Take a call in: after the events of `wait` and after the call before it on its queue."""
         with self.lock:
-            self._check_open()
+            self.check_open()
             self._arrivals.take_in()
             parents = [self._own(one) for one in wait]
             event = SimulatedEvent(self, self._numbered(), lane, label, cost)
@@ -429,7 +334,7 @@ class SimulatedDevice(VirtualDevice, Owner):
 
     def poison(self, memory: torch.Tensor, users: Sequence[SimulatedEvent]) -> None:
         """Spoil freed memory once the last call that uses it has run."""
-        if not self._closed:
+        if not self.closed:
             self.submit(COMPUTE, "poison of freed memory", NOTHING, users, lambda: memory.fill_(POISON), None)
 
     def _numbered(self) -> int:
@@ -475,14 +380,6 @@ class SimulatedDevice(VirtualDevice, Owner):
         host = self.machine.host
         size = 0 if work is None else work.bytes
         return Cost(host["task"] + size / host["optimizer_bandwidth"], size)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise HalError(f"device {self.info.name!r} is closed. Open it again.")
-
-    def _check_unified(self) -> None:
-        if not self.info.unified:
-            raise Unsupported(f"device {self.info.name!r} has memory of its own: write and read instead of aliasing")
 
 
 def _rates(machine: Machine) -> tuple[float, float, float]:

@@ -29,6 +29,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
     group = parser.getgroup("conformance", "conformance of a device")
     group.addoption("--device", metavar="NAME", help="device string of the device under test, such as numpy or cuda:0")
     group.addoption("--verify-gaps", action="store_true", help="run known gaps too, and fail where one has closed")
+    group.addoption("--samples", type=int, metavar="N", help="try at most N shapes of each op in each dtype, not all")
 
 
 def device_name(config: pytest.Config) -> str:

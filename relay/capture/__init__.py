@@ -1,12 +1,16 @@
 """Capture: from modules to graphs. The only package that touches torch's private tracing interfaces.
 
 `joint` makes a segment's programs, `core` rewrites them for devices that are not PyTorch's, `tracing` traces whole
-models with their blocks opaque, `measure` counts what a graph costs, `explain` says why a capture failed.
+models with their blocks opaque, `decisions` answers what they ask of a batch meanwhile, `measure` counts what a graph
+costs, `explain` says why a capture failed.
 """
 
 from relay.capture.core import Lowering
+from relay.capture.decisions import Decider, Decision
 from relay.capture.eager import Presence
+from relay.capture.elsewhere import graphs_for
 from relay.capture.joint import Captured, autocast, capture
+from relay.capture.layers import layer_of_segment
 from relay.capture.measure import fingerprint
 from relay.capture.states import call_with
 from relay.capture.tracing import BLOCK, OpaqueCall, as_fake, opaque_blocks, run_fake, trace
@@ -14,6 +18,8 @@ from relay.capture.tracing import BLOCK, OpaqueCall, as_fake, opaque_blocks, run
 __all__ = [
     "BLOCK",
     "Captured",
+    "Decider",
+    "Decision",
     "Lowering",
     "OpaqueCall",
     "Presence",
@@ -22,6 +28,8 @@ __all__ = [
     "call_with",
     "capture",
     "fingerprint",
+    "graphs_for",
+    "layer_of_segment",
     "opaque_blocks",
     "run_fake",
     "trace",

@@ -22,6 +22,7 @@ import torch
 from torch import fx
 from torch._decomp import core_aten_decompositions, get_decompositions
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hal.ops import OPS, Kind, name_of, spec_of
 from relay.capture.core_builder import Builder, part_spec
@@ -50,9 +51,9 @@ class Lowering(enum.Enum):
     """Which graph of a segment a device is given."""
 
     NATIVE = "native"
-    """As PyTorch's autograd runs it on the CPU, fused ops and all."""
+    """As PyTorch's autograd runs it on the device that it is traced for, fused ops and all."""
     PORTABLE = "portable"
-    """As PyTorch's autograd runs it, attention as matrix products: the fused kernels of the CPU are the CPU's alone."""
+    """As PyTorch's autograd runs it, attention as matrix products: for devices that no trace can be made for."""
     CORE = "core"
     """Decomposed to the ops of `hal.ops`."""
 
@@ -75,6 +76,11 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 def simplify(graph: fx.Graph, layer: str) -> fx.Graph:
     """The same computation in the form that `hal.ops` promises, with meta data of its own. Raises CaptureError."""
+    with _disable_current_modes():  # constants are computed, also where the model itself is fake
+        return _simplified(graph, layer)
+
+
+def _simplified(graph: fx.Graph, layer: str) -> fx.Graph:
     builder = Builder()
     environment: dict[fx.Node, Any] = {}
     for node in graph.nodes:

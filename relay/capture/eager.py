@@ -66,16 +66,30 @@ class EagerSegment:
         self.parameters = [tuple(names[id(tensor)]) for tensor in self.tensors]
         self.buffers = [names[id(tensor)][0] for tensor in self.buffer_tensors]
         self.trainable = [tensor.requires_grad for tensor in self.tensors]
+        self._looking = _Looking(module, self.buffers)
 
     def run(
-        self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+        self, parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
     ) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
         """The module's outputs, and its buffers as they are afterwards."""
         own = [buffer.clone() for buffer in buffers]
         originals = [*self.tensors, *self.buffer_tensors]
         with self.compute():
-            outputs = call_with(self.module, originals, [*parameters, *own], values)
-        return outputs, own
+            outputs, after = call_with(self._looking, originals, [*parameters, *own], values)
+        return outputs, [tensor.detach() for tensor in after]
+
+
+class _Looking(nn.Module):
+    """A module that also returns its buffers as they are then: written to, or others put in their place."""
+
+    def __init__(self, module: nn.Module, buffers: Sequence[str]) -> None:
+        super().__init__()
+        self.module = module
+        self.buffers_of = [name.rpartition(".") for name in buffers]
+
+    def forward(self, *values: torch.Tensor) -> Any:
+        outputs = self.module(*values)
+        return outputs, [getattr(self.module.get_submodule(path), name) for path, _, name in self.buffers_of]
 
 
 class _Call:
@@ -86,10 +100,13 @@ class _Call:
         self.kind = kind
         self.counts = counts
         self.updates: list[int] = []
+        self.kept: list[int] = []
         self.shapes: list[tuple[int, ...]] = []
         self.seeded: list[int] = []
         self.gradients: list[int] = []
         self.value_gradients: list[int] = []
+        self.differentiated: list[int] = []
+        self.training = True
         self.name = name
         self.__name__ = f"eager_{kind}"
 
@@ -98,16 +115,40 @@ class _Call:
         ends = list(itertools.accumulate(self.counts))
         parameters, buffers = tensors[: ends[0]], tensors[ends[0] : ends[1]]
         values, seeds = tensors[ends[1] : ends[2]], tensors[ends[2] :]
+        if self.kind == "backward":
+            # The recompute finds the buffers as the forward found them, not as it left them.
+            found, seeds = seeds[: len(self.kept)], seeds[len(self.kept) :]
+            for number, buffer in zip(self.kept, found, strict=True):
+                buffers[number] = buffer
         # The generator is torch's own for the while: an op that draws knows no other.
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(_seed_of(key))
             if not seeds:
-                with torch.no_grad():
-                    outputs, after = self.segment.run(parameters, buffers, values)
-                self._check(outputs)
-                shown = outputs if self.kind == "forward" else outputs[:1]
-                return (*shown, *(after[number] for number in self.updates))
+                return self._forward(parameters, buffers, values)
             return self._backward(parameters, buffers, values, seeds, key)
+
+    def _forward(
+        self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        # Some kernels (oneDNN's LSTM) round otherwise where no gradient will be asked for.
+        with torch.set_grad_enabled(self.training):
+            outputs, after = self.segment.run(*self._leaves(parameters, values), buffers)
+        self._check(outputs)
+        shown = outputs if self.kind == "forward" else outputs[:1]
+        copies = [buffers[number].clone() for number in self.kept] if self.kind == "forward" else []
+        return (*(output.detach() for output in shown), *copies, *(after[number] for number in self.updates))
+
+    def _leaves(
+        self, parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        leaves = [
+            tensor.detach().requires_grad_(wanted)
+            for tensor, wanted in zip(parameters, self.segment.trainable, strict=True)
+        ]
+        inputs = [
+            tensor.detach().requires_grad_(number in self.differentiated) for number, tensor in enumerate(values)
+        ]
+        return leaves, inputs
 
     def _backward(
         self,
@@ -117,15 +158,9 @@ class _Call:
         seeds: Sequence[torch.Tensor],
         key: RandomKey,
     ) -> tuple[torch.Tensor, ...]:
-        leaves = [
-            tensor.detach().requires_grad_(wanted)
-            for tensor, wanted in zip(parameters, self.segment.trainable, strict=True)
-        ]
-        inputs = [
-            tensor.detach().requires_grad_(number in self.value_gradients) for number, tensor in enumerate(values)
-        ]
+        leaves, inputs = self._leaves(parameters, values)
         with torch.enable_grad():
-            outputs, after = self.segment.run(leaves, buffers, inputs)
+            outputs, after = self.segment.run(leaves, inputs, buffers)
             self._check(outputs)
             pairs = [
                 (outputs[number], seed)
@@ -213,10 +248,12 @@ def eager_programs(
     name: str,
     ends_in_loss: bool,
     compute: Callable[[], AbstractContextManager[Any]],
-) -> tuple[EagerSegment, dict[str, Program | None], tuple[bool, ...], int]:
+    training: bool = True,
+) -> tuple[EagerSegment, dict[str, Program | None], tuple[bool, ...], int, tuple[Port, ...]]:
     """Programs by kind for `module(*inputs)`, which outputs ask for gradients, and the bytes that autograd keeps.
 
-    Raises whatever the module raises when run on made-up numbers.
+    Last come the copies of buffers that the forward keeps for the backward (see `Captured.kept`). Raises whatever the
+    module raises when run on made-up numbers.
     """
     segment = EagerSegment(module, compute)
     parameters, buffers = segment.tensors, segment.buffer_tensors
@@ -238,11 +275,20 @@ def eager_programs(
         ]
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             before = made_up(buffers)
-            outputs, after = segment.run(leaves, before, values)
+            outputs, after = segment.run(leaves, values, before)
     # Which buffers a forward changes, data may decide too: in training all of them are written back.
-    training = any(one.training and one._buffers for one in module.modules())
-    updates = list(range(len(after))) if training else []
+    changing = any(one.training and one._buffers for one in module.modules())
+    updates = list(range(len(after))) if changing else []
     wants = tuple(output.requires_grad for output in outputs)
+    differentiates = any(wants)
+    read = _read_in_training(module)
+    kept = [number for number in updates if id(buffers[number]) in read]
+    if ends_in_loss or not differentiates or not training:
+        kept = []
+    copies = tuple(
+        Port(Role.VALUE, len(outputs) + place, tuple(buffers[number].shape), buffers[number].dtype)
+        for place, number in enumerate(kept)
+    )
     counts = (len(parameters), len(buffers), len(values))
     ports = [
         Port(role, number, tuple(tensor.shape), tensor.dtype)
@@ -253,8 +299,14 @@ def eager_programs(
     def program(kind: str) -> Program:
         call = _Call(segment, kind, name, counts)
         call.shapes = [tuple(output.shape) for output in outputs]
+        call.differentiated = [number for number, one in enumerate(values) if one.requires_grad]
+        call.training = training
         shown = list(enumerate(outputs)) if kind == "forward" else [(0, outputs[0])] if kind != "backward" else []
         results = [Port(Role.VALUE, number, tuple(one.shape), one.dtype) for number, one in shown]
+        if kind in ("forward", "backward"):
+            call.kept = kept
+        if kind == "forward":
+            results += copies
         if kind != "backward":
             call.updates = updates
             results += [
@@ -269,7 +321,7 @@ def eager_programs(
                 Port(Role.SEED, number, tuple(outputs[number].shape), outputs[number].dtype) for number in call.seeded
             ]
             call.gradients = [number for number, wanted in enumerate(segment.trainable) if wanted]
-            call.value_gradients = [number for number, one in enumerate(values) if one.requires_grad]
+            call.value_gradients = call.differentiated
             results += [
                 Port(Role.PARAMETER_GRADIENT, number, tuple(parameters[number].shape), parameters[number].dtype, True)
                 for number in call.gradients
@@ -278,16 +330,31 @@ def eager_programs(
                 Port(Role.VALUE_GRADIENT, number, tuple(values[number].shape), values[number].dtype, True)
                 for number in call.value_gradients
             ]
-        return _one_node(call, f"{name} {kind}", [*ports, *seeds], results, saved)
+        taken = [
+            Port(Role.VALUE, len(values) + place, port.shape, port.dtype) for place, port in enumerate(copies)
+        ]
+        if kind != "backward":
+            taken = []
+        return _one_node(call, f"{name} {kind}", [*ports, *taken, *seeds], results, saved)
 
-    differentiates = any(wants)
     programs: dict[str, Program | None] = {
         "forward": program("forward"),
         "backward": program("backward") if differentiates and not ends_in_loss else None,
         "loss": program("loss") if ends_in_loss else None,
         "joint": program("joint") if ends_in_loss else None,
     }
-    return segment, programs, wants, saved
+    return segment, programs, wants, saved, copies
+
+
+def _read_in_training(module: nn.Module) -> set[int]:
+    """The buffers, by identity, that a forward may read: all but the statistics of BatchNorm in training."""
+    return {
+        id(buffer)
+        for one in module.modules()
+        if not (one.training and type(one).forward is nn.BatchNorm1d.forward)
+        for buffer in one._buffers.values()
+        if buffer is not None
+    }
 
 
 def _one_node(call: _Call, name: str, inputs: Sequence[Port], outputs: Sequence[Port], saved: int) -> Program:

@@ -30,7 +30,8 @@ def explain(failure: Exception, layer: str) -> RelayError:
         return CaptureError(
             f"layer {layer!r} cannot be captured: {op or 'an op'} makes shapes or control flow depend on the data "
             f"({kind}). Use a form with fixed shapes (masking instead of selecting), or put it inside one of the "
-            "repeated layers, which then runs eagerly.",
+            "repeated layers, which then runs eagerly. Where a random number decides which layers run (layerdrop), "
+            "set that to 0 and choose them with step(batch, active=...).",
             layer=layer,
             op=op,
             by_data=True,
@@ -50,3 +51,14 @@ def reason(failure: Exception, layer: str) -> str | None:
         return f"{explained.op or 'an op'} makes its shapes or its control flow depend on the data"
     text = str(failure).strip().splitlines()
     return f"it cannot be captured ({type(failure).__name__}: {text[0] if text else ''})"
+
+
+def sparse_gradient(layer: str, parameter: str) -> CaptureError:
+    """The error for a parameter whose gradient is a sparse tensor, before any step is taken."""
+    own_name = parameter.removeprefix("module.").removeprefix("block.").replace("__", ".")
+    return CaptureError(
+        f"layer {layer!r} makes a sparse gradient for {own_name!r} (an embedding with sparse=True). Gradients have a "
+        "place of fixed size here, and optimizers for sparse ones (SparseAdam) update only rows that occur. Make the "
+        "embedding with sparse=False, or set its .sparse to False: under SGD without momentum it trains the same.",
+        layer=layer,
+    )

@@ -6,7 +6,8 @@ ops and their order are those of eager autograd and so are its results, to the b
 
   forward    the outputs and the new values of buffers;
   backward   the gradients alone: what they do not need of the recomputed forward is dropped, new values of buffers
-             included, so that state changes once.
+             included, so that state changes once. Where the forward keeps what the backward reads of it
+             (`relay.capture.keeping`) nothing is recomputed.
 
 Random ops become calls of `hal.random` with a key: the same op number in both programs, hence the same mask.
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import operator
 import warnings
 from collections.abc import Mapping, Sequence
@@ -32,21 +34,26 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hal import ops
 from hal import random as counter_random
 from hal.kernel import Port, Program, Role
+from relay.capture.attributes import PlainTensors, UsedTensors, constants_of
 from relay.capture.core import Lowering, attention, decompositions, simplify
 from relay.capture.eager import EagerSegment, eager_programs
-from relay.capture.explain import explain, reason
+from relay.capture.elsewhere import CPU, OnDevice, fakes_on, missing, spell_out
+from relay.capture.explain import explain, reason, sparse_gradient
+from relay.capture.keeping import in_order, nodes_to_keep, order_in_memory, permuted
+from relay.capture.layers import layer_of
 from relay.capture.measure import count_flops, count_moved, fingerprint, peak_of_temporaries, saved_bytes
 from relay.capture.reads import Reads, recorded_reads
-from relay.errors import CaptureError
+from relay.errors import CaptureError, RelayError
 
 aten = torch.ops.aten
+logger = logging.getLogger(__name__)
 
 
-def autocast(compute: torch.dtype) -> contextlib.AbstractContextManager[Any]:
-    """PyTorch's autocast to that dtype; nothing for float32."""
+def autocast(compute: torch.dtype, kind: str = "cpu") -> contextlib.AbstractContextManager[Any]:
+    """PyTorch's autocast to that dtype on devices of that type; nothing for float32."""
     if compute is torch.float32:
         return contextlib.nullcontext()
-    return torch.autocast("cpu", dtype=compute)
+    return torch.autocast(kind, dtype=compute)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +67,8 @@ class Captured:
     gradients, in one run: the last segment is not run twice).
 
     `saved` is what plain training would keep of this segment between its forward and its backward, in bytes.
-    `kept` are copies of buffers as the forward found them, further outputs of it and further inputs of `backward`.
+    `kept` are what `backward` is given of the forward besides its inputs: own outputs, then tensors kept for it and
+    copies of buffers as the forward found them, which are further outputs (`index` counts on from the outputs).
     `eager` is the segment as it is run where it could not be captured, `reads` what the module's code looked at.
     """
 
@@ -84,36 +92,104 @@ def capture(
     ends_in_loss: bool = False,
     compute: torch.dtype = torch.float32,
     lowering: Lowering = Lowering.NATIVE,
+    training: bool = True,
+    keep: bool = False,
+    place: torch.device = CPU,
 ) -> Captured:
     """Capture `module(*inputs)`, which returns a tuple of tensors, the loss first where it `ends_in_loss`.
 
     `requires_grad` of the inputs is respected. `inputs` are examples: shapes, dtypes and `requires_grad` count,
     values do not. With `compute` bfloat16 or float16 the module runs as under PyTorch's autocast; a parameter that is
     only ever used rounded to that dtype then comes in rounded. `lowering` is what the device wants (`NATIVE` among its
-    tags, or core). Raises CaptureError.
+    tags, or core), and `place` where native graphs are run. With `keep` the backward does not recompute the forward:
+    what it reads of it is kept (a segment that runs eagerly, or ends in the loss, keeps nothing). Without `training` no
+    gradient will be asked for. Raises CaptureError.
     """
+    if lowering is Lowering.NATIVE and any(isinstance(one, (nn.RNNBase, nn.RNNCellBase)) for one in module.modules()):
+        logger.info("layer %r holds recurrent layers, and runs as PyTorch's own kernels have it", name)
+        return _run_eagerly(module, inputs, name, ends_in_loss, compute, training, place)
     wants_gradients = any(tensor.requires_grad for tensor in [*module.parameters(), *inputs])
-    traced = _Traced(module, compute, not wants_gradients)
     # The joint export wants something to differentiate; a zero-sized input is as good as any.
     spare = [] if wants_gradients else [torch.zeros(0, requires_grad=True)]
+    given = (*inputs, *spare)
     try:
-        with warnings.catch_warnings(), contextlib.ExitStack() as stack:
-            warnings.simplefilter("ignore")
-            # A module's tensors that are neither parameters nor buffers meet fake ones in the trace.
-            mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
-            stack.enter_context(tracing(TracingContext(mode)))
-            table = None
-            if lowering is not Lowering.NATIVE:
-                stack.enter_context(attention())
-            if lowering is Lowering.CORE:
-                table = decompositions()
-            reads = stack.enter_context(recorded_reads(module))
-            joint = aot_export_joint_with_descriptors(stack, traced, (*inputs, *spare), {}, decompositions=table)
+        if lowering is Lowering.NATIVE and place.type != "cpu":
+            traced, reads, plain = _trace_elsewhere(module, given, name, compute, not wants_gradients, place)
+        else:
+            traced, reads, plain = _trace(module, given, compute, not wants_gradients, lowering)
     except Exception as failure:
-        return _run_eagerly(module, inputs, name, ends_in_loss, compute, failure)
-    extraction = _Extraction(module, joint.graph_module, name, wants_gradients, compute, lowering)
-    captured = extraction.captured(ends_in_loss)
+        why = reason(failure, name)
+        if why is None:
+            raise
+        try:
+            captured = _run_eagerly(module, inputs, name, ends_in_loss, compute, training, place)
+        except RelayError:
+            raise
+        except Exception:
+            raise explain(failure, name) from failure
+        warnings.warn(
+            f"layer {name!r} runs eagerly, op by op, since {why}: right, but slower, and only on devices that execute "
+            "PyTorch.",
+            stacklevel=2,
+        )
+        return captured
+    plain.refuse_states(name, constants_of(traced))
+    extraction = _Extraction(module, traced, name, wants_gradients, compute, lowering)
+    captured = extraction.captured(ends_in_loss, keep and not ends_in_loss)
     return replace(captured, reads=reads)
+
+
+def _trace(
+    module: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    compute: torch.dtype,
+    has_spare: bool,
+    lowering: Lowering,
+    place: torch.device = CPU,
+) -> tuple[fx.GraphModule, Reads, PlainTensors]:
+    """The joint graph of a module, what its code read, and what it did to plain tensors. Raises what tracing raises."""
+    traced = _Traced(module, compute, has_spare, place)
+    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
+        warnings.simplefilter("ignore")
+        # A module's tensors that are neither parameters nor buffers meet fake ones in the trace.
+        mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
+        stack.enter_context(tracing(TracingContext(mode)))
+        table = None
+        if lowering is not Lowering.NATIVE:
+            stack.enter_context(attention())
+        if lowering is Lowering.CORE:
+            table = decompositions()
+        if place != CPU:
+            inputs = stack.enter_context(fakes_on(place, mode, module, inputs))
+        # In this order: to look at attributes would count as the module's code reading them all.
+        plain = stack.enter_context(PlainTensors(module))
+        reads = stack.enter_context(recorded_reads(module))
+        joint = aot_export_joint_with_descriptors(stack, traced, tuple(inputs), {}, decompositions=table)
+        if place != CPU:
+            spell_out(joint.graph_module.graph)
+        return joint.graph_module, reads, plain
+
+
+def _trace_elsewhere(
+    module: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    name: str,
+    compute: torch.dtype,
+    has_spare: bool,
+    place: torch.device,
+) -> tuple[fx.GraphModule, Reads, PlainTensors]:
+    """The joint graph as PyTorch would run it on `place`, or the portable one where it cannot be traced for that."""
+    why = missing(place)
+    if not why:
+        try:
+            traced = _trace(module, inputs, compute, has_spare, Lowering.NATIVE, place)
+            if any(_draws_by_itself(node) and "attention" in str(node.target) for node in traced[0].graph.nodes):
+                traced = _trace(module, inputs, compute, has_spare, Lowering.PORTABLE, place)
+            return traced
+        except Exception as failure:
+            why = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0] if str(failure) else ''}"
+    logger.warning("%s is traced for any device, attention as matrix products, and not for %s: %s", name, place, why)
+    return _trace(module, inputs, compute, has_spare, Lowering.PORTABLE)
 
 
 def _run_eagerly(
@@ -122,23 +198,18 @@ def _run_eagerly(
     name: str,
     ends_in_loss: bool,
     compute: torch.dtype,
-    failure: Exception,
+    training: bool,
+    place: torch.device,
 ) -> Captured:
-    """The fallback for a segment that cannot be captured; raises that failure if it cannot be run either."""
-    why = reason(failure, name)
-    if why is None:
-        raise failure
-    try:
-        segment, programs, wants, saved = eager_programs(
-            module, inputs, name, ends_in_loss, functools.partial(autocast, compute)
+    """A segment that is not captured: Python runs it at every visit. Raises what the module raises."""
+    for path, one in module.named_modules():
+        if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.sparse and one.weight.requires_grad:
+            raise sparse_gradient(name, f"{path}.weight")
+    with PlainTensors(module) as plain, UsedTensors() as used:
+        segment, programs, wants, saved, kept = eager_programs(
+            module, inputs, name, ends_in_loss, functools.partial(autocast, compute, place.type), training
         )
-    except Exception:
-        raise explain(failure, name) from failure
-    warnings.warn(
-        f"layer {name!r} runs eagerly, op by op, since {why}: right, but slower, and only on devices that execute "
-        "PyTorch.",
-        stacklevel=2,
-    )
+    plain.refuse_states(name, used.addresses)
     assert programs["forward"] is not None
     return Captured(
         parameter_names=tuple(segment.parameters),
@@ -149,6 +220,7 @@ def _run_eagerly(
         joint=programs["joint"],
         output_requires_grad=wants,
         saved=saved,
+        kept=kept,
         eager=segment,
     )
 
@@ -156,16 +228,18 @@ def _run_eagerly(
 class _Traced(nn.Module):
     """The module as it is traced: under autocast if asked, with a spare output to differentiate if it has none."""
 
-    def __init__(self, module: nn.Module, compute: torch.dtype, has_spare: bool) -> None:
+    def __init__(self, module: nn.Module, compute: torch.dtype, has_spare: bool, place: torch.device) -> None:
         super().__init__()
         self.module = module
         self.compute = compute
         self.has_spare = has_spare
+        self.place = place
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # The backward is traced outside of autocast, as eager backward runs outside of it.
         buffers = dict(self.module.named_buffers())
-        with autocast(self.compute):
+        somewhere = OnDevice(self.place) if self.place != CPU else contextlib.nullcontext()
+        with autocast(self.compute, self.place.type), somewhere:
             outputs: tuple[torch.Tensor, ...] = self.module(*(inputs[:-1] if self.has_spare else inputs))
         self._take_in_assigned(buffers)
         # Tracing gives an output that shares memory with an input or another output no gradient of its own.
@@ -280,40 +354,54 @@ class _Extraction:
                     "recompute: clone the input before changing it.",
                     layer=self.name,
                 )
+        self._refuse_sparse()
         if not self.wants_gradients:
             self.outputs.pop(max(self.outputs))
             self.seeds.clear()
 
-    def captured(self, ends_in_loss: bool) -> Captured:
+    def _refuse_sparse(self) -> None:
+        for names in self.parameters:
+            for parameter, node in names:
+                gradient = self.gradients.get(node)
+                if gradient is not None and gradient.meta["val"].layout is not torch.strided:
+                    raise sparse_gradient(self.name, parameter)
+
+    def captured(self, ends_in_loss: bool, keep: bool) -> Captured:
         """Cut out the programs."""
         outputs = [(value, self._port(Role.VALUE, index, value)) for index, value in sorted(self.outputs.items())]
         updates = self._buffer_updates()
         gradients = self._gradient_results() if self.wants_gradients else []
         seeds = sorted(self.seeds.items())
-        kept = [] if ends_in_loss else self._buffers_to_keep([value for value, _ in gradients])
-        copies = [
-            (node, self._port(Role.VALUE, len(outputs) + number, node)) for number, node in enumerate(kept)
-        ]
+        states = {node for names in self.parameters for _, node in names} | {node for _, node in self.buffers}
+        forward = _ancestors([[value for value, _ in outputs + updates]])
+        wanted = [value for value, _ in gradients]
+        saved: list[fx.Node] = []
+        if keep:
+            results = [node for nodes in wanted for node in nodes]
+            saved = nodes_to_keep(self.traced.graph, forward, results, set(self.seeds.values()), states)
+            saved = self._read_of(saved, seeds, gradients)
+        own = [(node, port) for node, port in outputs if node in saved]
+        held = [node for node in saved if not any(node is output for output, _ in own)]
+        copies = [] if ends_in_loss else self._buffers_to_keep(wanted, set(saved))
+        kept = [(node, self._kept_port(len(outputs) + number, node)) for number, node in enumerate([*held, *copies])]
+        given = [node for node, _ in [*own, *kept]]
         return Captured(
             parameter_names=tuple(tuple(name for name, _ in names) for names in self.parameters),
             buffer_names=tuple(name for name, _ in self.buffers),
-            forward=self._program("forward", [], outputs + copies + updates),
-            backward=self._program("backward", seeds, gradients, kept) if gradients and not ends_in_loss else None,
+            forward=self._program("forward", [], outputs + kept + updates),
+            backward=self._program("backward", seeds, gradients, given, keep)
+            if gradients and not ends_in_loss
+            else None,
             loss=self._program("loss", [], outputs[:1] + updates) if ends_in_loss else None,
             joint=self._program("joint", seeds, outputs[:1] + updates + gradients) if ends_in_loss else None,
             output_requires_grad=tuple(index in self.seeds for index in sorted(self.outputs)),
-            kept=tuple(port for _, port in copies),
-            saved=saved_bytes(
-                self.traced.graph,
-                _ancestors([[value for value, _ in outputs + updates]]),
-                _ancestors([value for value, _ in gradients]),
-                {node for names in self.parameters for _, node in names} | {node for _, node in self.buffers},
-            ),
+            kept=tuple(port for _, port in [*own, *kept]),
+            saved=saved_bytes(self.traced.graph, forward, _ancestors(wanted), states),
         )
 
-    def _buffers_to_keep(self, gradients: Sequence[tuple[Any, ...]]) -> list[fx.Node]:
-        """Buffers that the forward changes and the recompute reads: it must find what the forward found."""
-        needed = _ancestors(gradients)
+    def _buffers_to_keep(self, gradients: Sequence[tuple[Any, ...]], saved: set[fx.Node]) -> list[fx.Node]:
+        """Buffers that the forward changes and the backward reads: it must find what the forward found."""
+        needed = _ancestors(gradients, saved) - saved
         return [
             node
             for _, node in self.buffers
@@ -323,6 +411,23 @@ class _Extraction:
     def _port(self, role: Role, index: int, node: fx.Node, accumulates: bool = False) -> Port:
         value = node.meta["val"]
         return Port(role, index, tuple(value.shape), value.dtype, accumulates)
+
+    def _read_of(
+        self, saved: Sequence[fx.Node], seeds: Sequence[tuple[int, fx.Node]], gradients: Sequence[tuple[Any, Port]]
+    ) -> list[fx.Node]:
+        """Those that the backward reads in the end: what random ops are given for its shape alone is not read."""
+        program = self._program("backward", seeds, gradients, saved, True)
+        read = {port.index - len(self.values) for port in program.inputs if port.role is Role.VALUE}
+        return [node for number, node in enumerate(saved) if number in read]
+
+    def _order(self, node: fx.Node) -> list[int]:
+        """The order of a kept tensor's dimensions in memory; core graphs have no strides."""
+        order = None if self.lowering is Lowering.CORE else order_in_memory(node)
+        return list(range(node.meta["val"].dim())) if order is None else order
+
+    def _kept_port(self, index: int, node: fx.Node) -> Port:
+        port = self._port(Role.VALUE, index, node)
+        return replace(port, shape=tuple(port.shape[dim] for dim in self._order(node)))
 
     def _buffer_updates(self) -> list[tuple[Any, Port]]:
         return [
@@ -349,10 +454,12 @@ class _Extraction:
         seeds: Sequence[tuple[int, fx.Node]],
         results: Sequence[tuple[Any, Port]],
         kept: Sequence[fx.Node] = (),
+        keep: bool = False,
     ) -> Program:
         graph = fx.Graph()
         environment: dict[fx.Node, Any] = {}
         ports: list[Port] = []
+        placeholders: list[fx.Node] = []
 
         def add_input(role: Role, index: int, nodes: Sequence[fx.Node]) -> None:
             placeholder = graph.placeholder(f"{role.name.lower()}_{index}")
@@ -361,29 +468,52 @@ class _Extraction:
             placeholder.meta = {"val": like.meta["val"]}
             for node in [*nodes, *casts]:
                 environment[node] = placeholder
+            placeholders.append(placeholder)
             ports.append(self._port(role, index, like))
 
         for index, names in enumerate(self.parameters):
             add_input(Role.PARAMETER, index, [node for _, node in names])
         for index, (_, node) in enumerate(self.buffers):
             add_input(Role.BUFFER, index, [node])
-        for index, node in enumerate([*self.values, *kept]):
+        for index, node in enumerate(self.values):
             add_input(Role.VALUE, index, [node])
+        for index, node in enumerate(kept, len(self.values)):
+            add_input(Role.VALUE, index, [node])
+            ports[-1] = self._kept_port(index, node)
+            placeholders[-1].meta = {"val": in_order(node.meta["val"], self._order(node))}
         for index, node in seeds:
             add_input(Role.SEED, index, [node])
         key = graph.placeholder("key")
+        for node in kept:
+            order = self._order(node)
+            environment[node] = permuted(graph, environment[node], sorted(range(len(order)), key=order.__getitem__))
         wanted = [value if isinstance(value, tuple) else (value,) for value, _ in results]
-        _copy_nodes(self.traced.graph, _ancestors(wanted), graph, environment, key, self.name)
+        needed = _ancestors(wanted, set(environment))
+        _copy_nodes(self.traced.graph, needed, graph, environment, key, self.name)
         outputs = []
-        for values in wanted:
+        early: list[int] = []
+        for values, (_, port) in zip(wanted, results, strict=True):
             uses = [environment[use] for use in values]
             total = uses[0]
             for use in uses[1:]:
                 total = graph.call_function(aten.add.Tensor, (total, use))
                 total.meta = {"val": uses[0].meta["val"]}
+            if port.role is Role.VALUE and port.index >= len(self.outputs):  # kept for the backward
+                early.append(len(outputs))
+                total = permuted(graph, total, self._order(values[0]))
             outputs.append(total)
         graph.output(tuple(outputs))
         graph.eliminate_dead_code()
+        if keep:
+            # What a backward that recomputes nothing does not read need not be brought.
+            unread = [
+                place
+                for place, (node, port) in enumerate(zip(placeholders, ports, strict=True))
+                if port.role is Role.VALUE and not node.users
+            ]
+            for place in reversed(unread):
+                graph.erase_node(placeholders[place])
+                del ports[place]
         core = self.lowering is Lowering.CORE
         if core:
             graph = simplify(graph, self.name)
@@ -404,7 +534,7 @@ class _Extraction:
             draws=draws,
             flops=ops.count_flops(graph) if core else count_flops(graph),
             moved=ops.count_moved(graph) if core else count_moved(graph),
-            workspace=peak_of_temporaries(graph),
+            workspace=peak_of_temporaries(graph, early),
             fingerprint=fingerprint(graph, ports, out_ports, constants),
         )
 
@@ -426,31 +556,42 @@ def _ignores_statistics(node: fx.Node) -> bool:
     return flag is not None and node.args[flag] is True
 
 
-def _ancestors(wanted: Sequence[Sequence[fx.Node]]) -> set[fx.Node]:
+def _ancestors(wanted: Sequence[Sequence[fx.Node]], given: set[fx.Node] | None = None) -> set[fx.Node]:
+    """The nodes that these are made from, themselves included, and none beyond those that are `given`."""
     seen: set[fx.Node] = set()
     stack = [node for nodes in wanted for node in nodes]
     while stack:
         node = stack.pop()
         if node not in seen:
             seen.add(node)
-            stack.extend(node.all_input_nodes)
+            if given is None or node not in given:
+                stack.extend(node.all_input_nodes)
     return seen
 
 
 def _copy_nodes(
     source: fx.Graph, needed: set[fx.Node], graph: fx.Graph, environment: dict[fx.Node, Any], key: fx.Node, layer: str
 ) -> None:
-    """Copy the needed ops, with random ops keyed. Random ops are numbered whether needed or not, so that an op has
-    the same number in every program of its segment."""
-    number = -1
+    """Copy the needed ops, with random ops keyed. These are numbered layer by layer, whether needed or not, so that an
+    op has the same number in every program of its segment, and in whichever segment its layer is."""
+    counts: dict[int, int] = {}
     for node in source.nodes:
         target = node.target
         if node.op in ("placeholder", "output"):
             continue
         draws = _draws_by_itself(node)
-        number += draws
+        of_layer = layer_of(node)
+        counts[of_layer] = counts.get(of_layer, -1) + draws
         if node not in needed or node in environment:
             continue
+        number = of_layer * counter_random.OP_LIMIT + counts[of_layer]
+        if draws and counts[of_layer] >= counter_random.OP_LIMIT:
+            raise CaptureError(
+                f"layer {layer!r} draws random numbers more than {counter_random.OP_LIMIT} times; give it as several "
+                "layers.",
+                layer=layer,
+                op=str(target),
+            )
         if target is operator.getitem and isinstance(environment[node.args[0]], tuple):
             environment[node] = environment[node.args[0]][node.args[1]]
         elif draws and target is aten.native_dropout.default:

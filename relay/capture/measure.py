@@ -32,7 +32,8 @@ def _size(value: torch.Tensor) -> int:
     return value.numel() * value.dtype.itemsize
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's result lies in the memory of what it is given, or is an item of it."""
     if node.target is operator.getitem or node.target in (aten._unsafe_view.default, aten.detach.default):
         return True
     schema = getattr(node.target, "_schema", None)
@@ -48,18 +49,28 @@ def count_flops(graph: fx.Graph) -> int:
 def count_moved(graph: fx.Graph) -> int:
     total = 0
     for node in graph.nodes:
-        if node.op == "call_function" and not _is_view(node):
+        if node.op == "call_function" and not is_view(node):
             total += sum(_size(value) for value in _tensors_of(node))
             total += sum(_size(value) for argument in node.all_input_nodes for value in _tensors_of(argument))
     return total
 
 
-def peak_of_temporaries(graph: fx.Graph) -> int:
-    """Peak of bytes alive between the first op and the last, each freed after its last use, views with their base."""
+def peak_of_temporaries(graph: fx.Graph, stored_early: Sequence[int] = ()) -> int:
+    """Peak of bytes alive between the first op and the last, each freed after its last use, views with their base.
+
+    Results count as alive to the end, but for those at the places `stored_early`: they are many, and a device stores
+    them at once. (The others might be as well; devices that hold their results are allowed for.)
+    """
     owner = _owners(graph)
     last_use: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        for argument in node.all_input_nodes:
+        if owner[node] is node:
+            last_use[node] = node
+        arguments = node.all_input_nodes
+        if node.op == "output" and stored_early:
+            results: tuple[fx.Node, ...] = node.args[0]  # type: ignore[assignment]
+            arguments = [result for place, result in enumerate(results) if place not in stored_early]
+        for argument in arguments:
             base = owner[argument]
             if base is not None:
                 last_use[base] = node
@@ -98,7 +109,7 @@ def _owners(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
     for node in graph.nodes:
         if node.op != "call_function":
             owner[node] = None
-        elif _is_view(node) and node.all_input_nodes:
+        elif is_view(node) and node.all_input_nodes:
             # An item of an op that returns several tensors is counted with the op.
             owner[node] = owner[node.all_input_nodes[0]]
         else:

@@ -21,11 +21,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from relay.capture.attributes import PlainTensors
+from relay.capture.decisions import Decider, deciding
 from relay.capture.eager import run_made_up
 from relay.capture.explain import explain
+from relay.capture.given import call_observed, write_back
+from relay.capture.outside import inside_layer, refusing
 from relay.capture.states import call_with
 from relay.errors import PartitionError, RelayError
-from relay.trees import TensorTree, tensor_leaves
+from relay.trees import TensorTree, is_taken_apart, tensor_leaves
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +44,10 @@ _running: list[list[OpaqueCall]] = []
 
 @dataclass(eq=False)
 class OpaqueCall:
-    """One call of a block in a trace: which block, how its arguments were nested, and how its output."""
+    """One call of a block in a trace: which block, how its arguments were nested, and how its output.
+
+    Where the block `changes` the lists or dicts it is given, its output is (what it returns, what it was given).
+    """
 
     name: str
     block: nn.Module
@@ -48,20 +55,33 @@ class OpaqueCall:
     input_tree: TensorTree
     output_tree: TensorTree | None = None
     skipped: bool = False
+    changes: bool = False
 
 
 def _block_on_fakes(call: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """What the op does in a trace: the block's own forward, on fake tensors, for the shapes of its outputs."""
     opaque = _running[-1][call]
+
+    def observed(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return call_observed(opaque.forward, args, kwargs)
+
+    def take_apart(found: tuple[Any, Any]) -> list[torch.Tensor]:
+        result, given = found
+        opaque.changes = given is not None
+        outputs, opaque.output_tree = tensor_leaves(found if opaque.changes else result)
+        return outputs
+
     args, kwargs = opaque.input_tree.fill(inputs)
     try:
-        outputs, opaque.output_tree = tensor_leaves(opaque.forward(*args, **kwargs))
+        with inside_layer():
+            outputs = take_apart(observed(*args, **kwargs))
     except Exception as failure:
-        found = _run_made_up(opaque.block, opaque.forward, opaque.input_tree.fill, inputs, opaque.name, failure)
-        outputs, opaque.output_tree = tensor_leaves(found)
+        with inside_layer():
+            found = _run_made_up(opaque.block, observed, opaque.input_tree.fill, inputs, opaque.name, failure)
+        outputs = take_apart(found)
         return [torch.empty(output.shape, dtype=output.dtype) for output in outputs]
     for constant in opaque.input_tree.constants:
-        if _holds_tensors(constant):
+        if not is_taken_apart(constant) and _holds_tensors(constant):
             raise PartitionError(
                 f"layer {opaque.name!r} is given an object of class {type(constant).__name__} that holds tensors, so "
                 "what it reads and changes cannot be seen. Give tensors, in tuples, lists or dicts; or register the "
@@ -111,7 +131,11 @@ def opaque_blocks(blocks: Mapping[str, nn.Module], skipped: Container[str] = ())
                         "that shape can hand on what it is given."
                     )
                 return call.output_tree.fill(tensors[:1])
-            return call.output_tree.fill(outputs)
+            if not call.changes:
+                return call.output_tree.fill(outputs)
+            result, given = call.output_tree.fill(outputs)
+            write_back((args, kwargs), given, tensors)
+            return result
 
         return opaque
 
@@ -130,8 +154,20 @@ def opaque_blocks(blocks: Mapping[str, nn.Module], skipped: Container[str] = ())
                 block.forward = own
 
 
-def trace(function: Callable[..., Any], arguments: Sequence[Any], name: str) -> fx.GraphModule:
-    """The graph of `function(*arguments)`, whose result is a flat list of tensors. Raises CaptureError."""
+def trace(
+    function: Callable[..., Any], arguments: Sequence[Any], name: str, decider: Decider | None = None
+) -> fx.GraphModule:
+    """The graph of `function(*arguments)`, whose result is a flat list of tensors. Raises CaptureError.
+
+    `decider` answers what the code asks of the batch, which are the last of the arguments' tensors.
+    """
+
+    def decided(*given: Any) -> Any:
+        if decider is None:
+            return function(*given)
+        with deciding(decider):
+            return function(*given)
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -139,7 +175,8 @@ def trace(function: Callable[..., Any], arguments: Sequence[Any], name: str) -> 
             # Arguments that are fake already keep theirs.
             mode = detect_fake_mode(arguments) or FakeTensorMode(allow_non_fake_inputs=True)
             fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, tuple(arguments))
-            return make_fx(function, tracing_mode="fake", pre_dispatch=True)(*fakes)
+            with refusing():
+                return make_fx(decided, tracing_mode="fake", pre_dispatch=True)(*fakes)
     except RelayError:
         raise
     except Exception as failure:
@@ -156,7 +193,7 @@ def run_fake(module: nn.Module, fakes: Sequence[torch.Tensor], name: str) -> Any
     """`module(*fakes)` on fake tensors from one `as_fake`; nothing in the module changes. Raises CaptureError."""
     mode = next(fake.fake_mode for fake in fakes)  # type: ignore[attr-defined]
     try:
-        with mode, torch.no_grad(), warnings.catch_warnings():
+        with PlainTensors(module), mode, torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             originals = [*module.parameters(), *module.buffers()]
             return call_with(module, originals, [mode.from_tensor(tensor) for tensor in originals], tuple(fakes))

@@ -61,15 +61,16 @@ class Tally:
 @click.argument("device")
 @click.option("--only", metavar="WORDS", help="Run only the tests whose file or name has these words (as pytest -k).")
 @click.option("--verify-gaps", is_flag=True, help="Run the known gaps too, and fail where one has closed.")
+@click.option("--samples", type=click.IntRange(min=1), help="Try at most so many shapes of each op in each dtype.")
 @json_option
-def conformance(device: str, only: str | None, verify_gaps: bool, as_json: bool) -> None:
+def conformance(device: str, only: str | None, verify_gaps: bool, samples: int | None, as_json: bool) -> None:
     """Hold DEVICE to what every backend promises: memory, order, errors, every op, randomness, and training.
 
     \b
     Examples:
       relay conformance cpu
       relay conformance numpy --only test_ops
-      relay conformance opencl:0 --json
+      relay conformance opencl:0 --samples 1 --json
       relay conformance mychip --verify-gaps
     """
     if importlib.util.find_spec("pytest") is None:
@@ -79,7 +80,7 @@ def conformance(device: str, only: str | None, verify_gaps: bool, as_json: bool)
     from hal import registry
 
     registry.open(device).close()  # an error in words, before hundreds of tests fail with it
-    tally = run(device, only, verify_gaps, sys.stderr if as_json else sys.stdout)
+    tally = run(device, only, verify_gaps, sys.stderr if as_json else sys.stdout, samples)
     if not tally.tests:
         raise click.UsageError(f"No test has {only!r} in its file or name.")
     counts = Counter(test["outcome"] for test in tally.tests.values())
@@ -94,8 +95,8 @@ def conformance(device: str, only: str | None, verify_gaps: bool, as_json: bool)
         raise SystemExit(1)
 
 
-def run(device: str, only: str | None, verify_gaps: bool, output: Any) -> Tally:
-    """Run the suite in this process, its own output going to `output`."""
+def run(device: str, only: str | None, verify_gaps: bool, output: Any, samples: int | None = None) -> Tally:
+    """Run the suite in this process, its own output going to `output`, with all samples of each op or so many."""
     import pytest
 
     import hal.conformance
@@ -108,6 +109,7 @@ def run(device: str, only: str | None, verify_gaps: bool, output: Any) -> Tally:
     arguments += ["-p", "hal.conformance.plugin", "-p", "no:xdist"]
     arguments += ["-k", only] if only else []
     arguments += ["--verify-gaps"] if verify_gaps else []
+    arguments += ["--samples", str(samples)] if samples else []
     tally = Tally()
     with contextlib.redirect_stdout(output):
         code = pytest.main(arguments, plugins=[tally])

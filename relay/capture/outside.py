@@ -1,0 +1,127 @@
+"""What a trace cannot see, refused by name: gradients and draws that are made by Python and not by ops.
+
+The trace of a whole model records ops. A custom gradient (`torch.autograd.Function`) or a hook on a tensor, outside of
+the repeated layers, leaves no op behind, and a hook on a parameter is called by an autograd that never runs here:
+training would go on with other gradients than PyTorch's, silently. Numbers drawn from Python's or numpy's generators
+become constants of the trace. Inside of layers custom gradients and tensor hooks are captured as they are.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from relay.errors import PartitionError
+
+_inside_layer = 0
+
+
+@contextmanager
+def inside_layer() -> Iterator[None]:
+    """While open, what runs is a layer's own code, which is captured later with all that it does."""
+    global _inside_layer
+    _inside_layer += 1
+    try:
+        yield
+    finally:
+        _inside_layer -= 1
+
+
+def check_module(model: nn.Module) -> None:
+    """Raise PartitionError for what no capture can keep: gradient hooks of parameters, and modules without Python."""
+    for name, parameter in model.named_parameters():
+        hooks = [parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)]
+        if any(hooks):
+            raise PartitionError(
+                f"parameter {name!r} has a hook on its gradient, which would never be called: gradients go to the "
+                "optimizer without passing through autograd's accumulation. Remove the hook; for scaling or clipping "
+                "use parameter_groups=, clip_grad_norm= or clip_grad_value=."
+            )
+    for name, module in model.named_modules():
+        by = "torch.jit" if isinstance(module, torch.jit.ScriptModule) else ""
+        by = "torch.compile" if "_orig_mod" in module._modules else by
+        if by:
+            raise PartitionError(
+                f"{name or 'the model'!r} is compiled by {by}, so its Python code cannot be traced. Give the module as "
+                "it was before."
+            )
+
+
+def check_outside(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+    """Raise PartitionError for backward hooks of modules that are not within one of the repeated blocks."""
+    within = {id(one) for block in blocks.values() for one in block.modules() if one is not block}
+    for name, module in model.named_modules():
+        if id(module) not in within and (module._backward_hooks or module._backward_pre_hooks):
+            raise PartitionError(
+                f"{name or 'the model'!r} has a backward hook, and is not within one of the repeated layers, so the "
+                "hook would not be called. Put it on a module within a layer."
+            )
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """While a whole model is traced: custom gradients and hooks on tensors outside of its layers are refused."""
+    plain = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if _inside_layer or threading.get_ident() != thread:
+            return plain.__get__(None, cls)(*args, **kwargs)
+        if cls is CheckpointFunction:
+            return args[0](*args[2:])  # the relay recomputes in any case
+        raise PartitionError(
+            f"the model calls {cls.__name__}.apply, a custom gradient, outside of its repeated layers, where only ops "
+            "are recorded: its backward would be lost. Put the call into one of the layers, or give the model as a "
+            "list of modules, with loss=."
+        )
+
+    thread = threading.get_ident()
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
+    try:
+        with _TensorHooks():
+            yield
+    finally:
+        torch.autograd.Function.apply = plain
+
+
+@contextmanager
+def watching_draws() -> Iterator[None]:
+    """While a model is recorded: says so where it draws from Python's or numpy's random numbers."""
+    before = _generators()
+    yield
+    if _generators() != before:
+        warnings.warn(
+            "the model drew from Python's or numpy's random numbers while it was recorded (layerdrop, say). What it "
+            "drew stays as it is for every batch of this shape. Turn that off; step(batch, active=...) leaves layers "
+            "out, and dropout of torch is drawn anew each step.",
+            stacklevel=2,
+        )
+
+
+class _TensorHooks(TorchFunctionMode):
+    """Refuses hooks on tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.register_hook and not _inside_layer:
+            raise PartitionError(
+                "the model calls register_hook on a tensor outside of its repeated layers, where only ops are "
+                "recorded: the hook would be lost. Put it into one of the layers."
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _generators() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return (random.getstate(),)
+    state = numpy.random.get_state()
+    return (random.getstate(), int(state[1][0]), int(state[2]))

@@ -1,0 +1,50 @@
+"""Products of options: how many of their combinations a run of the tests tries.
+
+As it comes, a matrix tries a few combinations that hold every pair of values. RELAY_FULL_MATRIX=1 (make test-full)
+tries them all; any other number that many of them, drawn at random by a fixed seed, for an estimate.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Case = dict[str, Any]
+
+
+def cases(options: Mapping[str, Sequence[Any]], few: Iterable[Case]) -> list[Case]:
+    """The `few`, or as much of the whole product as RELAY_FULL_MATRIX asks for."""
+    wanted = int(os.environ.get("RELAY_FULL_MATRIX", "0"))
+    if wanted == 0:
+        return list(few)
+    count = math.prod(len(values) for values in options.values())
+    if wanted == 1:
+        return [dict(zip(options, case, strict=True)) for case in itertools.product(*options.values())]
+    return [nth(options, number) for number in sorted(random.Random(0).sample(range(count), min(wanted, count)))]
+
+
+def nth(options: Mapping[str, Sequence[Any]], number: int) -> Case:
+    """A combination by its place in the product's order."""
+    case = {}
+    for name, values in reversed(options.items()):
+        number, place = divmod(number, len(values))
+        case[name] = values[place]
+    return {name: case[name] for name in options}
+
+
+def combinations(case: Mapping[str, Any], size: int) -> set[tuple[tuple[str, Any], ...]]:
+    """The values of a case, `size` at a time, each with its option."""
+    return set(itertools.combinations(case.items(), size))
+
+
+def every(options: Mapping[str, Sequence[Any]], size: int) -> set[tuple[tuple[str, Any], ...]]:
+    """What all cases together would hold, `size` at a time."""
+    return {
+        tuple(zip(names, values, strict=True))
+        for names in itertools.combinations(options, size)
+        for values in itertools.product(*(options[name] for name in names))
+    }
