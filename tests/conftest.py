@@ -1,4 +1,4 @@
-"""What all tests share: trainers that are closed, and `--adversary`: the scheduler's tests on the simulator, under an order of our choosing.
+"""What all tests share: trainers that are closed, and `--adversary`, the simulator in the CPU's place.
 
 `pytest --adversary late` (or `eager`, or `random:SEED`) runs the tests of SCHEDULER and no others. Each trainer that
 would have had the CPU has a simulated device in its place, which runs calls in that order over poisoned memory:

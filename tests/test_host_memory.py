@@ -174,7 +174,7 @@ CROSSING = {"rounded weights", "buffers", "gradients", "gradients in transit", "
 
 def crossing_bytes(trainer: relay.Trainer) -> int:
     """Whole states, and of the weights those that a kernel takes as they are: a rounded one's master stays at home."""
-    (stations,) = {one for one in trainer._recorder.cache.values() if one.partition.values[0].shape[0] == 3}
+    stations = trainer._recorder.ready(reference.text_batches(1)[0]).stations[0]
     taken = {
         item for one in stations.stations for item in zip((*one.parameters, *one.buffers), one.dtypes, strict=True)
     }
