@@ -53,6 +53,7 @@ def merge_layers(partition: Partition, count: int) -> Partition:
             value.dtype,
             None if value.producer is None else number[value.producer],
             [number[consumer] for consumer in value.consumers],
+            order=value.order,
         )
         for value in partition.values
     ]

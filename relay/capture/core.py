@@ -26,8 +26,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hal.ops import OPS, Kind, name_of, spec_of
 from relay.capture.core_builder import Builder, part_spec
+from relay.capture.core_call import Call, with_defaults
 from relay.capture.core_elementwise import elementwise
-from relay.capture.core_rewrites import REWRITES, Call, with_defaults
+from relay.capture.core_rewrites import REWRITES
 from relay.errors import CaptureError
 
 aten = torch.ops.aten

@@ -14,8 +14,9 @@ from __future__ import annotations
 import itertools
 import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hal.kernel import Port, Program, Role
 from hal.random import RandomKey
+from relay.capture.layouts import Order, as_written, order_of, stored, stored_shape
 from relay.capture.states import call_with
 from relay.errors import CaptureError
 
@@ -79,6 +81,29 @@ class EagerSegment:
         return outputs, [tensor.detach() for tensor in after]
 
 
+@dataclass(frozen=True)
+class EagerLayouts:
+    """In which order each input, output, seed and gradient of an input lies in memory."""
+
+    inputs: dict[int, Order]
+    outputs: dict[int, Order]
+    seeds: dict[int, Order]
+    gradients: dict[int, Order]
+
+
+@dataclass(frozen=True)
+class EagerPrograms:
+    """What `eager_programs` makes: programs by kind, which outputs ask for gradients, the bytes that autograd keeps,
+    the copies of buffers that the forward keeps for the backward (see `Captured.kept`), and how values lie."""
+
+    segment: EagerSegment
+    programs: dict[str, Program | None]
+    wants: tuple[bool, ...]
+    saved: int
+    kept: tuple[Port, ...]
+    layouts: EagerLayouts
+
+
 class _Looking(nn.Module):
     """A module that also returns its buffers as they are then: written to, or others put in their place."""
 
@@ -95,8 +120,11 @@ class _Looking(nn.Module):
 class _Call:
     """What the one node of a program calls: (parameters, buffers, values, seeds, key) -> the program's outputs."""
 
-    def __init__(self, segment: EagerSegment, kind: str, name: str, counts: tuple[int, int, int]) -> None:
+    def __init__(
+        self, segment: EagerSegment, kind: str, name: str, counts: tuple[int, int, int], layouts: EagerLayouts
+    ) -> None:
         self.segment = segment
+        self.layouts = layouts
         self.kind = kind
         self.counts = counts
         self.updates: list[int] = []
@@ -120,6 +148,11 @@ class _Call:
             found, seeds = seeds[: len(self.kept)], seeds[len(self.kept) :]
             for number, buffer in zip(self.kept, found, strict=True):
                 buffers[number] = buffer
+        values = [as_written(one, self.layouts.inputs.get(number, ())) for number, one in enumerate(values)]
+        seeds = [
+            as_written(one, self.layouts.seeds.get(number, ()))
+            for number, one in zip(self.seeded, seeds, strict=True)
+        ]
         # The generator is torch's own for the while: an op that draws knows no other.
         with torch.random.fork_rng(**generators_of(tensors)):
             torch.manual_seed(_seed_of(key))
@@ -136,7 +169,7 @@ class _Call:
         self._check(outputs)
         shown = outputs if self.kind == "forward" else outputs[:1]
         copies = [buffers[number].clone() for number in self.kept] if self.kind == "forward" else []
-        return (*(output.detach() for output in shown), *copies, *(after[number] for number in self.updates))
+        return (*self._stored(shown), *copies, *(after[number] for number in self.updates))
 
     def _leaves(
         self, parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
@@ -181,9 +214,14 @@ class _Call:
             torch.zeros_like(tensor) if gradient is None else gradient
             for tensor, gradient in zip(wanted, found, strict=True)
         ]
+        for place, number in enumerate(self.value_gradients, len(self.gradients)):
+            made[place] = stored(made[place], self.layouts.gradients.get(number, ()))
         if self.kind == "backward":
             return tuple(made)
         return (outputs[0].detach(), *(after[number] for number in self.updates), *made)
+
+    def _stored(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [stored(one.detach(), self.layouts.outputs.get(number, ())) for number, one in enumerate(outputs)]
 
     def _check(self, outputs: Sequence[torch.Tensor]) -> None:
         shapes = [tuple(output.shape) for output in outputs]
@@ -257,11 +295,13 @@ def eager_programs(
     ends_in_loss: bool,
     compute: Callable[[], AbstractContextManager[Any]],
     training: bool = True,
-) -> tuple[EagerSegment, dict[str, Program | None], tuple[bool, ...], int, tuple[Port, ...]]:
-    """Programs by kind for `module(*inputs)`, which outputs ask for gradients, and the bytes that autograd keeps.
+    seeds: Mapping[int, torch.Tensor] | None = None,
+    gradients: Mapping[int, Order] | None = None,
+    strides: bool = True,
+) -> EagerPrograms:
+    """The programs for `module(*inputs)`; `seeds`, `gradients` and `strides` as `capture` takes them.
 
-    Last come the copies of buffers that the forward keeps for the backward (see `Captured.kept`). Raises whatever the
-    module raises when run on made-up numbers.
+    Raises whatever the module raises when run on made-up numbers.
     """
     segment = EagerSegment(module, compute)
     parameters, buffers = segment.tensors, segment.buffer_tensors
@@ -275,7 +315,8 @@ def eager_programs(
     with torch.random.fork_rng(devices=()), warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")
         values = [
-            tensor.requires_grad_(like.requires_grad) for tensor, like in zip(made_up(inputs), inputs, strict=True)
+            as_written(stored(tensor, order_of(like)), order_of(like)).detach().requires_grad_(like.requires_grad)
+            for tensor, like in zip(made_up(inputs), inputs, strict=True)
         ]
         leaves = [
             tensor.requires_grad_(wanted)
@@ -284,6 +325,9 @@ def eager_programs(
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             before = made_up(buffers)
             outputs, after = segment.run(leaves, values, before)
+        layouts = EagerLayouts({}, {}, {}, {})
+        if strides:
+            layouts = _layouts_of(values, outputs, seeds or {}, gradients or {})
     # Which buffers a forward changes, data may decide too: in training all of them are written back.
     changing = any(one.training and one._buffers for one in module.modules())
     updates = list(range(len(after))) if changing else []
@@ -300,17 +344,22 @@ def eager_programs(
     counts = (len(parameters), len(buffers), len(values))
     ports = [
         Port(role, number, tuple(tensor.shape), tensor.dtype)
-        for role, tensors in ((Role.PARAMETER, parameters), (Role.BUFFER, buffers), (Role.VALUE, values))
+        for role, tensors in ((Role.PARAMETER, parameters), (Role.BUFFER, buffers))
         for number, tensor in enumerate(tensors)
     ]
 
+    def laid(role: Role, number: int, tensor: torch.Tensor, orders: dict[int, Order], added: bool = False) -> Port:
+        return Port(role, number, stored_shape(tensor.shape, orders.get(number, ())), tensor.dtype, added)
+
+    ports += [laid(Role.VALUE, number, one, layouts.inputs) for number, one in enumerate(values)]
+
     def program(kind: str) -> Program:
-        call = _Call(segment, kind, name, counts)
+        call = _Call(segment, kind, name, counts, layouts)
         call.shapes = [tuple(output.shape) for output in outputs]
         call.differentiated = [number for number, one in enumerate(values) if one.requires_grad]
         call.training = training
         shown = list(enumerate(outputs)) if kind == "forward" else [(0, outputs[0])] if kind != "backward" else []
-        results = [Port(Role.VALUE, number, tuple(one.shape), one.dtype) for number, one in shown]
+        results = [laid(Role.VALUE, number, one, layouts.outputs) for number, one in shown]
         if kind in ("forward", "backward"):
             call.kept = kept
         if kind == "forward":
@@ -321,13 +370,11 @@ def eager_programs(
                 Port(Role.BUFFER_UPDATE, number, tuple(buffers[number].shape), buffers[number].dtype)
                 for number in updates
             ]
-        seeds: list[Port] = []
+        taken_seeds: list[Port] = []
         if kind in ("backward", "joint"):
             asked = wants if kind == "backward" else wants[:1]
             call.seeded = [number for number, wanted in enumerate(asked) if wanted]
-            seeds = [
-                Port(Role.SEED, number, tuple(outputs[number].shape), outputs[number].dtype) for number in call.seeded
-            ]
+            taken_seeds = [laid(Role.SEED, number, outputs[number], layouts.seeds) for number in call.seeded]
             call.gradients = [number for number, wanted in enumerate(segment.trainable) if wanted]
             call.value_gradients = call.differentiated
             results += [
@@ -335,7 +382,7 @@ def eager_programs(
                 for number in call.gradients
             ]
             results += [
-                Port(Role.VALUE_GRADIENT, number, tuple(values[number].shape), values[number].dtype, True)
+                laid(Role.VALUE_GRADIENT, number, values[number], layouts.gradients, True)
                 for number in call.value_gradients
             ]
         taken = [
@@ -343,7 +390,7 @@ def eager_programs(
         ]
         if kind != "backward":
             taken = []
-        return _one_node(call, f"{name} {kind}", [*ports, *taken, *seeds], results, saved)
+        return _one_node(call, f"{name} {kind}", [*ports, *taken, *taken_seeds], results, saved)
 
     programs: dict[str, Program | None] = {
         "forward": program("forward"),
@@ -351,7 +398,32 @@ def eager_programs(
         "loss": program("loss") if ends_in_loss else None,
         "joint": program("joint") if ends_in_loss else None,
     }
-    return segment, programs, wants, saved, copies
+    return EagerPrograms(segment, programs, wants, saved, copies, layouts)
+
+
+def _layouts_of(
+    values: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    seeds: Mapping[int, torch.Tensor],
+    gradients: Mapping[int, Order],
+) -> EagerLayouts:
+    """How everything lies; for that of the gradients a backward is run on made-up numbers."""
+    asking = [number for number, output in enumerate(outputs) if output.requires_grad]
+    taken = {number: seeds.get(number, outputs[number]) for number in asking}
+    wanted = [number for number, value in enumerate(values) if value.requires_grad]
+    found: Sequence[torch.Tensor | None] = ()
+    if asking and wanted:
+        ones = [torch.empty_like(taken[number]).fill_(1) for number in asking]
+        found = torch.autograd.grad(
+            [outputs[number] for number in asking], [values[number] for number in wanted], ones, allow_unused=True
+        )
+    made = {number: order_of(one) for number, one in zip(wanted, found, strict=False) if one is not None}
+    return EagerLayouts(
+        {number: order_of(value) for number, value in enumerate(values)},
+        {number: order_of(output) for number, output in enumerate(outputs)},
+        {number: order_of(one) for number, one in taken.items()},
+        {number: gradients.get(number, made.get(number, ())) for number in wanted},
+    )
 
 
 def _read_in_training(module: nn.Module) -> set[int]:
