@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from time import perf_counter
@@ -148,6 +149,9 @@ class Trainer(RunState):
         super().__init__(recorder, session, scheduled, grouping, scale, fixed_scale, seed, chosen)
         self._on_nonfinite = on_nonfinite
         self._on_device_lost = on_device_lost
+        # A trainer that is dropped unclosed would leave its queues' threads behind. At the end of the process they end
+        # by themselves (`hal.worker`).
+        weakref.finalize(self, _close_quietly, session).atexit = False
 
     # -- training ---------------------------------------------------------------------------------------------
 
@@ -279,13 +283,6 @@ class Trainer(RunState):
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        # A trainer that is dropped unclosed would leave its queues' threads behind.
-        session = getattr(self, "_session", None)
-        if session is not None:
-            with suppress(Exception):
-                session.close()
-
     @contextmanager
     def _eval_mode(self) -> Iterator[None]:
         self._check_usable()
@@ -296,3 +293,9 @@ class Trainer(RunState):
         finally:
             for module, mode in modes.items():
                 module.training = mode
+
+
+def _close_quietly(session: Session) -> None:
+    """Give back what a trainer held that nobody has any more. Nobody is left to be told of an error."""
+    with suppress(Exception):
+        session.close()
