@@ -22,6 +22,7 @@ from hal import registry
 from hal.errors import DeviceLost
 from hal.host import Host
 from relay import options, passes
+from relay.ambient import as_if_alone
 from relay.buckets import Buckets
 from relay.capture import graphs_for
 from relay.eps.bound import as_spec, bind
@@ -77,6 +78,7 @@ class Trainer(RunState):
     long a step that does not end has what it waits for written to the log.
     """
 
+    @as_if_alone()
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
@@ -155,6 +157,7 @@ class Trainer(RunState):
 
     # -- training ---------------------------------------------------------------------------------------------
 
+    @as_if_alone()
     def step(self, batch: Any, active: Sequence[int | str] | None = None) -> Metrics:
         """One optimizer step on a batch: `(inputs, targets)` for a list of modules, a mapping for a whole model.
 
@@ -208,6 +211,7 @@ class Trainer(RunState):
             raise problem
         logger.warning("The loss of step %d is %s; it is applied all the same.", self._step, loss)
 
+    @as_if_alone()
     def evaluate(self, batch: Any, active: Sequence[int | str] | None = None) -> Metrics:
         """The loss of a batch, forward only, in eval mode; of the `active` layers alone, if given. Nothing changes."""
         with self._eval_mode():
@@ -216,6 +220,7 @@ class Trainer(RunState):
             outcome = passes.forward(self._session, ready, self._seed, self._step)
             return passes.metrics_of(self._session, outcome, ready.pieces, start, [])
 
+    @as_if_alone()
     def predict(self, batch: Any) -> Any:
         """The model's output for a batch (for a list of modules: for its inputs), forward only, in eval mode.
 
@@ -227,6 +232,7 @@ class Trainer(RunState):
             stations = [self._recorder.stations(pieces, number, False, True) for number in range(len(pieces.pieces))]
             return passes.outputs(self._session, pieces, stations, self._seed, self._step)
 
+    @as_if_alone()
     def prepare(self, batch: Any) -> None:
         """Partition, capture, compile and allocate for batches like this one, and change nothing else.
 

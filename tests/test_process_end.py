@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from devices import probes
+
 from relay.eps.checkpoint import Checkpoint
 
 SCRIPT = Path(__file__).with_name("unclosed.py")
