@@ -25,6 +25,7 @@ from hal.event import Event
 from hal.kernel import Program
 from hal.random import RandomKey
 from hal.work import work_of
+from relay.ambient import as_if_alone
 from relay.capture import graphs_for
 from relay.eps.optimizers import AdamW
 from relay.shapes import ModelShape, stations_of
@@ -43,6 +44,7 @@ CHUNK = 32 * 2**20
 REPEATS = 5
 
 
+@as_if_alone()
 def calibrate(
     name: str,
     precision: str = "fp32",

@@ -18,6 +18,7 @@ from typing import Any
 
 from hal.memory import format_size
 from hal.spec import Machine, machine
+from relay.ambient import as_if_alone
 from relay.errors import RelayError
 from relay.meta_models import MetaModel
 from relay.shapes import ModelShape
@@ -66,6 +67,7 @@ class Plan:
         return "\n".join(lines) + "\n"
 
 
+@as_if_alone()
 def plan(
     model: str | ModelShape | None = None,
     *,
