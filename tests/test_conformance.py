@@ -105,6 +105,8 @@ def test_the_suite_catches_every_fault_and_a_gap_that_closed(tmp_path: Path) -> 
     assert failed.keys() == broken_backends.FAULTS.keys()
     assert failed.pop("none")[0] == 0
     assert failed["closed-gap"] == [1, 10]
+    assert failed["writes-early"] == [2, 3], "that a write waits for the host's tasks is right even there"
+    assert failed["frees-early"] == [7, 7], "for each kind of call"
     assert [fault for fault, (count, _) in failed.items() if count == 0] == []
 
 

@@ -81,13 +81,14 @@ class GraphBuilder:
         node.meta = {"val": blank(OPS[name].results(*specs, **named))}
         if not isinstance(node.meta["val"], tuple):
             return node
-        parts = []
+        parts: list[fx.Node | None] = []
         for place, value in enumerate(node.meta["val"]):
             if value is None:
                 parts.append(None)
                 continue
-            parts.append(self.graph.call_function(operator.getitem, (node, place)))
-            parts[-1].meta = {"val": value}
+            part = self.graph.call_function(operator.getitem, (node, place))
+            part.meta = {"val": value}
+            parts.append(part)
         return tuple(parts)
 
     def program(
