@@ -244,7 +244,11 @@ class TorchBackend(Backend):
                 f"',{PLAIN}' the same without recorded launches."
             )
         name = f"{self.name}:{number},{option}" if option else f"{self.name}:{number}"
-        return TorchDevice(name, family.open(int(number)), capacity, record=not option)
+        try:
+            accelerator = family.open(int(number))
+        except RuntimeError as failure:  # a context that an earlier error broke, or memory that others hold
+            raise Unavailable(f"Device '{self.name}:{number}' cannot be opened: {failure}") from failure
+        return TorchDevice(name, accelerator, capacity, record=not option)
 
 
 def cuda() -> TorchBackend:

@@ -184,7 +184,7 @@ class OpenClDevice(Device):
         for node in calls(program.graph):
             specs = spec_of(node.meta["val"])
             for spec in specs if isinstance(specs, tuple) else (specs,):
-                if spec.dtype not in self.info.storage:
+                if spec is not None and spec.dtype not in self.info.storage:
                     self._refuse(program, name_of(node.target), spec.dtype)
         for port in (*program.inputs, *program.outputs):
             if port.dtype not in self.info.storage:

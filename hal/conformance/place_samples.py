@@ -216,7 +216,8 @@ def _convolved(s: Sampler) -> list[Any]:
 def _convolution_backward(s: Sampler) -> list[Any]:
     x, weight, _, *rest = _convolved(s)
     result: Any = OPS["aten.convolution.default"].results(_spec(x), _spec(weight), None, *rest)
-    return [s.real(result.shape), x, weight, [result.shape[1]], *rest, [True, True, True]]
+    mask = s.random.choice(([True, True, True], [False, True, True], [False, True, False], [True, True, False]))
+    return [s.real(result.shape), x, weight, [result.shape[1]] if mask[2] else None, *rest, mask]
 
 
 def _pooled(s: Sampler) -> list[Any]:

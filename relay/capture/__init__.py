@@ -2,7 +2,8 @@
 
 `joint` makes a segment's programs (`traced` is what it traces, `extraction` cuts them out), `core` rewrites them for
 devices that are not PyTorch's, `tracing` traces whole models with their blocks opaque, `decisions` answers what they
-ask of a batch meanwhile, `measure` counts what a graph costs, `explain` says why a capture failed.
+ask of a batch meanwhile, `given` sees what layers change of what they are given, `outside` and `attributes` refuse what
+a trace would lose, `measure` counts what a graph costs, `explain` says why a capture failed.
 """
 
 from relay.capture.captured import Captured

@@ -154,7 +154,7 @@ class _Call:
             for number, one in zip(self.seeded, seeds, strict=True)
         ]
         # The generator is torch's own for the while: an op that draws knows no other.
-        with torch.random.fork_rng(devices=()):
+        with torch.random.fork_rng(**generators_of(tensors)):
             torch.manual_seed(_seed_of(key))
             if not seeds:
                 return self._forward(parameters, buffers, values)
@@ -232,6 +232,14 @@ class _Call:
                 "pad it, or keep what makes and what uses it in one layer.",
                 layer=self.name,
             )
+
+
+def generators_of(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """What `torch.random.fork_rng` is to put back besides the host's generator: those of the tensors' devices."""
+    places = {tensor.device for tensor in tensors if tensor.device.index is not None}
+    if not places:
+        return {"devices": ()}
+    return {"devices": sorted(place.index for place in places), "device_type": next(iter(places)).type}
 
 
 def _seed_of(key: RandomKey) -> int:
