@@ -26,8 +26,8 @@ train: $(RUN_READY)
 test: $(DEV_READY)
 	$(BIN)/python -m pytest
 
-# All combinations of the two parity matrices instead of every pair: 93,312 and 18,432 cases, 0.6 and 2.1 seconds of
-# one core each: 26 hours on one core, 13 on two. `make test-full CASES=300` tries 300 of each, drawn at
+# All combinations of the two parity matrices instead of every pair: 93,312 and 18,432 cases, 0.6 and 1.8 seconds of
+# one core each: 25 hours on one core, 13 on two. `make test-full CASES=300` tries 300 of each, drawn at
 # random by a fixed seed: a quarter of an hour on one core. Before them, the scheduler's tests on the simulator in the
 # latest order and ten drawn ones.
 test-full: $(DEV_READY)
