@@ -16,7 +16,7 @@ from plain_models import WIDTH, Build, Output
 from torch import Tensor, nn
 
 import relay
-from relay.capture.eager import generators_of
+from relay.capture.eager_call import generators_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:layer")
 

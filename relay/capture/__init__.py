@@ -9,7 +9,7 @@ a trace would lose, `measure` counts what a graph costs, `explain` says why a ca
 from relay.capture.captured import Captured
 from relay.capture.core import Lowering
 from relay.capture.decisions import Decider, Decision
-from relay.capture.eager import Presence
+from relay.capture.eager_call import Presence
 from relay.capture.elsewhere import graphs_for
 from relay.capture.joint import capture
 from relay.capture.layers import layer_of_segment

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hal.kernel import Port, Program
-from relay.capture.eager import EagerSegment
+from relay.capture.eager_call import EagerSegment
 from relay.capture.layouts import Order
 from relay.capture.reads import Reads
 
