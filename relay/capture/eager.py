@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hal.kernel import Port, Program, Role
 from hal.random import RandomKey
+from relay.capture.explain import changed_parameter
 from relay.capture.states import call_with
 from relay.errors import CaptureError
 
@@ -108,7 +109,7 @@ class _Call:
         self.differentiated: list[int] = []
         self.training = True
         self.name = name
-        self.__name__ = f"eager_{kind}"
+        self.__name__ = self.__qualname__ = f"eager_{kind}"
 
     def __call__(self, *arguments: Any) -> tuple[torch.Tensor, ...]:
         *tensors, key = arguments
@@ -275,7 +276,11 @@ def eager_programs(
         ]
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             before = made_up(buffers)
+            written = [leaf._version for leaf in leaves]
             outputs, after = segment.run(leaves, values, before)
+            for leaf, version, names in zip(leaves, written, segment.parameters, strict=True):
+                if leaf._version != version:
+                    raise changed_parameter(name, names[0])
     # Which buffers a forward changes, data may decide too: in training all of them are written back.
     changing = any(one.training and one._buffers for one in module.modules())
     updates = list(range(len(after))) if changing else []

@@ -33,12 +33,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hal import ops
 from hal import random as counter_random
+from hal.errors import Unsupported
 from hal.kernel import Port, Program, Role
 from relay.capture.attributes import PlainTensors, UsedTensors, constants_of
 from relay.capture.core import Lowering, attention, decompositions, simplify
 from relay.capture.eager import EagerSegment, eager_programs
 from relay.capture.elsewhere import CPU, OnDevice, fakes_on, missing, spell_out
-from relay.capture.explain import explain, reason, sparse_gradient
+from relay.capture.explain import HasEffect, changed_parameter, explain, operation, reason, sparse_gradient
 from relay.capture.keeping import in_order, nodes_to_keep, order_in_memory, permuted
 from relay.capture.layers import layer_of
 from relay.capture.measure import count_flops, count_moved, fingerprint, peak_of_temporaries, saved_bytes
@@ -127,8 +128,16 @@ def capture(
             raise
         except Exception:
             raise explain(failure, name) from failure
+        where = f"layer {name!r}" + (" (or the loss, which runs with it)" if ends_in_loss else "")
+        if lowering is Lowering.CORE:
+            raise Unsupported(
+                f"{where} would have to run eagerly, op by op, since {why}; and this device takes graphs of known ops "
+                "only. Use a device that executes PyTorch (`relay devices` calls them native; the CPU is one), or "
+                "write the layer with fixed shapes and control flow.",
+                op=operation(failure),
+            ) from failure
         warnings.warn(
-            f"layer {name!r} runs eagerly, op by op, since {why}: right, but slower, and only on devices that execute "
+            f"{where} runs eagerly, op by op, since {why}: right, but slower, and only on devices that execute "
             "PyTorch.",
             stacklevel=2,
         )
@@ -165,9 +174,17 @@ def _trace(
         plain = stack.enter_context(PlainTensors(module))
         reads = stack.enter_context(recorded_reads(module))
         joint = aot_export_joint_with_descriptors(stack, traced, tuple(inputs), {}, decompositions=table)
+        refuse_effects(joint.graph_module.graph)
         if place != CPU:
             spell_out(joint.graph_module.graph)
         return joint.graph_module, reads, plain
+
+
+def refuse_effects(graph: fx.Graph) -> None:
+    """Raise HasEffect for ops that PyTorch threads tokens through, so that they stay in order: not ours to cut."""
+    for node in graph.nodes:
+        if node.op == "call_function" and str(node.target) == "with_effects":
+            raise HasEffect(str(node.args[1]))
 
 
 def _trace_elsewhere(
@@ -305,6 +322,9 @@ class _Extraction:
         self.values = plain if wants_gradients else plain[:-1]
         for node in kinds.pop("TangentAOTInput", []):
             source = node.meta["desc"].output
+            mutated = getattr(source, "mutated_input", None)
+            if type(mutated).__name__ == "ParamAOTInput":
+                raise changed_parameter(name, mutated.target.removeprefix(prefix))
             if type(source).__name__ != "PlainAOTOutput":
                 raise CaptureError(
                     f"layer {name!r} updates a buffer with something that requires a gradient. Detach it first: a "
@@ -348,6 +368,9 @@ class _Extraction:
             else:
                 raise CaptureError(f"layer {self.name!r} has an output of an unknown kind, {kind}", layer=self.name)
         for node in self.updates:
+            description = node.meta["desc"]
+            if type(description).__name__ == "ParamAOTInput":
+                raise changed_parameter(self.name, description.target.removeprefix("module."))
             if node not in [buffer for _, buffer in self.buffers]:
                 raise CaptureError(
                     f"layer {self.name!r} changes one of its inputs in place. The relay keeps inputs for the "
@@ -621,7 +644,7 @@ def _draws_by_itself(node: fx.Node) -> bool:
         return node.args[2] is not False
     schema = node.target._schema  # type: ignore[union-attr]
     for position, argument in enumerate(schema.arguments):
-        if argument.name in ("dropout_p", "p", "dropout"):
+        if argument.name in ("dropout_p", "p", "dropout", "training"):
             given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name, 0.0)
             return bool(given)
     return True
