@@ -110,7 +110,7 @@ def test_a_loss_that_fails_in_itself_is_an_error_of_the_loss() -> None:
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs @ targets).mean()
 
-    with pytest.raises(relay.CaptureError, match="'loss' cannot be captured: .*"):
+    with pytest.raises(relay.CaptureError, match="'loss' cannot be captured"):
         relayed(modules(), loss, "cpu")
 
 
@@ -155,5 +155,5 @@ def test_a_rectifier_that_is_told_not_to_draw_is_a_leaky_one(device: str) -> Non
 @pytest.mark.parametrize("device", ["cpu", "numpy"])
 def test_a_rectifier_that_draws_is_refused(device: str) -> None:
     layers = modules(lambda: Layer(lambda values: functional.rrelu(values, training=True)))
-    with pytest.raises(relay.CaptureError, match="layer '1' draws random numbers by aten.rrelu"):
+    with pytest.raises(relay.CaptureError, match=r"layer '1' draws random numbers by aten\.rrelu"):
         relayed(layers, functional.mse_loss, device)

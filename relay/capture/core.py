@@ -77,7 +77,12 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _rrelu(
-    value: torch.Tensor, noise: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, *_: Any
+    value: torch.Tensor,
+    noise: torch.Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    *_: Any,
 ) -> Any:
     """Outside of training a leaky ReLU. In training it draws, and stays as it is, for that to be refused."""
     if training:

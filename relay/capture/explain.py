@@ -6,6 +6,7 @@ import re
 
 from relay.errors import CaptureError, RelayError
 
+
 class HasEffect(Exception):
     """A trace holds an op that does something besides its results, such as raising an error by what it finds."""
 
@@ -87,8 +88,8 @@ def changed_parameter(layer: str, parameter: str) -> CaptureError:
 def sparse_gradient(layer: str, parameter: str) -> CaptureError:
     """The error for a parameter whose gradient is a sparse tensor, before any step is taken."""
     return CaptureError(
-        f"layer {layer!r} makes a sparse gradient for {own_name(parameter)!r} (an embedding with sparse=True). Gradients have a "
-        "place of fixed size here, and optimizers for sparse ones (SparseAdam) update only rows that occur. Make the "
-        "embedding with sparse=False, or set its .sparse to False: under SGD without momentum it trains the same.",
+        f"layer {layer!r} makes a sparse gradient for {own_name(parameter)!r} (an embedding with sparse=True). "
+        "Gradients have a place of fixed size here, and optimizers for sparse ones (SparseAdam) update only rows that "
+        "occur. Make the embedding with sparse=False, or set its .sparse to False: under SGD without momentum it trains the same.",
         layer=layer,
     )
