@@ -23,7 +23,7 @@ from backends.simulator.elsewhere import Arrivals, await_those_of, stand_in
 from backends.simulator.host import POISON, SimulatedHost
 from backends.simulator.orders import make_order
 from backends.torch_program import lower
-from hal.device import HOST_CORES, NATIVE, UNIFIED, Buffer, DeviceInfo, Queue, View
+from hal.device import HOST_CORES, NATIVE, SIMULATED, UNIFIED, Buffer, DeviceInfo, Queue, View
 from hal.dtypes import check_ports
 from hal.errors import HalError
 from hal.event import Event
@@ -239,7 +239,7 @@ class SimulatedDevice(AccountedDevice[SimulatedQueue], VirtualDevice, Owner):
 
     def __init__(self, name: str, machine: Machine, capacity: int | None, options: Options) -> None:
         spec = machine.device
-        tags = {NATIVE}
+        tags = {NATIVE, SIMULATED}
         tags |= {UNIFIED} if spec.unified else set()
         tags |= {HOST_CORES} if spec.host_cores else set()
         # A device whose matrix units know no float32 has vector units that do, as losses need.

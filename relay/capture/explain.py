@@ -90,6 +90,7 @@ def sparse_gradient(layer: str, parameter: str) -> CaptureError:
     return CaptureError(
         f"layer {layer!r} makes a sparse gradient for {own_name(parameter)!r} (an embedding with sparse=True). "
         "Gradients have a place of fixed size here, and optimizers for sparse ones (SparseAdam) update only rows that "
-        "occur. Make the embedding with sparse=False, or set its .sparse to False: under SGD without momentum it trains the same.",
+        "occur. Make the embedding with sparse=False, or set its .sparse to False: under SGD without momentum it "
+        "trains the same.",
         layer=layer,
     )

@@ -132,8 +132,8 @@ def capture(
         if lowering is Lowering.CORE:
             raise Unsupported(
                 f"{where} would have to run eagerly, op by op, since {why}; and this device takes graphs of known ops "
-                "only. Use a device that executes PyTorch (`relay devices` calls them native; the CPU is one), or "
-                "write the layer with fixed shapes and control flow.",
+                "only. Use a device that executes PyTorch, such as 'cpu' or 'cuda', or write the layer with fixed "
+                "shapes and control flow.",
                 op=operation(failure),
             ) from failure
         warnings.warn(
