@@ -153,7 +153,7 @@ class CupyDevice(AccountedDevice[CupyQueue]):
         return CupyQueue(self, name)
 
     def make_kernel(self, program: Program) -> Kernel:
-        check(program, self.info.name)
+        check(program, self.info)
         _check_sums_by_index(program, self.info.name)
         return CupyKernel(program, self.runtime)
 

@@ -144,7 +144,7 @@ def partition_list(
             ending = LossCall(call, loss, target_tree, len(current))
             segment_module: nn.Module = ending
             sources = (*current, *batch_targets)
-            _check_scalar(ending.loss_of(fakes, fake_targets))
+            run_fake(_LossAlone(ending, len(fakes)), [*fakes, *fake_targets], "loss")
             outputs = new_values([torch.empty(()), *fakes], index)
         else:
             segment_module = call
@@ -240,10 +240,22 @@ class LossCall(nn.Module):
         loss = self.loss(self.call.output_tree.fill(outputs), self.target_tree.fill(tensors[self.input_count :]))
         return (loss, *(output.detach() for output in outputs))
 
-    def loss_of(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Any:
-        """The loss on fake tensors, for its shape."""
-        with outputs[0].fake_mode:  # type: ignore[attr-defined]
-            return self.loss(self.call.output_tree.fill(outputs), self.target_tree.fill(targets))
+
+class _LossAlone(nn.Module):
+    """The loss of a list of modules, held to be one number: (tensors of the output, tensors of the targets) -> it."""
+
+    def __init__(self, ending: LossCall, output_count: int) -> None:
+        super().__init__()
+        self.loss = ending.loss
+        self.trees = ending.call.output_tree, ending.target_tree
+        self.output_count = output_count
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor]:
+        output_tree, target_tree = self.trees
+        outputs, targets = tensors[: self.output_count], tensors[self.output_count :]
+        loss = self.loss(output_tree.fill(outputs), target_tree.fill(targets))
+        _check_scalar(loss)
+        return (loss,)
 
 
 def _canonical_names(model: nn.Module) -> dict[int, str]:

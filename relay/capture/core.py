@@ -41,6 +41,7 @@ _FURTHER = [
     aten.elu.default,
     aten.leaky_relu.default,
     aten.hardtanh.default,
+    aten.rrelu_with_noise_backward.default,
 ]
 """Core ATen ops that others say as well."""
 
@@ -70,9 +71,24 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     """The decompositions to trace with."""
     table = dict(core_aten_decompositions())
     table.update(get_decompositions(_FURTHER))
+    table[aten.rrelu_with_noise_functional.default] = _rrelu
     for target in _KEPT:
         table.pop(target, None)
     return table
+
+
+def _rrelu(
+    value: torch.Tensor,
+    noise: torch.Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    *_: Any,
+) -> Any:
+    """Outside of training a leaky ReLU. In training it draws, and stays as it is, for that to be refused."""
+    if training:
+        return NotImplemented
+    return torch.nn.functional.leaky_relu(value, (lower + upper) / 2), noise
 
 
 def simplify(graph: fx.Graph, layer: str) -> fx.Graph:

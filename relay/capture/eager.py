@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hal.kernel import Port, Program, Role
 from relay.capture.eager_call import EagerCall, EagerLayouts, EagerSegment
+from relay.capture.explain import changed_parameter
 from relay.capture.layouts import Order, as_written, order_of, stored, stored_shape
 from relay.capture.states import call_with
 
@@ -112,7 +113,11 @@ def eager_programs(
         ]
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             before = made_up(buffers)
+            written = [leaf._version for leaf in leaves]
             outputs, after = segment.run(leaves, values, before)
+            for leaf, version, names in zip(leaves, written, segment.parameters, strict=True):
+                if leaf._version != version:
+                    raise changed_parameter(name, names[0])
         layouts = EagerLayouts({}, {}, {}, {})
         if strides:
             layouts = _layouts_of(values, outputs, seeds or {}, gradients or {})

@@ -113,7 +113,7 @@ class EagerCall:
         self.differentiated: list[int] = []
         self.training = True
         self.name = name
-        self.__name__ = f"eager_{kind}"
+        self.__name__ = self.__qualname__ = f"eager_{kind}"
 
     def __call__(self, *arguments: Any) -> tuple[torch.Tensor, ...]:
         *tensors, key = arguments

@@ -17,7 +17,7 @@ from hal import ops
 from hal.kernel import Port, Program, Role
 from relay.capture.captured import Captured
 from relay.capture.core import Lowering, simplify
-from relay.capture.explain import sparse_gradient
+from relay.capture.explain import changed_parameter, sparse_gradient
 from relay.capture.keeping import nodes_to_keep
 from relay.capture.keyed import ancestors, copy_nodes
 from relay.capture.layouts import Order, in_order, inverse, order_of, permuted, stored_shape
@@ -73,6 +73,9 @@ class Extraction:
         self.values = plain[:count]
         for node in kinds.pop("TangentAOTInput", []):
             source = node.meta["desc"].output
+            mutated = getattr(source, "mutated_input", None)
+            if type(mutated).__name__ == "ParamAOTInput":
+                raise changed_parameter(name, mutated.target.removeprefix(prefix))
             if type(source).__name__ != "PlainAOTOutput":
                 raise CaptureError(
                     f"layer {name!r} updates a buffer with something that requires a gradient. Detach it first: a "
@@ -118,6 +121,9 @@ class Extraction:
             else:
                 raise CaptureError(f"layer {self.name!r} has an output of an unknown kind, {kind}", layer=self.name)
         for node in self.updates:
+            description = node.meta["desc"]
+            if type(description).__name__ == "ParamAOTInput":
+                raise changed_parameter(self.name, description.target.removeprefix("module."))
             if node not in [buffer for _, buffer in self.buffers]:
                 raise CaptureError(
                     f"layer {self.name!r} changes one of its inputs in place. The relay keeps inputs for the "

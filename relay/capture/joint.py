@@ -29,12 +29,13 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hal.errors import Unsupported
 from relay.capture.attributes import PlainTensors, UsedTensors, constants_of
 from relay.capture.captured import Captured
 from relay.capture.core import Lowering, attention, decompositions
 from relay.capture.eager import eager_programs
 from relay.capture.elsewhere import CPU, fakes_on, missing, spell_out
-from relay.capture.explain import explain, reason, sparse_gradient
+from relay.capture.explain import HasEffect, explain, operation, reason, sparse_gradient
 from relay.capture.extraction import Extraction
 from relay.capture.keyed import draws_by_itself
 from relay.capture.layouts import Order, order_of, stored
@@ -104,8 +105,16 @@ def capture(
             raise
         except Exception:
             raise explain(failure, name) from failure
+        where = f"layer {name!r}" + (" (or the loss, which runs with it)" if ends_in_loss else "")
+        if lowering is Lowering.CORE:
+            raise Unsupported(
+                f"{where} would have to run eagerly, op by op, since {why}; and this device takes graphs of known ops "
+                "only. Use a device that executes PyTorch, such as 'cpu' or 'cuda', or write the layer with fixed "
+                "shapes and control flow.",
+                op=operation(failure),
+            ) from failure
         warnings.warn(
-            f"layer {name!r} runs eagerly, op by op, since {why}: right, but slower, and only on devices that execute "
+            f"{where} runs eagerly, op by op, since {why}: right, but slower, and only on devices that execute "
             "PyTorch.",
             stacklevel=2,
         )
@@ -144,9 +153,17 @@ def _trace(
         plain = stack.enter_context(PlainTensors(module))
         reads = stack.enter_context(recorded_reads(module))
         joint = aot_export_joint_with_descriptors(stack, traced, tuple(inputs), {}, decompositions=table)
+        refuse_effects(joint.graph_module.graph)
         if place != CPU:
             spell_out(joint.graph_module.graph)
         return joint.graph_module, reads, plain
+
+
+def refuse_effects(graph: fx.Graph) -> None:
+    """Raise HasEffect for ops that PyTorch threads tokens through, so that they stay in order: not ours to cut."""
+    for node in graph.nodes:
+        if node.op == "call_function" and str(node.target) == "with_effects":
+            raise HasEffect(str(node.args[1]))
 
 
 def _trace_elsewhere(

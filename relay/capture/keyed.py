@@ -80,7 +80,7 @@ def draws_by_itself(node: fx.Node) -> bool:
         return node.args[2] is not False
     schema = node.target._schema  # type: ignore[union-attr]
     for position, argument in enumerate(schema.arguments):
-        if argument.name in ("dropout_p", "p", "dropout"):
+        if argument.name in ("dropout_p", "p", "dropout", "training"):
             given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name, 0.0)
             return bool(given)
     return True
