@@ -26,7 +26,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hal.ops import OPS, Kind, name_of, spec_of
 from relay.capture.core_builder import Builder, part_spec
+from relay.capture.core_decompositions import FURTHER
 from relay.capture.core_elementwise import elementwise
+from relay.capture.core_mathematics import MATHEMATICS
 from relay.capture.core_rewrites import REWRITES, Call, with_defaults
 from relay.errors import CaptureError
 
@@ -35,6 +37,7 @@ aten = torch.ops.aten
 _FURTHER = [
     aten.linalg_vector_norm.default,
     aten._native_batch_norm_legit.default,
+    aten._native_batch_norm_legit.no_stats,
     aten._native_batch_norm_legit_functional.default,
     aten._native_batch_norm_legit_no_training.default,
     aten.elu.default,
@@ -69,6 +72,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     """The decompositions to trace with."""
     table = dict(core_aten_decompositions())
     table.update(get_decompositions(_FURTHER))
+    table.update(FURTHER)
     for target in _KEPT:
         table.pop(target, None)
     return table
@@ -140,7 +144,7 @@ def _agree(result: Any, wanted: Any) -> bool:
 
 def _rewrite(builder: Builder, target: Any, args: list[Any], kwargs: dict[str, Any], wanted: Any) -> Any:
     """The core form of one call, or None for an op that has none."""
-    rewrite = REWRITES.get(target)
+    rewrite = REWRITES.get(target) or MATHEMATICS.get(target)
     if rewrite is not None:
         return rewrite(builder, Call(target, args, kwargs, wanted))
     name = name_of(target)
