@@ -104,6 +104,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], list[Tensor]]] = {
     "convolution in time": made(lambda: nn.Conv1d(6, 5, 3, dilation=2), real(2, 6, 8)),
     "transposed convolution": made(lambda: nn.ConvTranspose2d(4, 3, 3, stride=2, output_padding=1), IMAGE),
     "pooling": made(lambda: nn.MaxPool2d(3, 2, 1), IMAGE),
+    "dilated pooling": made(lambda: nn.MaxPool2d(2, 1, 1, dilation=2), IMAGE),
     "average pooling": made(lambda: nn.AvgPool2d(3, 2, 1), IMAGE),
     "adaptive pooling": made(lambda: nn.AdaptiveAvgPool2d(1), IMAGE),
     "losses": made(

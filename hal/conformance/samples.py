@@ -250,6 +250,7 @@ def _pooled(make: Maker) -> list[tuple[Any, ...]]:
     return [
         (make.distinct(2, 2, 6, 7), [2, 3], [2, 2], [0, 1], [1, 1], False),
         (make.distinct(1, 3, 7, 7), [3, 3], [2, 1], [1, 1], [1, 2], False),
+        (make.distinct(2, 1, 9, 7), [2, 2], [1, 1], [1, 1], [2, 2], False),
     ]
 
 

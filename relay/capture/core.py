@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hal.ops import OPS, Kind, name_of, spec_of
 from relay.capture.core_builder import Builder, part_spec
 from relay.capture.core_call import Call, with_defaults
+from relay.capture.core_decompositions import FURTHER
 from relay.capture.core_elementwise import elementwise
 from relay.capture.core_rewrites import REWRITES
 from relay.errors import CaptureError
@@ -36,6 +37,7 @@ aten = torch.ops.aten
 _FURTHER = [
     aten.linalg_vector_norm.default,
     aten._native_batch_norm_legit.default,
+    aten._native_batch_norm_legit.no_stats,
     aten._native_batch_norm_legit_functional.default,
     aten._native_batch_norm_legit_no_training.default,
     aten.elu.default,
@@ -71,6 +73,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     """The decompositions to trace with."""
     table = dict(core_aten_decompositions())
     table.update(get_decompositions(_FURTHER))
+    table.update(FURTHER)
     table[aten.rrelu_with_noise_functional.default] = _rrelu
     for target in _KEPT:
         table.pop(target, None)

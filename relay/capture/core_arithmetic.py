@@ -89,7 +89,8 @@ def _is_inf(builder: Builder, call: Call) -> Any:
 
 
 def _full(builder: Builder, call: Call) -> Any:
-    value = {"zeros": 0, "ones": 1}.get(call.target._schema.name.split("::")[1].removeprefix("new_").split("_")[0])
+    constants = {"zeros": 0, "ones": 1, "empty": 0}
+    value = constants.get(call.target._schema.name.split("::")[1].removeprefix("new_").split("_")[0])
     if value is None:
         value = call.get("s") if call.target is aten.scalar_tensor.default else call.get("fill_value")
     return builder.full(call.wanted.shape, value, call.wanted.dtype)
@@ -137,6 +138,9 @@ ARITHMETIC: dict[Any, Callable[[Builder, Call], Any]] = {
     aten.isinf.default: _is_inf,
     aten.full.default: _full,
     aten.full_like.default: _full,
+    aten.empty.memory_format: _full,
+    aten.empty_like.default: _full,
+    aten.new_empty.default: _full,
     aten.zeros.default: _full,
     aten.zeros_like.default: _full,
     aten.ones.default: _full,

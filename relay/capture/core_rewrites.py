@@ -12,7 +12,8 @@ from relay.capture.core_arithmetic import ARITHMETIC
 from relay.capture.core_builder import Builder
 from relay.capture.core_call import Call
 from relay.capture.core_indexing import INDEXING
+from relay.capture.core_mathematics import MATHEMATICS
 from relay.capture.core_reductions import REDUCTIONS
 from relay.capture.core_views import VIEWS
 
-REWRITES: dict[Any, Callable[[Builder, Call], Any]] = {**VIEWS, **ARITHMETIC, **REDUCTIONS, **INDEXING}
+REWRITES: dict[Any, Callable[[Builder, Call], Any]] = {**VIEWS, **ARITHMETIC, **MATHEMATICS, **REDUCTIONS, **INDEXING}
