@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hal.ops import OPS, Kind, name_of, spec_of
+from relay.capture.amended import WRONG
 from relay.capture.core_builder import Builder, part_spec
 from relay.capture.core_decompositions import FURTHER
 from relay.capture.core_elementwise import elementwise
@@ -73,7 +74,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     table = dict(core_aten_decompositions())
     table.update(get_decompositions(_FURTHER))
     table.update(FURTHER)
-    for target in _KEPT:
+    for target in [*_KEPT, *WRONG]:
         table.pop(target, None)
     return table
 

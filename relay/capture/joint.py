@@ -34,6 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hal import ops
 from hal import random as counter_random
 from hal.kernel import Port, Program, Role
+from relay.capture.amended import own_kernels
 from relay.capture.attributes import PlainTensors, UsedTensors, constants_of
 from relay.capture.core import Lowering, attention, decompositions, simplify
 from relay.capture.eager import EagerSegment, eager_programs
@@ -154,6 +155,7 @@ def _trace(
         # A module's tensors that are neither parameters nor buffers meet fake ones in the trace.
         mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
         stack.enter_context(tracing(TracingContext(mode)))
+        stack.enter_context(own_kernels())
         table = None
         if lowering is not Lowering.NATIVE:
             stack.enter_context(attention())
