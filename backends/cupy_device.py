@@ -153,7 +153,7 @@ class CupyDevice(AccountedDevice[CupyQueue]):
         return CupyQueue(self, name)
 
     def make_kernel(self, program: Program) -> Kernel:
-        check(program, self.info.name)
+        check(program, self.info)
         _check_sums_by_index(program, self.info.name)
         return CupyKernel(program, self.runtime)
 
@@ -216,4 +216,8 @@ class CupyBackend(Backend):
         number, there = selector or "0", cupy_runtime.count()
         if not number.isdecimal() or int(number) >= there:
             raise Unavailable(f"There is no device 'cupy:{selector}'. Here are cupy:0 to cupy:{there - 1}.")
-        return CupyDevice(f"cupy:{number}", CupyRuntime(int(number)), capacity)
+        try:
+            runtime = CupyRuntime(int(number))
+        except RuntimeError as failure:  # a context that an earlier error broke, or memory that others hold
+            raise Unavailable(f"Device 'cupy:{number}' cannot be opened: {failure}") from failure
+        return CupyDevice(f"cupy:{number}", runtime, capacity)

@@ -30,6 +30,7 @@ _STORAGE = frozenset(
     {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16}
     | {torch.int8, torch.uint8, torch.bool}
 )
+_ADVICE = {torch.float64: "Use 'numpy:float64', which does, or float32."}
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
 
 
@@ -129,7 +130,7 @@ class NumpyDevice(HostDevice):
         return NumpyQueue(name)
 
     def make_kernel(self, program: Program) -> Kernel:
-        check(program, self.info.name)
+        check(program, self.info, advice=_ADVICE)
         return NumpyKernel(program, self._arrays)
 
     def workspace(self, program: Program) -> int:

@@ -25,7 +25,8 @@ from backends.torch_accelerator import FAMILIES, Accelerator
 from backends.torch_graphs import RECORDS, Recordings, reason_against
 from backends.torch_program import lower
 from hal.device import NATIVE, Backend, Buffer, Device, DeviceInfo, Probe, View
-from hal.errors import HalError, Unavailable, Unsupported
+from hal.dtypes import check_ports
+from hal.errors import HalError, Unavailable
 from hal.event import Event
 from hal.host import Host
 from hal.kernel import Kernel, Program
@@ -182,13 +183,7 @@ class TorchDevice(AccountedDevice[TorchQueue]):
         return TorchQueue(self, name)
 
     def make_kernel(self, program: Program) -> Kernel:
-        for port in (*program.inputs, *program.outputs):
-            if port.dtype not in self.info.storage:
-                raise Unsupported(
-                    f"{program.name} needs {port.dtype}, which device {self.info.name!r} does not have",
-                    dtype=str(port.dtype),
-                    device=self.info.name,
-                )
+        check_ports(program, self.info)
         return TorchKernel(program, self.accelerator.device)
 
     def spare(self) -> bool:
@@ -242,7 +237,11 @@ class TorchBackend(Backend):
                 f"',{PLAIN}' the same without recorded launches."
             )
         name = f"{self.name}:{number},{option}" if option else f"{self.name}:{number}"
-        return TorchDevice(name, family.open(int(number)), capacity, record=not option)
+        try:
+            accelerator = family.open(int(number))
+        except RuntimeError as failure:  # a context that an earlier error broke, or memory that others hold
+            raise Unavailable(f"Device '{self.name}:{number}' cannot be opened: {failure}") from failure
+        return TorchDevice(name, accelerator, capacity, record=not option)
 
 
 def cuda() -> TorchBackend:

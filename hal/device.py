@@ -49,6 +49,10 @@ HOST_CORES = "host-cores"
 """Tag: kernels run on the cores that the host's tasks need too, so the two gain nothing from running at once."""
 
 
+SIMULATED = "simulated"
+"""Tag: there is no such hardware here. Numbers are computed on the host, and time is that of a model."""
+
+
 @dataclass(frozen=True)
 class DeviceInfo:
     """What a device is. `name` is the string that opens it.

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,8 @@ from torch import fx
 
 from hal import op_rules as rules
 from hal import window_rules
+from hal.device import DeviceInfo
+from hal.dtypes import NO_ADVICE, check_ports, require
 from hal.errors import CompileError, Unsupported
 from hal.kernel import Program
 from hal.op_rules import Result, Rule, Spec
@@ -262,12 +264,20 @@ def count_moved(graph: fx.Graph) -> int:
     return total
 
 
-def check(program: Program, device: str, lacking: frozenset[str] = frozenset()) -> None:
-    """Hold a program to the table, as `Device.compile` does first. `lacking` are ops that this device has not got.
+def check(
+    program: Program,
+    info: DeviceInfo,
+    lacking: frozenset[str] = frozenset(),
+    advice: Mapping[torch.dtype, str] = NO_ADVICE,
+) -> None:
+    """Hold a program to the table and to a device's dtypes, as `Device.compile` does first.
 
-    Raises Unsupported, naming the op and the layer, for an op outside the table or lacking, and CompileError for a
-    node whose shapes or dtypes are not what the table says.
+    `lacking` are ops that this device has not got, `advice` is what to do where it has not got a dtype.
+
+    Raises Unsupported, naming the layer, for an op (named too) outside the table or lacking and for a dtype (named
+    too) that `info` does not list, and CompileError for a node whose shapes or dtypes are not what the table says.
     """
+    device = info.name
     for node in calls(program.graph):
         name = name_of(node.target)
         row = OPS.get(name)
@@ -289,3 +299,7 @@ def check(program: Program, device: str, lacking: frozenset[str] = frozenset()) 
             raise CompileError(what) from failure
         if found != value:
             raise CompileError(f"{program.name!r}: {name} gives {found}, and the graph says {value}")
+        for spec in value if isinstance(value, tuple) else (value,):
+            if spec is not None:
+                require(info, spec.dtype, program.name, name, advice)
+    check_ports(program, info, advice)

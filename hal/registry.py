@@ -36,6 +36,8 @@ def open(name: str, capacity: int | None = None) -> Device:
     if family not in points:
         known = ", ".join(sorted(points)) or "none: is the distribution installed?"
         raise Unavailable(f"There is no device {name!r}: no backend is called {family!r}. Backends here: {known}.")
+    if name.rstrip(" ,").endswith(":"):
+        raise Unavailable(f"{name!r} names no device after its last colon: name one, or leave the colon out.")
     try:
         backend = _load(points[family])
     except Exception as failure:

@@ -6,17 +6,28 @@ a call's error.
 
 The hand-over is made of bare locks, since it is on the path of every call: an event is a lock that is released
 once, when the call has ended.
+
+Whoever closes nothing still gets a process that ends: workers are closed before the interpreter goes, for later their
+threads stand still for ever, and whoever waited for one would too; or they are in somebody's native code, and abort.
 """
 
 from __future__ import annotations
 
+import atexit
+import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from time import perf_counter
+from time import monotonic, perf_counter
 
 from hal.errors import HalError
 from hal.event import Event
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_AT_EXIT = 60.0
+"""Seconds that a process which ends gives to calls that still run. A device that hangs must not keep it for ever."""
 
 
 class WorkerEvent(Event):
@@ -93,6 +104,8 @@ class Worker:
                 raise HalError(f"queue {self.name!r} is closed, so {label} cannot be submitted. Open the device again.")
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name=f"relay-{self.name}", daemon=True)
+                with _running_lock:
+                    _running.add(self)
                 self._thread.start()
             self._calls.append((call, wait, event, label))
         self._ready.release()
@@ -105,13 +118,25 @@ class Worker:
 
     def close(self) -> None:
         """Run what is queued, then end the thread. Closing twice is harmless."""
+        if self._take_no_more():
+            self._join()
+
+    def _take_no_more(self) -> bool:
+        """Have the thread end after what is queued; whether it was to go on until now."""
         with self._lock:
             if self._closed:
-                return
+                return False
             self._closed = True
         if self._thread is not None:
             self._ready.release()
-            self._thread.join()
+        return True
+
+    def _join(self, seconds: float | None = None) -> bool:
+        """Wait for the end of the thread; whether it has ended."""
+        if self._thread is None:
+            return True
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _loop(self) -> None:
         if self._on_start is not None:
@@ -136,6 +161,23 @@ class Worker:
             event.finish(start, perf_counter(), error)
             # Nothing of a finished call may stay alive while the thread idles: it may hold gigabytes.
             del call, wait, event, error
+
+
+_running: weakref.WeakSet[Worker] = weakref.WeakSet()
+_running_lock = threading.Lock()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Before the interpreter goes: run what is queued, and end all threads."""
+    with _running_lock:
+        workers = list(_running)
+    for worker in workers:  # all of them first, as one may wait for another
+        worker._take_no_more()
+    deadline = monotonic() + PATIENCE_AT_EXIT
+    for worker in workers:
+        if not worker._join(max(0.0, deadline - monotonic())):
+            logger.warning("The process ends while queue %r still runs a call.", worker.name)
 
 
 def _nothing() -> None:

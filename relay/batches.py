@@ -1,7 +1,7 @@
 """Batches: taking one apart into micro-batches, and how much each piece weighs.
 
 Pieces are cut along dimension 0 as `torch.chunk` cuts: equal sizes, the last may be smaller. Tensors of other
-lengths are not cut but go to every piece whole. Nothing is copied.
+lengths are not cut but go to every piece whole. Nothing is copied, but for tensors made in torch.inference_mode.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from relay.capture.layouts import order_of
 from relay.errors import BatchError
 from relay.trees import TensorTree, tensor_leaves
 from relay.weighing import LossWeight
@@ -32,7 +33,7 @@ class Batch:
 
     def signature(self, piece: int) -> Any:
         """What decides which programs a piece needs."""
-        shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in self.pieces[piece])
+        shapes = tuple((tuple(tensor.shape), tensor.dtype, order_of(tensor)) for tensor in self.pieces[piece])
         constants = repr((self.tree.constants, self.target_tree.constants if self.target_tree else None))
         specs = (str(self.tree.spec), str(self.target_tree.spec) if self.target_tree else None)
         return shapes, specs, constants
@@ -87,7 +88,8 @@ def take_apart(
     step = -(-size // microbatches)
     starts = range(0, size, step)
     cut = [tensor.dim() > 0 and tensor.shape[0] == size and id(tensor) not in kept_whole for tensor in tensors]
-    detached = [tensor.detach() for tensor in tensors]
+    # A tensor of torch.inference_mode cannot be used by what is differentiated; a copy of it can.
+    detached = [tensor.clone() if tensor.is_inference() else tensor.detach() for tensor in tensors]
     pieces = [
         [tensor[start : start + step] if is_cut else tensor for tensor, is_cut in zip(detached, cut, strict=True)]
         for start in starts

@@ -39,7 +39,7 @@ def main() -> None:
 @main.command()
 @json_option
 def devices(as_json: bool) -> None:
-    """List the devices: here or not, why not, and what their self-test says.
+    """List the devices: here (✓), simulated (~) or not here (✗) and why, and what their self-test says.
 
     \b
     Examples:
@@ -47,12 +47,14 @@ def devices(as_json: bool) -> None:
       relay devices --json
     """
     import relay
+    from hal.device import SIMULATED
 
     found = relay.devices()
     if as_json:
         fields = ("name", "available", "reason", "description", "memory_bytes")
         rows = [{field: getattr(device, field) for field in fields} for device in found]
         for row, device in zip(rows, found, strict=True):
+            row["simulated"] = SIMULATED in device.tags
             row["self_test"] = "passed" if device.available else "not run, or failed: see reason"
             row["notes"] = list(device.notes)
         print_json({"devices": rows})
@@ -62,7 +64,8 @@ def devices(as_json: bool) -> None:
         memory = "" if device.memory_bytes is None else f", {format_size(device.memory_bytes)}"
         here = f"{device.description}{memory}; self-test passed"
         text = here if device.available else f"not here: {device.reason}"
-        click.echo(f"{'✓' if device.available else '✗'} {device.name:<{width}}  {text}")
+        mark = "✗" if not device.available else "~" if SIMULATED in device.tags else "✓"
+        click.echo(f"{mark} {device.name:<{width}}  {text}")
         for note in device.notes:
             click.echo(f"  {'':<{width}}  {note}")
 

@@ -22,6 +22,7 @@ from torch import nn
 from relay.blocks import find_blocks
 from relay.capture import Decider, as_fake, autocast, call_with, opaque_blocks, run_fake, trace
 from relay.capture.attributes import PlainTensors, constants_of
+from relay.capture.layouts import order_of
 from relay.capture.outside import check_module, check_outside
 from relay.cutting import cut_graph
 from relay.errors import PartitionError
@@ -107,7 +108,13 @@ def partition_list(
 
     def new_values(tensors: Sequence[torch.Tensor], producer: int | None) -> tuple[int, ...]:
         made = [
-            Value(len(values) + number, tuple(tensor.shape), tensor.dtype, producer)
+            Value(
+                len(values) + number,
+                tuple(tensor.shape),
+                tensor.dtype,
+                producer,
+                order=order_of(tensor) if producer is None else (),
+            )
             for number, tensor in enumerate(tensors)
         ]
         values.extend(made)
@@ -137,7 +144,7 @@ def partition_list(
             ending = LossCall(call, loss, target_tree, len(current))
             segment_module: nn.Module = ending
             sources = (*current, *batch_targets)
-            _check_scalar(ending.loss_of(fakes, fake_targets))
+            run_fake(_LossAlone(ending, len(fakes)), [*fakes, *fake_targets], "loss")
             outputs = new_values([torch.empty(()), *fakes], index)
         else:
             segment_module = call
@@ -233,10 +240,22 @@ class LossCall(nn.Module):
         loss = self.loss(self.call.output_tree.fill(outputs), self.target_tree.fill(tensors[self.input_count :]))
         return (loss, *(output.detach() for output in outputs))
 
-    def loss_of(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Any:
-        """The loss on fake tensors, for its shape."""
-        with outputs[0].fake_mode:  # type: ignore[attr-defined]
-            return self.loss(self.call.output_tree.fill(outputs), self.target_tree.fill(targets))
+
+class _LossAlone(nn.Module):
+    """The loss of a list of modules, held to be one number: (tensors of the output, tensors of the targets) -> it."""
+
+    def __init__(self, ending: LossCall, output_count: int) -> None:
+        super().__init__()
+        self.loss = ending.loss
+        self.trees = ending.call.output_tree, ending.target_tree
+        self.output_count = output_count
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor]:
+        output_tree, target_tree = self.trees
+        outputs, targets = tensors[: self.output_count], tensors[self.output_count :]
+        loss = self.loss(output_tree.fill(outputs), target_tree.fill(targets))
+        _check_scalar(loss)
+        return (loss,)
 
 
 def _canonical_names(model: nn.Module) -> dict[int, str]:

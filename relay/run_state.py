@@ -16,6 +16,7 @@ from torch import nn
 
 from hal.host import Ledger
 from hal.memory import parse_size
+from relay.ambient import as_if_alone
 from relay.architecture import edit_blocks, inserted, names_by_tensor, removed, renames, reordered, replaced
 from relay.eps.checkpoint import SHARD_BYTES, Checkpoint, Progress
 from relay.eps.optimizers import RelayOptimizer
@@ -134,6 +135,7 @@ class RunState:
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 
+    @as_if_alone()
     def save(
         self,
         path: str | Path,
@@ -172,6 +174,7 @@ class RunState:
         self._last_saved = str(path)
         return self._saving
 
+    @as_if_alone()
     def load(self, path: str | Path, *, weights_only: bool = False, verify: bool = True, **user: Any) -> int:
         """Take over the state that a checkpoint holds; the number of steps it had made.
 

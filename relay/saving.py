@@ -95,7 +95,8 @@ def start(
             saving.end(error)
 
     if behind:
-        saving.thread = threading.Thread(target=write, name="relay-checkpoint", daemon=True)
+        # Not a daemon: a script that ends before its checkpoint is written waits for it.
+        saving.thread = threading.Thread(target=write, name="relay-checkpoint")
         saving.thread.start()
     else:
         write()

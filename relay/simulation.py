@@ -20,6 +20,7 @@ from torch import nn
 from hal.memory import format_size, parse_size
 from hal.spec import Machine, SpecError, machine
 from hal.virtual import Timeline
+from relay.ambient import as_if_alone
 from relay.errors import RelayError
 from relay.meta_models import MetaModel
 from relay.shapes import MODELS, ModelShape, ShapeError, shape_of_config
@@ -223,6 +224,7 @@ def default_precision(described: Machine) -> str:
     return next(kind for kind in ("bf16", "fp16", "fp32") if device.computes(kind))
 
 
+@as_if_alone()
 def simulate(
     model: str | ModelShape | MetaModel | nn.Module | None = None,
     *,

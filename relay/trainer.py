@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from time import perf_counter
@@ -21,6 +22,7 @@ from hal import registry
 from hal.errors import DeviceLost
 from hal.host import Host
 from relay import options, passes
+from relay.ambient import as_if_alone
 from relay.buckets import Buckets
 from relay.capture import graphs_for
 from relay.eps.bound import as_spec, bind
@@ -76,6 +78,7 @@ class Trainer(RunState):
     long a step that does not end has what it waits for written to the log.
     """
 
+    @as_if_alone()
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
@@ -128,16 +131,17 @@ class Trainer(RunState):
         spec = as_spec(AdamW() if optimizer is None else optimizer)
         defaults = spec.defaults()
         grouping = functools.partial(split_into_groups, groups=parameter_groups, defaults=defaults)
-        groups, group_of = grouping(whole)
+        groups, _ = grouping(whole)
         limit = options.size_or_none(capacity)
         opened = registry.open(str(device), limit)
         host = opened.host(options.size_or_none(host_memory), options.size_or_none(pinned_memory))
-        order = [name for name, _ in whole.named_parameters()]
         clipping = Clipping(clip_grad_norm, clip_grad_value)
 
         def build(on: Host) -> tuple[LayerStore, ParameterServer]:
             store = LayerStore(on)
             bound = bind(spec, on, store, state_dtype)
+            _, group_of = grouping(recorder.model)  # which may be another by now
+            order = [name for name, _ in recorder.model.named_parameters()]
             return store, ParameterServer(opened, on, store, bound, group_of, order, clipping, scale is not None)
 
         store, server = build(host)
@@ -148,9 +152,13 @@ class Trainer(RunState):
         super().__init__(recorder, session, scheduled, grouping, scale, fixed_scale, seed, chosen)
         self._on_nonfinite = on_nonfinite
         self._on_device_lost = on_device_lost
+        # A trainer that is dropped unclosed would leave its queues' threads behind. At the end of the process they end
+        # by themselves (`hal.worker`).
+        weakref.finalize(self, _close_quietly, session).atexit = False
 
     # -- training ---------------------------------------------------------------------------------------------
 
+    @as_if_alone()
     def step(self, batch: Any, active: Sequence[int | str] | None = None) -> Metrics:
         """One optimizer step on a batch: `(inputs, targets)` for a list of modules, a mapping for a whole model.
 
@@ -204,6 +212,7 @@ class Trainer(RunState):
             raise problem
         logger.warning("The loss of step %d is %s; it is applied all the same.", self._step, loss)
 
+    @as_if_alone()
     def evaluate(self, batch: Any, active: Sequence[int | str] | None = None) -> Metrics:
         """The loss of a batch, forward only, in eval mode; of the `active` layers alone, if given. Nothing changes."""
         with self._eval_mode():
@@ -212,6 +221,7 @@ class Trainer(RunState):
             outcome = passes.forward(self._session, ready, self._seed, self._step)
             return passes.metrics_of(self._session, outcome, ready.pieces, start, [])
 
+    @as_if_alone()
     def predict(self, batch: Any) -> Any:
         """The model's output for a batch (for a list of modules: for its inputs), forward only, in eval mode.
 
@@ -223,6 +233,7 @@ class Trainer(RunState):
             stations = [self._recorder.stations(pieces, number, False, True) for number in range(len(pieces.pieces))]
             return passes.outputs(self._session, pieces, stations, self._seed, self._step)
 
+    @as_if_alone()
     def prepare(self, batch: Any) -> None:
         """Partition, capture, compile and allocate for batches like this one, and change nothing else.
 
@@ -279,13 +290,6 @@ class Trainer(RunState):
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        # A trainer that is dropped unclosed would leave its queues' threads behind.
-        session = getattr(self, "_session", None)
-        if session is not None:
-            with suppress(Exception):
-                session.close()
-
     @contextmanager
     def _eval_mode(self) -> Iterator[None]:
         self._check_usable()
@@ -296,3 +300,9 @@ class Trainer(RunState):
         finally:
             for module, mode in modes.items():
                 module.training = mode
+
+
+def _close_quietly(session: Session) -> None:
+    """Give back what a trainer held that nobody has any more. Nobody is left to be told of an error."""
+    with suppress(Exception):
+        session.close()

@@ -107,6 +107,14 @@ def test_devices_shows_the_cpu_with_a_passed_self_test() -> None:
     assert cpu["description"]
 
 
+def test_devices_does_not_show_a_simulated_one_as_it_does_hardware() -> None:
+    listed = relay("devices").stdout
+    assert "~ sim " in listed
+    assert "✓ sim" not in listed
+    rows = {row["name"]: row["simulated"] for row in only_object(relay("devices", "--json"))["devices"]}
+    assert [name for name, simulated in rows.items() if simulated] == ["sim"]
+
+
 # **** train ****
 
 

@@ -24,10 +24,11 @@ DEVICES: dict[str, list[str]] = {
     "onnx:cpu": [],
     "sim": [],
     "sim:generic,order=late,poison=on": ["--only", "not test_ops"],
-    # Each op's kernel takes the driver's compiler a tenth of a second, so of ops a part; all of them pass.
-    "opencl": ["--samples", "1", "--only", "not (test_ops and (float64 or int32))"],
+    "sim:t4": ["--only", "not test_ops"],
+    # Each new kernel takes the driver's compiler a tenth of a second: each op once, in float32, int64 and bool.
+    "opencl": ["--samples", "1", "--only", "not (test_ops and (float64 or float16 or int32))"],
 }
-WITHOUT_FLOAT64 = {"numpy", "onnx:cpu", "sim", "sim:generic,order=late,poison=on"}
+WITHOUT_FLOAT64 = {"numpy", "sim", "sim:generic,order=late,poison=on"}
 
 
 def run(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -56,7 +57,7 @@ def test_a_device_conforms_and_every_gap_is_still_one(device: str, tmp_path: Pat
     wrong = [(test["test"], test["reason"]) for test in found["tests"] if test["outcome"] == "failed"]
     assert (result.returncode, wrong) == (0, []), result.stderr[-2000:]
     assert found["conforms"]
-    assert found["passed"] > (150 if DEVICES[device] else 500)
+    assert found["passed"] > (100 if DEVICES[device] else 500)
     assert all(test["reason"] for test in found["tests"] if test["outcome"] in ("gap", "skipped"))
     allowed = {"float64 is not in DeviceInfo.compute"} if device in WITHOUT_FLOAT64 else set()
     skipped = {test["reason"].removeprefix("torch.") for test in found["tests"] if test["outcome"] == "skipped"}

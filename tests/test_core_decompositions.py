@@ -141,7 +141,7 @@ def margins(x: Tensor) -> Tensor:
 def test_what_pytorch_takes_apart_wrongly_is_refused() -> None:
     program = capture(Of(margins), [INSIDE], "margins", lowering=Lowering.CORE).forward
     with pytest.raises(Unsupported, match="multilabel_margin_loss_forward"):
-        check(program, "chip")
+        check(program, lowering.CHIP)
 
 
 def test_what_pytorch_takes_apart_wrongly_is_right_where_pytorch_runs_it() -> None:

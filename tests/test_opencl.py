@@ -312,7 +312,8 @@ def test_a_dtype_that_is_not_there_is_named(device: Device) -> None:
 def test_a_device_without_double_says_so_with_the_layer(needs_opencl: None) -> None:
     device = registry.open("opencl")
     try:
-        device.info = dataclasses.replace(device.info, storage=device.info.storage - {torch.float64})
+        without = {"storage": device.info.storage - {torch.float64}, "compute": device.info.compute - {torch.float64}}
+        device.info = dataclasses.replace(device.info, **without)
         with pytest.raises(Unsupported, match=r"'cast' needs .*float64.*no cl_khr_fp64\. Use float32") as caught:
             device.compile(cast_program(3, torch.float64))
         assert (caught.value.op, caught.value.dtype) == ("aten._to_copy.default", "torch.float64")

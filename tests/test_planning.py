@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 import relay
@@ -67,14 +68,15 @@ def test_a_plan_feeds_the_training(tmp_path: Path) -> None:
 
 
 def device_with(tags: frozenset[str]) -> DeviceInfo:
-    return DeviceInfo("a device", "", tags, frozenset(), frozenset())
+    dtypes = frozenset({torch.float32, torch.int64, torch.bool})
+    return DeviceInfo("a device", "", tags, dtypes, dtypes)
 
 
 def test_a_device_that_wants_core_programs_is_calibrated_by_core_programs() -> None:
     programs = calibration._programs(((32, 16, 2),), "fp32", device_with(frozenset()))
     assert programs
     for program in programs:
-        ops.check(program, "a device")
+        ops.check(program, device_with(frozenset()))
 
 
 def test_the_fit_finds_the_constants_that_made_the_times() -> None:

@@ -69,6 +69,13 @@ BROKEN = {
 }
 
 
+@pytest.mark.parametrize("selector", ["", " ", ",", ":", "cpu:"])
+@pytest.mark.parametrize("family", sorted(registry.backends()[0]))
+def test_a_device_string_that_ends_where_its_device_should_be_named_is_refused(family: str, selector: str) -> None:
+    with pytest.raises(Unavailable, match="names no device after its last colon"):
+        registry.open(f"{family}:{selector}")
+
+
 def test_both_cpu_devices_are_listed_as_working() -> None:
     probes = {probe.name: probe for probe in registry.devices()}
     for name in ("cpu", "cpu:discrete"):

@@ -25,11 +25,12 @@ from hal.errors import HalError, Unsupported
 from hal.host import Host
 from hal.kernel import Kernel, Program
 from hal.memory import MemoryAccount, MemoryUse
-from hal.ops import calls, check, name_of, spec_of
+from hal.ops import check
 from hal.pages import LockedMemory, Mlock, PageLocker
 
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
 _HALVES = frozenset({torch.float16, torch.bfloat16})
+_ADVICE = {torch.float64: "It has no cl_khr_fp64. Use float32, or another device."}
 GPU_LANES = 128
 
 
@@ -167,8 +168,7 @@ class OpenClDevice(Device):
             self._check_open()
             kernel = self._kernels.get(program.fingerprint)
             if kernel is None:
-                check(program, self.info.name)
-                self._check_dtypes(program)
+                check(program, self.info, advice=_ADVICE)
                 kernel = OpenClKernel(program, self.traits, self.library)
                 growth = kernel.workspace - self._workspace
                 if growth > 0:
@@ -179,28 +179,6 @@ class OpenClDevice(Device):
                 kernel.upload(self._service, self._context)
                 self._kernels[program.fingerprint] = kernel
             return kernel
-
-    def _check_dtypes(self, program: Program) -> None:
-        for node in calls(program.graph):
-            specs = spec_of(node.meta["val"])
-            for spec in specs if isinstance(specs, tuple) else (specs,):
-                if spec is not None and spec.dtype not in self.info.storage:
-                    self._refuse(program, name_of(node.target), spec.dtype)
-        for port in (*program.inputs, *program.outputs):
-            if port.dtype not in self.info.storage:
-                self._refuse(program, "", port.dtype)
-
-    def _refuse(self, program: Program, op: str, dtype: torch.dtype) -> None:
-        what = f"{op} in {dtype}" if op else f"values of {dtype}"
-        raise Unsupported(
-            f"{program.name!r} needs {what}, which device {self.info.name!r} does not have: it has no cl_khr_fp64. "
-            "Use float32, or another device."
-            if dtype is torch.float64
-            else f"{program.name!r} needs {what}, which device {self.info.name!r} cannot hold. Use another dtype.",
-            op=op,
-            dtype=str(dtype),
-            device=self.info.name,
-        )
 
     def host(self, capacity: int | None = None, pinned: int | None = None) -> Host:
         self._check_open()

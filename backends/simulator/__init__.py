@@ -12,10 +12,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backends.host_memory import self_test
+from backends.simulator import gaps
 from backends.simulator.device import Options, SimulatedDevice
 from hal import spec
 from hal.device import Device, Probe
 from hal.errors import Unavailable
+from hal.gaps import Gap
 from hal.spec import Machine
 from hal.virtual import VirtualBackend, VirtualDevice
 
@@ -27,6 +29,11 @@ class SimulatorBackend(VirtualBackend):
     """`sim` and `sim:PRESET[,option=value...]`."""
 
     name = "sim"
+
+    @property
+    def gaps(self) -> tuple[Gap, ...]:  # type: ignore[override]
+        """Of the presets; read from the catalogue when they are asked for."""
+        return gaps.gaps()
 
     def probe(self) -> list[Probe]:
         tested = self_test(self, "sim")

@@ -23,7 +23,8 @@ from backends.simulator.elsewhere import Arrivals, await_those_of, stand_in
 from backends.simulator.host import POISON, SimulatedHost
 from backends.simulator.orders import make_order
 from backends.torch_program import lower
-from hal.device import HOST_CORES, NATIVE, UNIFIED, Buffer, DeviceInfo, Queue, View
+from hal.device import HOST_CORES, NATIVE, SIMULATED, UNIFIED, Buffer, DeviceInfo, Queue, View
+from hal.dtypes import check_ports
 from hal.errors import HalError
 from hal.event import Event
 from hal.host import Host, HostWork
@@ -36,6 +37,7 @@ _DTYPES = frozenset(
     {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16}
     | {torch.int8, torch.uint8, torch.bool}
 )
+_ALWAYS = frozenset(dtype for dtype in _DTYPES if not dtype.is_floating_point) | {torch.float32}
 _KINDS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -237,10 +239,11 @@ class SimulatedDevice(AccountedDevice[SimulatedQueue], VirtualDevice, Owner):
 
     def __init__(self, name: str, machine: Machine, capacity: int | None, options: Options) -> None:
         spec = machine.device
-        tags = {NATIVE}
+        tags = {NATIVE, SIMULATED}
         tags |= {UNIFIED} if spec.unified else set()
         tags |= {HOST_CORES} if spec.host_cores else set()
-        compute = frozenset(_KINDS[kind] for kind in _KINDS if spec.computes(kind))
+        # A device whose matrix units know no float32 has vector units that do, as losses need.
+        compute = _ALWAYS | frozenset(_KINDS[kind] for kind in _KINDS if spec.computes(kind))
         memory = int(spec["memory"] - spec["reserved"])
         info = DeviceInfo(name, f"simulated {spec.title}", frozenset(tags), _DTYPES, compute, memory)
         super().__init__(info, memory if capacity is None else min(capacity, memory))
@@ -262,6 +265,7 @@ class SimulatedDevice(AccountedDevice[SimulatedQueue], VirtualDevice, Owner):
         return SimulatedQueue(self, name)
 
     def make_kernel(self, program: Program) -> Kernel:
+        check_ports(program, self.info)
         return SimulatedKernel(program, self.model, self.info.unified)
 
     def host(self, capacity: int | None = None, pinned: int | None = None) -> Host:
@@ -318,7 +322,8 @@ class SimulatedDevice(AccountedDevice[SimulatedQueue], VirtualDevice, Owner):
             parents = [self._own(one) for one in wait]
             event = SimulatedEvent(self, self._numbered(), lane, label, cost)
             event.parents = parents
-            event.before = after
+            if after is not None:
+                event.before, event.queue = after, after.queue
             awaited = event.awaited()
             self.clock.submit(event, awaited)
             # Without numbers a call has run at once, unless it waits for something that may still fail.

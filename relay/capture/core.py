@@ -27,10 +27,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hal.ops import OPS, Kind, name_of, spec_of
 from relay.capture.amended import WRONG
 from relay.capture.core_builder import Builder, part_spec
+from relay.capture.core_call import Call, with_defaults
 from relay.capture.core_decompositions import FURTHER
 from relay.capture.core_elementwise import elementwise
 from relay.capture.core_mathematics import MATHEMATICS
-from relay.capture.core_rewrites import REWRITES, Call, with_defaults
+from relay.capture.core_rewrites import REWRITES
 from relay.errors import CaptureError
 
 aten = torch.ops.aten
@@ -44,6 +45,7 @@ _FURTHER = [
     aten.elu.default,
     aten.leaky_relu.default,
     aten.hardtanh.default,
+    aten.rrelu_with_noise_backward.default,
 ]
 """Core ATen ops that others say as well."""
 
@@ -74,9 +76,24 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     table = dict(core_aten_decompositions())
     table.update(get_decompositions(_FURTHER))
     table.update(FURTHER)
+    table[aten.rrelu_with_noise_functional.default] = _rrelu
     for target in [*_KEPT, *WRONG]:
         table.pop(target, None)
     return table
+
+
+def _rrelu(
+    value: torch.Tensor,
+    noise: torch.Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    *_: Any,
+) -> Any:
+    """Outside of training a leaky ReLU. In training it draws, and stays as it is, for that to be refused."""
+    if training:
+        return NotImplemented
+    return torch.nn.functional.leaky_relu(value, (lower + upper) / 2), noise
 
 
 def simplify(graph: fx.Graph, layer: str) -> fx.Graph:

@@ -6,7 +6,25 @@ import re
 
 from relay.errors import CaptureError, RelayError
 
+
+class HasEffect(Exception):
+    """A trace holds an op that does something besides its results, such as raising an error by what it finds."""
+
+    def __init__(self, op: str) -> None:
+        super().__init__(op)
+        self.op = op
+
+
 _DATA_DEPENDENT = re.compile(r"(aten[.:]+\w+(?:\.\w+)?)")
+
+
+def operation(failure: Exception) -> str:
+    """The op at which a trace failed; empty where the failure does not say."""
+    named = getattr(failure, "func", None)
+    if named is not None:
+        return str(named)
+    found = _DATA_DEPENDENT.search(str(failure))
+    return found.group(1) if found else ""
 
 
 def explain(failure: Exception, layer: str) -> RelayError:
@@ -14,11 +32,7 @@ def explain(failure: Exception, layer: str) -> RelayError:
     if isinstance(failure, RelayError):
         return failure
     kind = type(failure).__name__
-    operation = getattr(failure, "func", None)
-    op = str(operation) if operation is not None else ""
-    if not op:
-        found = _DATA_DEPENDENT.search(str(failure))
-        op = found.group(1) if found else ""
+    op = operation(failure)
     by_data = kind in (
         "DynamicOutputShapeException",
         "DataDependentOutputException",
@@ -46,6 +60,8 @@ def reason(failure: Exception, layer: str) -> str | None:
     """In a few words why a layer could not be captured; None where it is an error of ours, which stands."""
     if isinstance(failure, RelayError):
         return None
+    if isinstance(failure, HasEffect):
+        return f"{failure.op} does more than give a result (it raises an error by what it finds, say)"
     explained = explain(failure, layer)
     if isinstance(explained, CaptureError) and explained.by_data:
         return f"{explained.op or 'an op'} makes its shapes or its control flow depend on the data"
@@ -53,12 +69,28 @@ def reason(failure: Exception, layer: str) -> str | None:
     return f"it cannot be captured ({type(failure).__name__}: {text[0] if text else ''})"
 
 
+def own_name(name: str) -> str:
+    """A parameter's name as its owner has it, from that within a segment."""
+    return name.removeprefix("module.").removeprefix("block.").replace("__", ".")
+
+
+def changed_parameter(layer: str, parameter: str) -> CaptureError:
+    """The error for a layer whose forward writes to its own parameter."""
+    return CaptureError(
+        f"layer {layer!r} changes its parameter {own_name(parameter)!r} in its forward (an embedding with max_norm "
+        "does). The optimizer alone changes parameters here: its forward may run twice in a step, and on copies. "
+        "Change the parameter between steps instead (with torch.no_grad(): weight.copy_(...)); an embedding's rows "
+        "can be brought to their norm by torch.renorm.",
+        layer=layer,
+    )
+
+
 def sparse_gradient(layer: str, parameter: str) -> CaptureError:
     """The error for a parameter whose gradient is a sparse tensor, before any step is taken."""
-    own_name = parameter.removeprefix("module.").removeprefix("block.").replace("__", ".")
     return CaptureError(
-        f"layer {layer!r} makes a sparse gradient for {own_name!r} (an embedding with sparse=True). Gradients have a "
-        "place of fixed size here, and optimizers for sparse ones (SparseAdam) update only rows that occur. Make the "
-        "embedding with sparse=False, or set its .sparse to False: under SGD without momentum it trains the same.",
+        f"layer {layer!r} makes a sparse gradient for {own_name(parameter)!r} (an embedding with sparse=True). "
+        "Gradients have a place of fixed size here, and optimizers for sparse ones (SparseAdam) update only rows that "
+        "occur. Make the embedding with sparse=False, or set its .sparse to False: under SGD without momentum it "
+        "trains the same.",
         layer=layer,
     )

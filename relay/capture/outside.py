@@ -38,7 +38,14 @@ def inside_layer() -> Iterator[None]:
 
 
 def check_module(model: nn.Module) -> None:
-    """Raise PartitionError for what no capture can keep: gradient hooks of parameters, and modules without Python."""
+    """Raise PartitionError for what no capture can keep: gradient hooks of parameters, modules without Python, and
+    tensors that can never be written."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_inference():
+            raise PartitionError(
+                f"{name!r} was made under torch.inference_mode, so it cannot be trained. Build the model, or load its "
+                "weights, outside of it."
+            )
     for name, parameter in model.named_parameters():
         hooks = [parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)]
         if any(hooks):

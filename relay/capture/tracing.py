@@ -217,6 +217,8 @@ def _run_made_up(
         raise failure
     try:
         return run_made_up(module, forward, fill, inputs)
+    except RelayError:
+        raise
     except Exception as second:
         logger.info("%s fails on real tensors as well: %s", name, second)
         raise explain(failure, name) from failure

@@ -170,7 +170,7 @@ class ToyDevice(Device):
         with self._lock:
             self._check_open()
             if program.fingerprint not in self._kernels:
-                check(program, self.info.name, LACKING)
+                check(program, self.info, LACKING)
                 needed = 2 * program.workspace  # halves are held as float32 inside
                 if needed > self._workspace:
                     self._account.charge(needed - self._workspace, f"workspace of {program.name}")

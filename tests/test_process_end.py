@@ -1,0 +1,29 @@
+"""A process ends when its script does, whatever was left open: on every device, well or badly, and with what was asked.
+
+Each test is one process (`unclosed`) that forks a child for each way to end.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from devices import probes
+
+from relay.eps.checkpoint import Checkpoint
+
+SCRIPT = Path(__file__).with_name("unclosed.py")
+TRAINING = ("cpu", "cpu:discrete", "numpy")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_script_that_closes_nothing_ends_as_it_would_have(tmp_path: Path) -> None:
+    queueing = [probe.name for probe in probes() if probe.available]
+    command = [sys.executable, str(SCRIPT), str(tmp_path), ",".join(TRAINING), ",".join(queueing)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert json.loads(ran.stdout) == {"end": 0, "raise": 1, "exit": 3, "stored exception": 0, "saving": 0}, ran.stderr
+    assert "RuntimeError: the script failed" in ran.stderr
+    assert "Exception ignored" not in ran.stderr
+    Checkpoint(tmp_path / "checkpoint").verify()  # which was still being written when the script ended

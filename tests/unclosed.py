@@ -1,0 +1,59 @@
+"""A script that trains on devices, has work queued on more, and closes nothing: `test_process_end` runs it.
+
+For each way to end there is a child process, forked before any thread runs: what costs (importing PyTorch) is paid
+once. At its end every kind of queue is open. Prints, as JSON, the exit code of each child by its way to end: negative
+where a signal ended it, as an alarm does with one that hangs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+
+import torch
+from torch import nn
+
+import relay
+
+PATIENCE = 240  # seconds until a child that hangs is ended
+WAYS = ("end", "raise", "exit", "stored exception", "saving")
+
+folder, training, queueing = sys.argv[1], sys.argv[2].split(","), sys.argv[3].split(",")
+children = {}
+for way in WAYS:
+    child = os.fork()
+    if not child:
+        break
+    children[child] = way
+else:
+    way = ""
+
+if way:
+    signal.alarm(PATIENCE)
+    torch.set_num_threads(1)
+    batch = (torch.randn(4, 4), torch.randn(4, 3))
+    trainers = []
+    for device in training:
+        trainer = relay.Trainer([nn.Linear(4, 3)], nn.functional.mse_loss, device=device, microbatches=1)
+        trainer.step(batch)
+        trainers.append(trainer)
+    opened = [relay.open(device) for device in queueing]
+    places = [device.alloc(64).view(0, (16,), torch.float32) for device in opened]
+    for _ in range(200):
+        for device, place in zip(opened, places, strict=True):
+            device.queue("compute").fill(place, 1.0)
+    if way == "raise":
+        raise RuntimeError("the script failed")
+    if way == "exit":
+        sys.exit(3)
+    if way == "stored exception":
+        try:
+            trainer.step((torch.randn(4, 5), batch[1]))
+        except Exception as failure:
+            stored = failure
+    if way == "saving":
+        trainers[0].save(os.path.join(folder, "checkpoint"), background=True)
+else:
+    print(json.dumps({name: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child, name in children.items()}))
