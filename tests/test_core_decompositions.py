@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from test_core_lowering import Of, real, whole
 from torch import Tensor, nn
 
+from hal.errors import Unsupported
+from hal.ops import check
 from relay.capture import Lowering, capture
 
 CUBE = real(2, 3, 5, 6, 4)
@@ -77,6 +79,19 @@ CASES: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
     ),
     "places in sorted rows": (lambda x: x * torch.searchsorted(x.sort(-1)[0], x.detach(), right=True), [INSIDE]),
     "median": (lambda x: x.median(-1)[0] + x.median(0, keepdim=True)[0].sum(), [INSIDE]),
+    "median of all": (lambda x: x.median() * x, [INSIDE]),
+    "largest pooling in three dimensions": of(lambda: nn.MaxPool3d(2), CUBE),
+    "largest pooling in three dimensions, padded": of(lambda: nn.MaxPool3d(3, 2, 1, ceil_mode=True), CUBE),
+    "largest pooling in three dimensions, dilated": of(lambda: nn.MaxPool3d((2, 3, 2), 1, (1, 1, 0), 2), CUBE),
+    "adaptive largest pooling": of(lambda: nn.AdaptiveMaxPool2d((3, 4)), IMAGE),
+    "adaptive largest pooling in one dimension": of(lambda: nn.AdaptiveMaxPool1d(4), SERIES),
+    "scattered sums and means": (
+        lambda x, y, i: y.scatter_reduce(1, i, x, "sum") + y.scatter_reduce(1, i, x, "mean"),
+        [INSIDE, real(4, 9), whole(4, 5, below=9)],
+    ),
+    "scattered by a mask": (lambda x, y: x.masked_scatter(x > 0, y), [INSIDE, real(5, 6)]),
+    "distances": (lambda x, y: torch.cdist(x, y) + torch.cdist(x, y, p=1), [real(2, 6, 4), real(2, 3, 4)]),
+    "distances to itself": (lambda x: torch.cdist(x, x), [real(2, 6, 4)]),
     "kth value": (lambda x: x.kthvalue(2, 1)[0] + x.kthvalue(3, 0)[0].sum(), [INSIDE]),
 }
 
@@ -116,3 +131,26 @@ def test_other_core_devices_give_what_numpy_gives(case: str, name: str) -> None:
         assert program is not None
         for ours, theirs in zip(lowering.run(name, program, given), lowering.run("numpy", program, given), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
+
+
+def margins(x: Tensor) -> Tensor:
+    """With labels behind the first -1, which do not count."""
+    return F.multilabel_margin_loss(x, torch.tensor([[0, 1, -1, 0, 0], [2, -1, 3, 3, 3], [1, 0, 2, 3, 4], [-1] * 5]))
+
+
+def test_what_pytorch_takes_apart_wrongly_is_refused() -> None:
+    program = capture(Of(margins), [INSIDE], "margins", lowering=Lowering.CORE).forward
+    with pytest.raises(Unsupported, match="multilabel_margin_loss_forward"):
+        check(program, lowering.CHIP)
+
+
+def test_what_pytorch_takes_apart_wrongly_is_right_where_pytorch_runs_it() -> None:
+    captured = capture(Of(margins), [INSIDE], "margins")
+    expected = margins(INSIDE)
+    (gradient,) = torch.autograd.grad(expected, INSIDE)
+    given = lowering.given_to(nn.Identity(), captured, [INSIDE])
+    assert captured.backward is not None
+    (seed,) = [port for port in captured.backward.inputs if port.role.value == "seed"]
+    given[seed.role] = [torch.ones(seed.shape)]
+    assert torch.equal(lowering.run("cpu", captured.forward, given)[-1], expected.detach())
+    assert torch.equal(lowering.run("cpu", captured.backward, given)[0], gradient)

@@ -15,9 +15,13 @@ import torch
 
 from backends.onnx.emit import emit
 from backends.onnx.model import ELEMENT_TYPES
+from hal.device import DeviceInfo
 from hal.errors import Unsupported
 from hal.kernel import Program
-from hal.ops import check
+from hal.ops import OPS, check
+
+FORMAT = DeviceInfo("ONNX", "a file", frozenset(), frozenset(ELEMENT_TYPES), frozenset(ELEMENT_TYPES))
+"""A file as a device that holds and computes what ONNX has numbers for."""
 
 LARGEST = 1_500_000_000
 """Bytes that a file holds itself; weights beyond lie beside it. Protobuf, the format's own, ends at 2 GiB."""
@@ -40,8 +44,10 @@ def export(
     import onnx
 
     try:
-        check(program, "ONNX")
+        check(program, FORMAT)
     except Unsupported as missing:
+        if missing.op in OPS:
+            raise
         raise Unsupported(
             f"{program.name!r} holds {missing.op}, which is no core op, and only core programs become ONNX. Capture it "
             "with `lowering=Lowering.CORE` of relay.capture.",

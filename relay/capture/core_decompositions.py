@@ -163,6 +163,12 @@ def _max_pool(
     return values, places - row * (longer.shape[-1] - x.shape[-1])
 
 
+def _to_winners(gradient: Tensor, x: Tensor, places: Tensor, space: int) -> Tensor:
+    """The gradient of each window goes to the place that won it, counted through the last dimensions."""
+    zeros = torch.zeros_like(x).flatten(-space)
+    return zeros.scatter_add(-1, places.flatten(-space), gradient.flatten(-space)).view(x.shape)
+
+
 def _max_pool_backward(
     gradient: Tensor,
     x: Tensor,
@@ -173,10 +179,54 @@ def _max_pool_backward(
     up: bool,
     places: Tensor,
 ) -> Any:
-    if not up:
-        return NotImplemented
-    zeros = torch.zeros_like(x).flatten(-2)
-    return zeros.scatter_add(-1, places.flatten(-2), gradient.flatten(-2)).view(x.shape)
+    return _to_winners(gradient, x, places, 2) if up else NotImplemented
+
+
+def _max_pool3d(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    up: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Over height and width in each slice, then over depth; of equal elements the first of all wins, as in one go."""
+    sides = [list(value) * (3 if len(value) == 1 else 1) for value in (kernel, stride or kernel, padding, dilation)]
+    depth, height, width = x.shape[-3:]
+    flat, inside = aten.max_pool2d_with_indices(x.reshape(-1, depth, height, width), *(one[1:] for one in sides), up)
+    plane = flat.shape[-2:]
+    columns = flat.flatten(-2)  # (planes, depth, places)
+    deep = [[sides[0][0], 1], [sides[1][0], 1], [sides[2][0], 0], [sides[3][0], 1]]
+    values, where = aten.max_pool2d_with_indices(columns.unsqueeze(1), *deep, up)
+    count = columns.shape[-1]
+    level = where.squeeze(1) // count
+    places = level * (height * width) + inside.flatten(-2).gather(1, level)
+    shape = (*x.shape[:-3], values.shape[-2], *plane)
+    return values.reshape(shape), places.reshape(shape)
+
+
+def _max_pool3d_backward(
+    gradient: Tensor, x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, up: bool, places: Tensor
+) -> Tensor:
+    return _to_winners(gradient, x, places, 3)
+
+
+def _adaptive_max_pool(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Every window is looked up, the shorter ones with their last row or column again, which wins nothing."""
+    lines = []
+    for outputs, extent in zip(sizes, x.shape[-2:], strict=True):
+        out = _places(outputs, x)
+        starts, ends = (out * extent) // outputs, ((out + 1) * extent + outputs - 1) // outputs
+        longest = max(((o + 1) * extent + outputs - 1) // outputs - o * extent // outputs for o in range(outputs))
+        lines.append(torch.minimum(starts.unsqueeze(1) + _places(longest, x), ends.unsqueeze(1) - 1))
+    rows, columns = lines
+    places = (rows[:, None, :, None] * x.shape[-1] + columns[None, :, None, :]).flatten(-2)  # (H, W, window)
+    values, which = x.flatten(-2)[..., places].max(-1)
+    return values, places.expand(*which.shape, -1).gather(-1, which.unsqueeze(-1)).squeeze(-1)
+
+
+def _adaptive_max_pool_backward(gradient: Tensor, x: Tensor, places: Tensor) -> Tensor:
+    return _to_winners(gradient, x, places, 2)
 
 
 def _replication_backward(gradient: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
@@ -241,6 +291,56 @@ def _median(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]
     return _kth(x, (x.shape[dim] + 1) // 2, dim, keepdim)
 
 
+def _median_of_all(x: Tensor) -> Tensor:
+    return torch.sort(x.flatten(), 0)[0][(x.numel() - 1) // 2]
+
+
+def _scatter_reduce(
+    x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
+) -> Any:
+    if reduce not in ("sum", "mean") or not include_self or not x.dtype.is_floating_point:
+        return NotImplemented
+    total = x.scatter_add(dim, index, source)
+    if reduce == "sum":
+        return total
+    return total / torch.ones_like(x).scatter_add(dim, index, torch.ones_like(source))
+
+
+def _masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    """The elements of the source in order, where the mask is set."""
+    x, mask = torch.broadcast_tensors(x, mask)
+    order = mask.flatten().to(torch.int64).cumsum(0) - 1
+    taken = source.flatten()[order.clamp(0, source.numel() - 1)]
+    return torch.where(mask, taken.view(x.shape), x)
+
+
+def _masked_scatter_backward(gradient: Tensor, mask: Tensor, sizes: Sequence[int]) -> Tensor:
+    """To each element of the source what came to its place; what no element was taken for goes to one more, dropped."""
+    mask = mask.expand(gradient.shape).flatten()
+    count = math.prod(sizes)
+    order = torch.where(mask, mask.to(torch.int64).cumsum(0) - 1, count)
+    found = gradient.new_zeros(count + 1).scatter_add(0, order, gradient.flatten())
+    return found[:count].view(sizes)
+
+
+def _distances(first: Tensor, second: Tensor, p: float, mode: int | None) -> Any:
+    if p not in (1, 2):
+        return NotImplemented
+    apart = first.unsqueeze(-2) - second.unsqueeze(-3)
+    return apart.abs().sum(-1) if p == 1 else (apart * apart).sum(-1).sqrt()
+
+
+def _distances_backward(gradient: Tensor, first: Tensor, second: Tensor, p: float, distance: Tensor) -> Any:
+    """For the first points, as PyTorch has it; no gradient where two are one."""
+    if p not in (1, 2):
+        return NotImplemented
+    apart = first.unsqueeze(-2) - second.unsqueeze(-3)
+    if p == 1:
+        return (apart.sign() * gradient.unsqueeze(-1)).sum(-2)
+    scale = torch.where(distance == 0, 0.0, gradient / distance)
+    return (apart * scale.unsqueeze(-1)).sum(-2)
+
+
 FURTHER: dict[Any, Callable[..., Any]] = {
     aten._adaptive_avg_pool2d.default: _adaptive_pool,
     aten._adaptive_avg_pool3d.default: _adaptive_pool,
@@ -252,6 +352,10 @@ FURTHER: dict[Any, Callable[..., Any]] = {
     aten.avg_pool3d_backward.default: _average_pool_backward(3),
     aten.max_pool2d_with_indices.default: _max_pool,
     aten.max_pool2d_with_indices_backward.default: _max_pool_backward,
+    aten.max_pool3d_with_indices.default: _max_pool3d,
+    aten.max_pool3d_with_indices_backward.default: _max_pool3d_backward,
+    aten.adaptive_max_pool2d.default: _adaptive_max_pool,
+    aten.adaptive_max_pool2d_backward.default: _adaptive_max_pool_backward,
     aten.replication_pad1d_backward.default: _replication_backward,
     aten.replication_pad2d_backward.default: _replication_backward,
     aten.replication_pad3d_backward.default: _replication_backward,
@@ -260,5 +364,11 @@ FURTHER: dict[Any, Callable[..., Any]] = {
     aten.searchsorted.Tensor: _searchsorted,
     aten.kthvalue.default: _kth,
     aten.median.dim: _median,
+    aten.median.default: _median_of_all,
+    aten.scatter_reduce.two: _scatter_reduce,
+    aten.masked_scatter.default: _masked_scatter,
+    aten.masked_scatter_backward.default: _masked_scatter_backward,
+    aten._cdist_forward.default: _distances,
+    aten._cdist_backward.default: _distances_backward,
 }
 """By the overload that is traced."""

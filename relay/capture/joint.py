@@ -30,6 +30,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hal.errors import Unsupported
+from relay.capture.amended import own_kernels
 from relay.capture.attributes import PlainTensors, UsedTensors, constants_of
 from relay.capture.captured import Captured
 from relay.capture.core import Lowering, attention, decompositions
@@ -142,6 +143,7 @@ def _trace(
         # A module's tensors that are neither parameters nor buffers meet fake ones in the trace.
         mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
         stack.enter_context(tracing(TracingContext(mode)))
+        stack.enter_context(own_kernels())
         table = None
         if lowering is not Lowering.NATIVE:
             stack.enter_context(attention())
