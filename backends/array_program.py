@@ -94,7 +94,7 @@ def _function(node: fx.Node, arrays: Arrays) -> Callable[..., Any]:
         return operator.getitem
     function = functools.partial(FUNCTIONS[name_of(node.target)], arrays)
     spec = spec_of(node.meta["val"])
-    dtypes = [spec.dtype] if isinstance(spec, Spec) else [part.dtype for part in spec]
+    dtypes = [spec.dtype] if isinstance(spec, Spec) else [part and part.dtype for part in spec]
     if not any(dtype in (torch.float16, torch.bfloat16) for dtype in dtypes):
         return _named(function, node)
 

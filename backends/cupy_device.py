@@ -216,4 +216,8 @@ class CupyBackend(Backend):
         number, there = selector or "0", cupy_runtime.count()
         if not number.isdecimal() or int(number) >= there:
             raise Unavailable(f"There is no device 'cupy:{selector}'. Here are cupy:0 to cupy:{there - 1}.")
-        return CupyDevice(f"cupy:{number}", CupyRuntime(int(number)), capacity)
+        try:
+            runtime = CupyRuntime(int(number))
+        except RuntimeError as failure:  # a context that an earlier error broke, or memory that others hold
+            raise Unavailable(f"Device 'cupy:{number}' cannot be opened: {failure}") from failure
+        return CupyDevice(f"cupy:{number}", runtime, capacity)

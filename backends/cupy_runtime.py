@@ -21,6 +21,9 @@ from hal.pages import PageLocker
 _PORTABLE = 1
 """cudaHostRegisterPortable: locked for all devices, not for the current one alone."""
 
+_NOT_READY = 600
+"""cudaErrorNotReady."""
+
 
 class CupyRuntime(Streams):
     """One CUDA device through CuPy."""
@@ -113,7 +116,7 @@ class CupyRuntime(Streams):
     def record(self, stream: Any) -> Any:
         """A mark on the stream, after what it was given so far."""
         with self._device:
-            mark = self._cupy.cuda.Event()
+            mark = self._cupy.cuda.Event(block=True)  # whoever waits sleeps: the cores are the optimizer's
             mark.record(stream)
             return mark
 
@@ -123,9 +126,12 @@ class CupyRuntime(Streams):
             stream.wait_event(mark)
 
     def reached(self, mark: Any) -> bool:
-        """Whether the device is past the mark."""
+        """Whether the device is past the mark. Raises where it failed, which `mark.done` would take for not yet."""
         with self._device:
-            return bool(mark.done)
+            status = self._cupy.cuda.runtime.eventQuery(mark.ptr)
+        if status not in (0, _NOT_READY):
+            raise self._cupy.cuda.runtime.CUDARuntimeError(status)
+        return bool(status == 0)
 
     def wait(self, mark: Any) -> None:
         """Block until it is. Raises RuntimeError where the device failed."""

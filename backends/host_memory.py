@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from backends.accounted_device import AccountedDevice
+from hal.conformance.programs import GraphBuilder, for_device
 from hal.device import Backend, Buffer, Probe, Queue, View
 from hal.errors import HalError
 from hal.event import Event
@@ -147,27 +148,31 @@ class HostDevice(AccountedDevice[HostQueue]):
 
 
 def self_test(backend: Backend, name: str) -> Probe:
-    """Open the device of that name, write, fill, and read back (contract 10)."""
+    """Open the device of that name, write, fill, run a small kernel, and read what it made (contract 10)."""
     try:
         device = backend.open(name.partition(":")[2])
         try:
+            builder = GraphBuilder("self-test")
+            x = builder.input((256,))
+            tripled = builder.call("aten.add.Tensor", x, builder.call("aten.mul.Scalar", x, 2.0))
+            kernel = device.compile(for_device(builder.program([tripled]), device))
             queue = device.queue(COMPUTE)
-            buffer = device.alloc(1024)
-            numbers = torch.arange(256, dtype=torch.float32)
-            view = buffer.view(0, (256,), torch.float32)
-            back = torch.empty(256)
-            written = queue.write(view, numbers)
+            buffer = device.alloc(2048, "self-test")
+            numbers, back = torch.arange(256, dtype=torch.float32), torch.empty(256)
+            source, target = (buffer.view(offset, (256,), torch.float32) for offset in (0, 1024))
+            written = queue.write(source, numbers)
             filled = queue.fill(buffer.view(0, (1,), torch.float32), 7.0, [written])
-            queue.read(back, view, [filled]).wait()
+            ran = queue.run(kernel, [source], [target], wait=[filled])
+            queue.read(back, target, [ran]).wait()
             numbers[0] = 7.0
-            if not torch.equal(back, numbers):
-                return Probe(name, False, "its self-test read back other numbers than it wrote")
+            if not torch.equal(back, numbers * 3):
+                return Probe(name, False, "its self-test, three times some numbers in a kernel, gave other numbers")
         finally:
             device.close()
     except Exception as failure:  # contract 10: the reason is kept, not raised
         return Probe(name, False, f"{type(failure).__name__}: {failure}")
-    notes = (f"{torch.get_num_threads()} threads",)
-    return Probe(name, True, "", device.info.description, device.info.memory, device.info.tags, notes)
+    info = device.info
+    return Probe(name, True, "", info.description, info.memory, info.tags, info.notes)
 
 
 def _nothing() -> None:

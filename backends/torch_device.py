@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -223,8 +222,7 @@ class TorchBackend(Backend):
         reason = family.missing()
         if reason:
             return [Probe(self.name, False, reason)]
-        tested = [self_test(self, f"{self.name}:{number}") for number in range(family.count())]
-        return [replace(probe, notes=()) for probe in tested]  # how many threads the host has says nothing of a GPU
+        return [self_test(self, f"{self.name}:{number}") for number in range(family.count())]
 
     def open(self, selector: str, capacity: int | None = None) -> Device:
         family = FAMILIES[self.name]
@@ -239,7 +237,11 @@ class TorchBackend(Backend):
                 f"',{PLAIN}' the same without recorded launches."
             )
         name = f"{self.name}:{number},{option}" if option else f"{self.name}:{number}"
-        return TorchDevice(name, family.open(int(number)), capacity, record=not option)
+        try:
+            accelerator = family.open(int(number))
+        except RuntimeError as failure:  # a context that an earlier error broke, or memory that others hold
+            raise Unavailable(f"Device '{self.name}:{number}' cannot be opened: {failure}") from failure
+        return TorchDevice(name, accelerator, capacity, record=not option)
 
 
 def cuda() -> TorchBackend:

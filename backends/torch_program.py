@@ -77,6 +77,10 @@ def _add_use_by_use(graph: fx.Graph, value: fx.Node, target: fx.Node) -> None:
     Where the segment uses the value several times its gradient is a sum already; (there + a) + b rounds otherwise
     than there + (a + b), and autograd knows no segments.
     """
+    if value.meta.get("relaid"):  # a permutation at the end: add in the order of the op that made it
+        with graph.inserting_after(target):
+            target = graph.call_function(aten.permute.default, (target, _inverse(value.args[1])))
+        value = value.args[0]  # type: ignore[assignment]
     uses = [value]
     while uses[0].target is aten.add.Tensor and uses[0].meta.get("is_gradient_acc") and len(uses[0].users) == 1:
         uses[:1] = uses[0].args  # type: ignore[assignment]
@@ -88,6 +92,10 @@ def _add_use_by_use(graph: fx.Graph, value: fx.Node, target: fx.Node) -> None:
             added = graph.call_function(aten.add_.Tensor, (target, use))
         position[added] = position[latest]  # it stands right behind
         latest = added
+
+
+def _inverse(order: Any) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
 
 
 def _place(graph: fx.Graph, device: torch.device) -> None:

@@ -81,7 +81,9 @@ def block_on(device: Device) -> tuple[Callable[[], None], Callable[[], list[torc
     """The block's forward and backward on a device: a call that runs both, and one that gives its results."""
     block, x, seed = block_inputs()
     lowering, place = graphs_for(device.info)
-    captured = capture(Segment(block), [x.requires_grad_()], lowering=lowering, place=place, name="block")
+    captured = capture(
+        Segment(block), [x.requires_grad_()], lowering=lowering, place=place, name="block", strides=False
+    )
     program = captured.backward  # it holds the forward: a segment's backward recomputes
     assert program is not None
     given = {Role.PARAMETER: list(block.parameters()), Role.BUFFER: list(block.buffers())}

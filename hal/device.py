@@ -24,8 +24,9 @@ Contracts
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -231,3 +232,17 @@ class Backend(abc.ABC):
 
         Raises Unavailable with the reason.
         """
+
+    def export(
+        self,
+        program: Program,
+        path: Path,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        weights: Mapping[str, torch.Tensor],
+    ) -> Path:
+        """Write a core program as a file of the backend's own format, its ports under these names. Returns the path.
+
+        Inputs that `weights` has are put into the file. Unsupported where the backend has no format for files.
+        """
+        raise Unsupported(f"the backend {self.name!r} writes no files; `onnx` does")

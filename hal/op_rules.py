@@ -32,7 +32,8 @@ class Spec:
         return self.count * self.dtype.itemsize
 
 
-Result = Spec | tuple[Spec, ...]
+Result = Spec | tuple[Spec | None, ...]
+"""Of an op with several results, those that its arguments say are not wanted are None, and nobody reads them."""
 Rule = Callable[..., Result]
 """Called with an op's arguments, tensors as Spec; returns its results, or raises ValueError for what cannot be."""
 

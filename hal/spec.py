@@ -52,7 +52,7 @@ COLUMNS: dict[str, dict[str, Column]] = {
         "bandwidth": Column(BYTE_RATE, 1e9, 1e15, required=True),
         "bandwidth_achieved": Column(BYTE_RATE, 1e9, 1e15),
         **{f"peak_{kind}": _PEAK for kind in ("fp32", "tf32", "fp16", "bf16", "fp8")},
-        **{f"achieved_{kind}": _PEAK for kind in ("fp32", "fp16", "bf16")},
+        **{f"achieved_{kind}": Column(FLOPS, 1e7, 1e16) for kind in ("fp32", "fp16", "bf16")},
         "attention": Column(RATIO, 0.01, 1.0, default=0.5),
         "launch": Column(SECONDS, 0, 1e-2, default=4e-6),
         "call": Column(SECONDS, 0, 1e-2, default=0.0),

@@ -57,9 +57,13 @@ def convolution_flops(x: Spec, weight: Spec, bias: Spec | None, *rest: Any) -> i
 
 def convolution_backward(
     gradient: Spec, x: Spec, weight: Spec, bias_sizes: Sequence[int] | None, *rest: Any
-) -> tuple[Spec, ...]:
-    channels = gradient.shape[1]
-    return x, weight, Spec((channels,), x.dtype)
+) -> tuple[Spec | None, ...]:
+    """The gradients of the input, the weight and the bias; None for those that the mask, the last argument, leaves."""
+    *window, mask = rest
+    expected = convolution(x, weight, None, *window)
+    require(gradient == expected, f"a gradient of {gradient} for a result of {expected}")
+    results = (x, weight, Spec((gradient.shape[1],), x.dtype))
+    return tuple(result if wanted else None for result, wanted in zip(results, mask, strict=True))
 
 
 def convolution_backward_flops(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from relay.capture.layouts import order_of
 from relay.errors import BatchError
 from relay.trees import TensorTree, tensor_leaves
 from relay.weighing import LossWeight
@@ -32,7 +33,7 @@ class Batch:
 
     def signature(self, piece: int) -> Any:
         """What decides which programs a piece needs."""
-        shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in self.pieces[piece])
+        shapes = tuple((tuple(tensor.shape), tensor.dtype, order_of(tensor)) for tensor in self.pieces[piece])
         constants = repr((self.tree.constants, self.target_tree.constants if self.target_tree else None))
         specs = (str(self.tree.spec), str(self.target_tree.spec) if self.target_tree else None)
         return shapes, specs, constants

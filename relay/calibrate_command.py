@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from relay.console import json_option, print_json
+from relay.files import write_whole
 
 
 @click.command()
@@ -29,11 +30,16 @@ def calibrate(device: str, precision: str, out: Path | None, as_json: bool) -> N
       relay calibrate --device cpu --out mine.json
       relay simulate --model gpt2 --device mine.json --precision fp32
     """
+    from hal.spec import spec_of
     from relay.calibration import calibrate as measure
 
-    tables = measure(device, precision, tell=lambda text: click.echo(f"measuring {text}", err=True))
     path = out if out is not None else Path(f"{device.replace(':', '-')}.json")
-    path.write_text(json.dumps(tables, indent=1), encoding="utf-8")
+    if path.suffix != ".json" or not path.parent.is_dir():
+        raise click.UsageError(f"--out {path}: expected a name that ends in .json, in a folder that is there.")
+    tables = measure(device, precision, tell=lambda text: click.echo(f"measuring {text}", err=True))
+    for kind in ("device", "link", "host"):
+        spec_of({"kind": kind, **tables[kind]}, f"what was measured of the {kind}")  # or nobody could use it
+    write_whole(path, json.dumps(tables, indent=1))
     if as_json:
         print_json({"file": str(path), **tables})
         return

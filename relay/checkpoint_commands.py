@@ -49,16 +49,18 @@ def inspect(checkpoint: Path, verify: bool, as_json: bool) -> None:
 @click.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--onnx", is_flag=True, help="Write model.onnx too: the forward, with all weights by name.")
 @json_option
-def export(checkpoint: Path, folder: Path, as_json: bool) -> None:
+def export(checkpoint: Path, folder: Path, onnx: bool, as_json: bool) -> None:
     """Write the model in CHECKPOINT to FOLDER, as model.safetensors and config.json.
 
     The weights have the model's own names, as `from_pretrained` and `load_state_dict` want them. The optimizer stays
-    behind.
+    behind. ONNX is written for models that `relay train` made.
 
     \b
     Examples:
       relay export runs/latest exported
+      relay export runs/latest exported --onnx
       relay sample exported
     """
     from relay import run_folder
@@ -77,10 +79,26 @@ def export(checkpoint: Path, folder: Path, as_json: bool) -> None:
         "step": manifest.step,
         "tensors": len(manifest.parameters),
     }
+    if onnx:
+        answer["onnx"] = str(_write_onnx(folder))
     if as_json:
         print_json(answer)
     else:
         click.echo(f"{answer['weights']}: {answer['tensors']} tensors after step {answer['step']}")
+        if onnx:
+            click.echo(f"{answer['onnx']}: the forward of one context, for inspection and for other runtimes")
+
+
+def _write_onnx(folder: Path) -> Path:
+    """The GPT in a folder as ONNX beside it, for one text as long as its context."""
+    import torch
+
+    from relay import run_folder
+    from relay.onnx_export import export_onnx
+
+    model = run_folder.load(folder)
+    longest = model.embedding.position.num_embeddings
+    return export_onnx(model, {"input_ids": torch.zeros(1, longest, dtype=torch.int64)}, folder / "model.onnx")
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from relay.capture import BLOCK, OpaqueCall, fingerprint
 from relay.capture.given import call_observed
+from relay.capture.layouts import order_of
 from relay.errors import PartitionError
 from relay.in_place import bind_writes
 from relay.segments import Partition, Segment, Value
@@ -204,7 +205,9 @@ class _Cut:
         return Partition(self.segments, self.values, inputs, self.has_loss, result_values, result_tree, weight)
 
     def _new_value(self, key: Any, example: torch.Tensor, producer: int | None) -> int:
-        value = Value(len(self.values), tuple(example.shape), example.dtype, producer)
+        # Segments' outputs lie as their programs make them; that is known once they are captured.
+        order = order_of(example) if producer is None else ()
+        value = Value(len(self.values), tuple(example.shape), example.dtype, producer, order=order)
         self.values.append(value)
         self.value_of[key] = value.index
         return value.index

@@ -9,7 +9,7 @@ given one does, op for op, and draws the same random numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -53,6 +53,7 @@ def merge_layers(partition: Partition, count: int) -> Partition:
             value.dtype,
             None if value.producer is None else number[value.producer],
             [number[consumer] for consumer in value.consumers],
+            order=value.order,
         )
         for value in partition.values
     ]
@@ -64,15 +65,7 @@ def merge_layers(partition: Partition, count: int) -> Partition:
         for value in segment.inputs:  # once, however many of its layers take it
             values[value].consumers = list(dict.fromkeys(values[value].consumers))
         segments.append(segment)
-    return Partition(
-        segments,
-        values,
-        partition.inputs,
-        partition.has_loss,
-        partition.results,
-        partition.result_tree,
-        partition.loss_weight,
-    )
+    return replace(partition, segments=segments, values=values)
 
 
 @dataclass

@@ -22,6 +22,7 @@ from torch import nn
 from relay.blocks import find_blocks
 from relay.capture import Decider, as_fake, autocast, call_with, opaque_blocks, run_fake, trace
 from relay.capture.attributes import PlainTensors, constants_of
+from relay.capture.layouts import order_of
 from relay.capture.outside import check_module, check_outside
 from relay.cutting import cut_graph
 from relay.errors import PartitionError
@@ -107,7 +108,13 @@ def partition_list(
 
     def new_values(tensors: Sequence[torch.Tensor], producer: int | None) -> tuple[int, ...]:
         made = [
-            Value(len(values) + number, tuple(tensor.shape), tensor.dtype, producer)
+            Value(
+                len(values) + number,
+                tuple(tensor.shape),
+                tensor.dtype,
+                producer,
+                order=order_of(tensor) if producer is None else (),
+            )
             for number, tensor in enumerate(tensors)
         ]
         values.extend(made)

@@ -15,6 +15,7 @@ import torch
 
 from hal.event import Event
 from relay.batches import Batch, count_tokens, weigh
+from relay.capture.layouts import as_written, stored, stored_shape
 from relay.errors import NonFiniteLoss
 from relay.metrics import Metrics, total_elapsed
 from relay.recorder import Ready
@@ -119,7 +120,7 @@ def outputs(session: Session, pieces: Batch, stations: Sequence[Stations], seed:
     def read_back(stash: Stash, relay: Relay, ran: Ran) -> None:
         for microbatch, one in enumerate(stations):
             values = [one.partition.values[value] for value in one.partition.results]
-            row = [torch.empty(value.shape, dtype=value.dtype) for value in values]
+            row = [torch.empty(stored_shape(value.shape, value.order), dtype=value.dtype) for value in values]
             rows.append(row)
             for value, target in zip(values, row, strict=True):
                 access = stash.access(Key(value.index, False), microbatch, False)
@@ -128,7 +129,12 @@ def outputs(session: Session, pieces: Batch, stations: Sequence[Stations], seed:
     partition = stations[0].partition
     weights = weigh(pieces, partition.loss_weight if partition.has_loss else None)
     forward(session, Ready(pieces, weights, list(stations)), seed, number, read_back)
-    together = [_join(column, pieces.sizes, weights) for column in zip(*rows, strict=True)]
+    values = [[one.partition.values[value] for value in one.partition.results] for one in stations]
+    written = [
+        [as_written(target, value.order) for value, target in zip(*pair, strict=True)]
+        for pair in zip(values, rows, strict=True)
+    ]
+    together = [_join(column, pieces.sizes, weights) for column in zip(*written, strict=True)]
     return partition.result_tree.fill(together)
 
 
@@ -157,7 +163,7 @@ def _bring(stash: Stash, ready: Ready) -> None:
         partition = ready.stations[microbatch].partition
         for value, tensor in zip(partition.inputs, tensors, strict=True):
             if partition.values[value].consumers:
-                stash.bring(Key(value, False), microbatch, tensor.contiguous())
+                stash.bring(Key(value, False), microbatch, stored(tensor, partition.values[value].order))
 
 
 def _join(rows: Sequence[torch.Tensor], sizes: Sequence[int], weights: Sequence[float]) -> torch.Tensor:

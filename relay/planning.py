@@ -3,7 +3,7 @@ recomputed, state dtype.
 
 Every combination of micro-batches, stash, slots and state dtypes is tried with one layer a slot and everything
 recomputed. From the fastest of each stash it goes on: as many segments keep their tensors as fit, or half of these;
-two, four, ... layers a slot while that helps; and then once more other numbers of micro-batches and slots. Among
+two, four, ... layers a slot while that helps; and then once more other numbers of micro-batches. Among
 choices within `TIE` of the fastest the plainer one wins: states in more bits, activations on the device, everything
 recomputed, fewer layers a slot, fewer slots. It decides nothing that changes the model or the batch, and the dtype of
 states only among those that are allowed.
@@ -24,6 +24,9 @@ from relay.meta_models import MetaModel
 from relay.shapes import ModelShape
 from relay.simulated_step import RunShape, SimulatedRun
 from relay.simulation import Simulation, check_precision, default_precision, resolve, shortfalls, simulate
+
+PROMISING = 0.2
+"""The search goes on from choices that are slower than the fastest by no more than this share."""
 
 TIE = 0.02
 """Choices whose speeds differ by less than this share count as equal: predictions are no better than that."""
@@ -97,8 +100,8 @@ def plan(
             for count in slots:
                 for state_dtype in state_dtypes:
                     search.try_one(microbatches=microbatches, stash=stash, slots=count, state_dtype=state_dtype)
-    found = search.found
-    if not found:
+    plain = search.found
+    if not plain:
         refused = search.refused
         closest = min(refused, key=_excess)
         hint = ""
@@ -109,11 +112,12 @@ def plan(
             + " ".join(closest.shortfalls)
             + hint
         )
+    fastest = max(map(_speed, plain))
     for stash in stashes:
-        starts = [one for one in found if one.run.stash == stash]
+        starts = [one for one in plain if one.run.stash == stash and _speed(one) >= fastest * (1 - PROMISING)]
         if starts:
-            search.refine(_chosen(starts), slots)
-    chosen = _chosen(found)
+            search.refine(_chosen(starts))
+    chosen = _chosen(search.found)
     names = (*_OPTIONS, "loss_scale") if precision == "fp16" else _OPTIONS
     options = {name: getattr(chosen.run, name) for name in names}
     return Plan(options, chosen, tuple(_reasons(chosen, search)), len(search.tried))
@@ -158,7 +162,7 @@ class _Search:
             self.tried[key] = simulate(self._shape, **self._fixed, **options)
         return self.tried[key]
 
-    def refine(self, start: Simulation, slots: Sequence[int]) -> None:
+    def refine(self, start: Simulation) -> None:
         """Go on from a choice with what it keeps and how many layers share a slot."""
         best = self._with_less_recompute(start)
         layers = 2
@@ -172,10 +176,8 @@ class _Search:
         counts = _counts(self._batch)
         place = counts.index(best.run.microbatches)
         for microbatches in counts[max(0, place - 1) : place + 2]:
-            for count in slots:
-                self._with_less_recompute(
-                    self._changed(best, microbatches=microbatches, slots=count, recompute=True), best.run.recompute
-                )
+            other = self._changed(best, microbatches=microbatches, recompute=True)
+            self._with_less_recompute(other, best.run.recompute)
 
     def _changed(self, one: Simulation, **changes: Any) -> Simulation:
         names = ("microbatches", "stash", "slots", "state_dtype", "layers_per_slot", "recompute")

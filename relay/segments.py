@@ -13,6 +13,7 @@ from torch import nn
 
 from hal.slot import Field
 from relay.capture.decisions import Decision
+from relay.capture.layouts import Order, stored_shape
 from relay.trees import TensorTree
 from relay.weighing import LossWeight
 
@@ -21,7 +22,8 @@ from relay.weighing import LossWeight
 class Value:
     """A tensor that one segment makes (or the batch brings, where `producer` is None) and others use.
 
-    With `parts` it is what a segment's forward keeps for its own backward: several tensors in one piece of memory.
+    `order` and `gradient_order` say how its memory and its gradient's lie (`relay.capture.layouts`). With `parts` it
+    is what a segment's forward keeps for its own backward: several tensors in one piece of memory.
     """
 
     index: int
@@ -30,11 +32,13 @@ class Value:
     producer: int | None
     consumers: list[int] = field(default_factory=list)
     parts: tuple[Field, ...] = ()
+    order: Order = ()
+    gradient_order: Order = ()
 
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        """The tensors that its memory holds: itself, or its parts."""
-        return self.parts or (Field(0, self.shape, self.dtype),)
+    def fields(self, gradient: bool = False) -> tuple[Field, ...]:
+        """The tensors that its memory (or its gradient's) holds: itself, or its parts."""
+        shape = stored_shape(self.shape, self.gradient_order if gradient else self.order)
+        return self.parts or (Field(0, shape, self.dtype),)
 
 
 @dataclass(eq=False)

@@ -36,8 +36,9 @@ class ShapeError(RelayError, ValueError):
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A transformer. `kv_heads` below `heads` is grouped-query attention, `gated` a feed-forward network of three
-    matrices and RMSNorm, as Llama has; otherwise it is GPT-2's layer. `tied` shares embedding and head."""
+    """A transformer. `gated` is a layer as Llama has it: a feed-forward network of three matrices, RMSNorm, `kv_heads`
+    below `heads` for grouped-query attention, heads of `head_size` where that is not hidden / heads. Otherwise it is
+    GPT-2's layer. `tied` shares embedding and head."""
 
     layers: int
     hidden: int
@@ -47,12 +48,13 @@ class ModelShape:
     kv_heads: int = 0
     gated: bool = False
     tied: bool = False
+    head_size: int = 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "vocabulary"):
             if getattr(self, name) < 1:
                 raise ShapeError(f"{name} must be at least 1; received {getattr(self, name)}.")
-        if self.hidden % self.heads:
+        if self.hidden % self.heads and not (self.gated and self.head_size):
             raise ShapeError(
                 f"hidden must be a multiple of heads; received hidden={self.hidden}, heads={self.heads}. "
                 f"Heads of 128 would be {max(1, self.hidden // 128)}."
@@ -68,12 +70,17 @@ class ModelShape:
     @property
     def key_heads(self) -> int:
         """Heads of keys and values."""
-        return self.kv_heads or self.heads
+        return self.kv_heads if self.gated and self.kv_heads else self.heads
+
+    @property
+    def depth(self) -> int:
+        """Width of a head."""
+        return self.head_size if self.gated and self.head_size else self.hidden // self.heads
 
     @property
     def layer_matrices(self) -> int:
         """Elements of one layer's matrices."""
-        attention = 2 * self.hidden * self.hidden + 2 * self.hidden * (self.hidden // self.heads) * self.key_heads
+        attention = 2 * self.hidden * self.depth * (self.heads + self.key_heads)
         return attention + (3 if self.gated else 2) * self.hidden * self.wide
 
     @property
@@ -105,7 +112,7 @@ class ModelShape:
     def model_flops(self, sequence: int) -> float:
         """FLOPs of forward and backward for a token, recompute not counted (Chowdhery et al. 2022, appendix B)."""
         matrices = self.layers * self.layer_matrices + self.hidden * self.vocabulary
-        return 6.0 * matrices + 12.0 * self.layers * self.hidden * sequence
+        return 6.0 * matrices + 12.0 * self.layers * self.heads * self.depth * sequence
 
 
 MODELS = {
@@ -126,14 +133,17 @@ MODELS = {
 """Shapes by name, from the models' papers and configurations."""
 
 _CONFIG_NAMES = {
-    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head"),
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
+    "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
     "vocabulary": ("vocab_size",),
-    "ffn": ("intermediate_size", "n_inner", "ffn_dim"),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "hidden_dim"),
     "kv_heads": ("num_key_value_heads",),
+    "head_size": ("head_dim",),
 }
 _GATED = ("silu", "swish", "swiglu")
+_GATED_TYPES = ("gemma",)  # whose activation does not tell
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def shape_of_config(path: str | Path) -> ModelShape:
@@ -147,6 +157,7 @@ def shape_of_config(path: str | Path) -> ModelShape:
     if not isinstance(config, dict):
         raise ShapeError(f"{path} should hold one object, as a Hugging Face config.json does.")
     config = {**config, **(config.get("text_config") or {})}
+    _refuse_other_architectures(config, path)
     found: dict[str, Any] = {}
     for field, names in _CONFIG_NAMES.items():
         value = next((config[name] for name in names if config.get(name) is not None), None)
@@ -155,7 +166,34 @@ def shape_of_config(path: str | Path) -> ModelShape:
         elif field in ("layers", "hidden", "heads", "vocabulary"):
             raise ShapeError(f"{path} does not say {field}: expected one of {', '.join(names)}.")
     activation = str(config.get("hidden_act", config.get("activation_function", "gelu")))
-    return ModelShape(**found, gated=activation in _GATED, tied=bool(config.get("tie_word_embeddings", True)))
+    gated = activation in _GATED or str(config.get("model_type")).startswith(_GATED_TYPES)
+    try:
+        return ModelShape(**found, gated=gated, tied=bool(config.get("tie_word_embeddings", True)))
+    except TypeError as wrong:
+        raise ShapeError(f"{path} holds something other than whole numbers: {found}.") from wrong
+
+
+def _refuse_other_architectures(config: dict[str, Any], path: str | Path) -> None:
+    """Raise ShapeError for what a row of equal layers between an embedding and a head is not: it would be counted
+    wrongly, and mixtures of experts by a fraction."""
+    hidden = config.get("hidden_size")
+    experts = next((config[name] for name in _EXPERTS if isinstance(config.get(name), int)), 1)
+    found = ""
+    if experts > 1:
+        found = f"has layers of {experts} experts"
+    elif config.get("is_encoder_decoder"):
+        found = "is an encoder with a decoder"
+    elif config.get("embedding_size", hidden) != hidden:
+        found = f"has embeddings of {config['embedding_size']} before layers of {hidden}"
+    elif config.get("multi_query"):
+        found = "has one head of keys and values for all of queries in layers without gates"
+    elif "num_hidden_groups" in config:
+        found = "uses the same layers several times"
+    if found:
+        raise ShapeError(
+            f"{path} {found}, which is no plain transformer. relay.simulate(module, example=batch) takes any module, "
+            "on torch's meta device too."
+        )
 
 
 class GatedBlock(nn.Module):
@@ -163,13 +201,13 @@ class GatedBlock(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        size = shape.hidden // shape.heads
+        size = shape.depth
         self.heads, self.key_heads, self.size = shape.heads, shape.key_heads, size
         self.attention_norm = nn.RMSNorm(shape.hidden)
         self.query = nn.Linear(shape.hidden, shape.heads * size, bias=False)
         self.key = nn.Linear(shape.hidden, shape.key_heads * size, bias=False)
         self.value = nn.Linear(shape.hidden, shape.key_heads * size, bias=False)
-        self.attention_out = nn.Linear(shape.hidden, shape.hidden, bias=False)
+        self.attention_out = nn.Linear(shape.heads * size, shape.hidden, bias=False)
         self.feed_norm = nn.RMSNorm(shape.hidden)
         self.gate = nn.Linear(shape.hidden, shape.wide, bias=False)
         self.feed_in = nn.Linear(shape.hidden, shape.wide, bias=False)

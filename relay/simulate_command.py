@@ -29,7 +29,7 @@ class Count(click.ParamType):
             number = float(match.group(1)) if match else 0.0
         except ValueError:
             number = 0.0
-        if match is None or number <= 0:
+        if match is None or not 0 < number < float("inf"):
             text = f"{value!r} is not a count above zero. Expected a number such as 1e9, 300M or 1.5T."
             self.fail(text, param, context)
         return number * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}[match.group(2)]
@@ -140,27 +140,48 @@ def _sweep(options: dict[str, Any], as_json: bool) -> None:
     from relay import simulation_report as report
 
     axes = [_axis(text) for text in options["sweep"]]
-    if len(axes) > 2:
-        raise ValueError(f"--sweep is for one or two options; received {len(axes)}.")
+    if len(axes) > 2 or len({name for name, _ in axes}) < len(axes):
+        given = ", ".join(name for name, _ in axes)
+        raise ValueError(f"--sweep is for one or two different options; received {given}.")
+    _check_parts(options, axes)
     if len(axes) == 1:
         axes.insert(0, ("stash", [options["stash"]]))
     (first, rows), (second, columns) = axes
-    speeds = []
-    for row in rows:
-        line = []
-        for column in columns:
-            changed = {**options, first: row, second: column}
-            found = _simulate(changed)
-            line.append(found.tokens_per_second if found.fits else float("nan"))
-        speeds.append(line)
+    speeds = [[_speed({**options, first: row, second: column}) for column in columns] for row in rows]
     names = tuple([str(value) for value in values] for values in (rows, columns))
     table, picture = report.write_sweep(options["out"], (first, second), (names[0], names[1]), speeds)
     if as_json:
         print_json({"rows": {first: rows}, "columns": {second: columns}, "tokens_per_second": speeds,
-                    "csv": str(table), "png": str(picture)})  # fmt: skip
+                    "csv": str(table), "png": picture and str(picture)})  # fmt: skip
     else:
         click.echo(Path(table).read_text(encoding="utf-8").rstrip())
+    if picture is None:
+        click.echo(f"written: {table}; the map needs matplotlib: pip install 'layer-relay[plot]'", err=True)
+    else:
         click.echo(f"written: {table}, {picture}", err=True)
+
+
+def _speed(options: dict[str, Any]) -> float:
+    """Tokens a second; NaN for a combination that does not fit or cannot be (bf16 where there is none)."""
+    from hal.spec import SpecError
+    from relay.shapes import ShapeError
+
+    try:
+        found = _simulate(options)
+    except (SpecError, ShapeError) as impossible:
+        click.echo(f"left out: {impossible}", err=True)
+        return float("nan")
+    return found.tokens_per_second if found.fits else float("nan")
+
+
+def _check_parts(options: dict[str, Any], axes: list[tuple[str, list[Any]]]) -> None:
+    """A part that is not in the catalogue is a mistake, not a combination that cannot be. SpecError names it."""
+    from hal.spec import load
+
+    for kind in ("device", "link", "host"):
+        for name in next((values for axis, values in axes if axis == kind), [options[kind]]):
+            if name is not None:
+                load(kind, name)
 
 
 def _axis(text: str) -> tuple[str, list[Any]]:

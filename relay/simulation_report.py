@@ -15,6 +15,7 @@ from typing import Any
 from hal.memory import format_size
 from hal.spec import Spec
 from hal.virtual import LANES
+from relay.files import write_whole
 from relay.simulated_step import RunShape
 from relay.simulation import Simulation
 
@@ -121,6 +122,8 @@ def as_text(found: Simulation, tokens: float | None) -> str:
     lines += [f"                {text}" for text in found.shortfalls]
     if found.suggestions:
         lines += [f"                would fit: {text}" for text in found.suggestions]
+    elif not found.fits:
+        lines.append("                no smaller state, micro-batch or stash fits either")
     lines += ["", f"device memory   {_of(memory.device_total, found.device_capacity)}"]
     lines += [f"  {what:<38} {format_size(size):>10}" for what, size in memory.device.items()]
     lines += ["", f"host memory     {_of(memory.host_total, found.host_capacity)}"]
@@ -189,17 +192,14 @@ def write_trace(found: Simulation, path: str | Path) -> None:
         power += watts
         events.append({"ph": "C", "pid": 0, "name": "bytes in flight", "ts": at, "args": {"bytes": moving}})
         events.append({"ph": "C", "pid": 0, "name": "watts", "ts": at, "args": {"watts": power}})
-    target = Path(path)
-    beside = target.with_name(f".{target.name}.part")
-    beside.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
-    beside.replace(target)
+    write_whole(path, json.dumps({"traceEvents": events}))
 
 
 def write_sweep(
     path: str | Path, axes: tuple[str, str], values: tuple[Sequence[str], Sequence[str]], speeds: list[list[float]]
-) -> tuple[Path, Path]:
+) -> tuple[Path, Path | None]:
     """Tokens a second over two options, as CSV and as a heat map (PNG). `speeds[row][column]`, NaN where it does not
-    fit. Returns both paths."""
+    fit. Returns both paths, None for the map's where there is no matplotlib to draw it."""
     stem = Path(path).with_suffix("")
     table, picture = stem.with_suffix(".csv"), stem.with_suffix(".png")
     with table.open("w", newline="", encoding="utf-8") as file:
@@ -208,7 +208,10 @@ def write_sweep(
         for first, row in zip(values[0], speeds, strict=True):
             for second, speed in zip(values[1], row, strict=True):
                 writer.writerow([first, second, "" if math.isnan(speed) else f"{speed:.6g}"])
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return table, None
 
     figure = Figure(figsize=(2.5 + 0.9 * len(values[1]), 2.0 + 0.6 * len(values[0])), layout="constrained")
     axis = figure.add_subplot()

@@ -258,10 +258,11 @@ class Stash:
             waits = [*place.written, *place.readers] if writes else place.written
             return Access(self, place, views, waits, writes)
         value = self._values[microbatch][key.value]
+        fields = value.fields(key.gradient)
         entry = place.ring.take()
-        views = tuple(entry.buffer.view(field.offset, field.shape, field.dtype) for field in value.fields)
+        views = tuple(entry.buffer.view(field.offset, field.shape, field.dtype) for field in fields)
         whole = entry.buffer.view(0, value.shape, value.dtype) if value.parts else views[0]
-        host_side = place.host[: whole.size].view(value.dtype).view(value.shape)
+        host_side = place.host[: whole.size].view(value.dtype).view(value.shape if value.parts else fields[0].shape)
         waits = entry.free_after
         if keeps or not writes:
             arrived = self.queue_in.write(whole, host_side, [*place.written, *entry.free_after])
@@ -303,7 +304,7 @@ class Stash:
         self._places, self._ring, self._kept_ring, self._views = [], _Ring(), _Ring(), {}
 
     def _views_of(self, place: _Place, key: Key, microbatch: int) -> tuple[View, ...]:
-        fields = self._values[microbatch][key.value].fields
+        fields = self._values[microbatch][key.value].fields(key.gradient)
         if place.buffer is not None:
             return tuple(place.buffer.view(field.offset, field.shape, field.dtype) for field in fields)
         host = place.host

@@ -6,7 +6,7 @@ things up. Segments built alike are captured once and share their kernels. It al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,13 @@ from hal.kernel import Kernel, Program, Role
 from hal.slot import lay_out
 from relay.blocks import plain_attributes, same_structure, tie_pattern
 from relay.capture import Captured, Lowering, Presence, capture
+from relay.capture.layouts import Order, as_written, order_of, stored_shape
 from relay.eps.store import GradientField, Wanted
 from relay.segments import Partition, Segment, Value
 
 CPU = torch.device("cpu")
+Orders = Mapping[int, Order]
+"""Orders in memory by the number of an input or output."""
 
 
 @dataclass(eq=False)
@@ -138,35 +141,51 @@ def build_stations(
     captured, and takes what this one does. `recompute` says which segments recompute their forward (`recomputing`),
     `place` the device that native graphs are traced for."""
     captures = captures if captures is not None else Captures()
-    requires_grad: dict[int, bool] = {}
-    built: list[tuple[Segment, Captured]] = []
-    for segment in partition.segments:
-        last = segment.index == len(partition.segments) - 1
-        inputs = [
-            torch.empty(partition.values[value].shape, dtype=partition.values[value].dtype).requires_grad_(
-                training and requires_grad.get(value, False)
-            )
-            for value in segment.inputs
-        ]
-        keep = training and not last and segment.index >= recomputing(recompute, len(partition.segments))
-        signature = [keep, *((tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in inputs)]
+    count = len(partition.segments)
+
+    def captured_as(segment: Segment, inputs: list[torch.Tensor], seeds: Orders, gradients: Orders) -> Captured:
+        last = segment.index == count - 1
+        keep = training and not last and segment.index >= recomputing(recompute, count)
+        examples = {index: _example(partition.values[segment.outputs[index]], seeds[index]) for index in seeds}
+        described = [(tuple(one.shape), one.dtype, one.requires_grad, order_of(one)) for one in inputs]
+        signature = [keep, described, dict(seeds), dict(gradients)]
         captured = captures.find(segment, signature)
         if captured is None:
             ends_in_loss = last and partition.has_loss
             captured = capture(
-                segment.module, inputs, segment.name, ends_in_loss, compute, lowering, training, keep, place
-            )
+                segment.module, inputs, segment.name, ends_in_loss, compute, lowering, training, keep, place, examples,
+                gradients,
+            )  # fmt: skip
             if captured.eager is None:
                 captures.add(segment, signature, captured)
             elif presences is not None:
                 captured.eager.presence = presences.setdefault(segment.name, captured.eager.presence)
+        return captured
+
+    requires_grad: dict[int, bool] = {}
+    given: list[list[torch.Tensor]] = []
+    found: list[Captured] = []
+    for value in partition.values:
+        if lowering is Lowering.CORE:
+            value.order = ()
+    for segment in partition.segments:
+        values = [partition.values[value] for value in segment.inputs]
+        inputs = [_example(one, one.order) for one in values]
+        for one, value in zip(inputs, segment.inputs, strict=True):
+            one.requires_grad_(training and requires_grad.get(value, False))
+        captured = captured_as(segment, inputs, {}, {})
+        for index, value in enumerate(segment.outputs):
+            requires_grad[value] = captured.output_requires_grad[index]
+            # As computed, which may be other than as traced.
+            partition.values[value].dtype = captured.forward.outputs[index].dtype
+            partition.values[value].order = captured.output_orders.get(index, ())
+        given.append(inputs)
+        found.append(captured)
+    if training:
+        _settle_gradients(partition, given, found, captured_as)
+    built = list(zip(partition.segments, found, strict=True))
+    for segment, captured in built:
         _add_kept(segment, captured, partition)
-        for value, flag, port in zip(
-            segment.outputs, captured.output_requires_grad, captured.forward.outputs, strict=False
-        ):
-            requires_grad[value] = flag
-            partition.values[value].dtype = port.dtype  # as computed, which may be other than as traced
-        built.append((segment, captured))
 
     stations = [_station(segment, captured, partition, training, results) for segment, captured in built]
     fed: set[int] = set()
@@ -184,6 +203,42 @@ def build_stations(
     result = Stations(partition, stations, frozenset())
     result.unfed = frozenset(unfed - {result.loss})
     return result
+
+
+def _settle_gradients(
+    partition: Partition,
+    given: Sequence[list[torch.Tensor]],
+    found: list[Captured],
+    captured_as: Callable[[Segment, list[torch.Tensor], Orders, Orders], Captured],
+) -> None:
+    """Let each gradient lie as the segment that makes it first makes it, from the end to the beginning.
+
+    Others add theirs to that, and the segment that takes it is captured again if it was captured for another order.
+    """
+    settled: dict[int, Order] = {}
+    for segment, inputs in zip(reversed(partition.segments), reversed(given), strict=True):
+        captured = found[segment.index]
+        seeds = {
+            index: settled[segment.outputs[index]]
+            for index, order in captured.seed_orders.items()
+            if settled.get(segment.outputs[index], order) != order
+        }
+        gradients = {
+            index: settled[segment.inputs[index]]
+            for index, order in captured.gradient_orders.items()
+            if settled.get(segment.inputs[index], order) != order
+        }
+        if seeds or gradients:
+            captured = found[segment.index] = captured_as(segment, inputs, seeds, gradients)
+        for index, order in captured.seed_orders.items():
+            partition.values[segment.outputs[index]].gradient_order = order
+        for index, order in captured.gradient_orders.items():
+            settled.setdefault(segment.inputs[index], order)
+
+
+def _example(value: Value, order: Order) -> torch.Tensor:
+    """A tensor of the value's shape and dtype that lies in that order."""
+    return as_written(torch.empty(stored_shape(value.shape, order), dtype=value.dtype), order)
 
 
 def recomputing(recompute: bool | int, segments: int) -> int:

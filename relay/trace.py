@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from hal.event import Event
+from relay.files import write_whole
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,4 @@ class Trace:
             }
             for span in spans
         ]
-        target = Path(path)
-        beside = target.with_name(f".{target.name}.part")
-        beside.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
-        beside.replace(target)
+        write_whole(path, json.dumps({"traceEvents": events}))

@@ -131,16 +131,17 @@ class Trainer(RunState):
         spec = as_spec(AdamW() if optimizer is None else optimizer)
         defaults = spec.defaults()
         grouping = functools.partial(split_into_groups, groups=parameter_groups, defaults=defaults)
-        groups, group_of = grouping(whole)
+        groups, _ = grouping(whole)
         limit = options.size_or_none(capacity)
         opened = registry.open(str(device), limit)
         host = opened.host(options.size_or_none(host_memory), options.size_or_none(pinned_memory))
-        order = [name for name, _ in whole.named_parameters()]
         clipping = Clipping(clip_grad_norm, clip_grad_value)
 
         def build(on: Host) -> tuple[LayerStore, ParameterServer]:
             store = LayerStore(on)
             bound = bind(spec, on, store, state_dtype)
+            _, group_of = grouping(recorder.model)  # which may be another by now
+            order = [name for name, _ in recorder.model.named_parameters()]
             return store, ParameterServer(opened, on, store, bound, group_of, order, clipping, scale is not None)
 
         store, server = build(host)

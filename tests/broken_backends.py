@@ -10,8 +10,9 @@ import dataclasses
 import importlib.metadata
 import json
 import sys
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -22,8 +23,10 @@ from backends.host_memory import HostBuffer, HostQueue
 from backends.numpy_device import NumpyBackend, NumpyDevice, NumpyKernel, NumpyQueue
 from hal import registry
 from hal.device import Buffer, Device, Probe
+from hal.event import Event
 from hal.gaps import Gap
 from hal.kernel import Kernel, Program
+from hal.worker import Worker
 from relay import cli
 from relay.conformance.command import run
 
@@ -62,6 +65,81 @@ class BlocksTheCaller(NumpyQueue):
         return event
 
 
+class WritesEarly(NumpyQueue):
+    """A write takes its host memory when the host's events are done, and waits for the device's only then."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._taker = Worker(f"{name} taker")
+
+    def write(self, target: Any, source: torch.Tensor, wait: Any = ()) -> Any:
+        of_device = [event for event in wait if isinstance(event, OfTransfer)]
+        of_host = [event for event in wait if not isinstance(event, OfTransfer)]
+        taken = torch.empty_like(source)
+        take = self._taker.submit(lambda: taken.copy_(source), of_host, "take")
+        if not of_host:
+            take.wait()
+        return self._transfer(target.native, taken, [take, *of_device], "write")
+
+    def _transfer(self, target: Any, source: Any, wait: Any, label: str) -> Any:
+        return OfTransfer(super()._transfer(target, source, wait, label))
+
+
+class OfTransfer(Event):
+    """An event that is known to be of a transfer of this device."""
+
+    def __init__(self, event: Event) -> None:
+        self.event = event
+
+    def done(self) -> bool:
+        return self.event.done()
+
+    def wait(self) -> None:
+        self.event.wait()
+
+    def span(self) -> tuple[float, float]:
+        return self.event.span()
+
+
+class AliasesOutputs(NumpyQueue):
+    """An output that is an input's own value gets the input's memory instead of a copy."""
+
+    def run(self, kernel: Any, inputs: Any, outputs: Any, *rest: Any, **named: Any) -> Any:
+        nodes = list(kernel.program.graph.nodes)
+        given = dict(zip(nodes, inputs, strict=False))
+        for node, view in zip(nodes[-1].args[0], outputs, strict=True):
+            if node in given:
+                view.native = given[node].native
+        return super().run(kernel, inputs, outputs, *rest, **named)
+
+
+class FreesEarly(HostBuffer):
+    """Memory is given to the next buffer once the buffer and its views are gone, whatever is queued on it."""
+
+    class Claim:
+        """Held by the buffer and its views, and by no queued call."""
+
+    spare: ClassVar[list[torch.Tensor]] = []
+
+    def __init__(self, account: Any, size: int, what: str) -> None:
+        super().__init__(account, size, what)
+        for place in reversed(range(len(FreesEarly.spare))):
+            if len(FreesEarly.spare[place]) == size:
+                self._memory = FreesEarly.spare.pop(place)
+                break
+        self._claim: FreesEarly.Claim | None = FreesEarly.Claim()
+        weakref.finalize(self._claim, FreesEarly.spare.append, self._memory)
+
+    def view(self, offset: int, shape: Any, dtype: torch.dtype) -> Any:
+        view = super().view(offset, shape, dtype)
+        view.__dict__["claim"] = self._claim
+        return view
+
+    def free(self) -> None:
+        super().free()
+        self._claim = None
+
+
 class SharesMemory(HostBuffer):
     """Small buffers are all the same memory."""
 
@@ -87,20 +165,29 @@ QUEUES: dict[str, type[HostQueue]] = {
     "never-adds": NeverAdds,
     "one-key-for-all": OneKeyForAll,
     "blocks-the-caller": BlocksTheCaller,
+    "writes-early": WritesEarly,
+    "aliases-outputs": AliasesOutputs,
 }
-BUFFERS: dict[str, type[HostBuffer]] = {"shares-memory": SharesMemory, "keeps-the-account": KeepsTheAccount}
+BUFFERS: dict[str, type[HostBuffer]] = {
+    "shares-memory": SharesMemory,
+    "keeps-the-account": KeepsTheAccount,
+    "frees-early": FreesEarly,
+}
 OPS: dict[str, tuple[str, Any]] = {
     "wrong-op": ("aten.rsqrt.default", lambda a, x: a.xp.sqrt(x)),
     "wrong-rounding": ("aten.mean.dim", lambda a, x, dims, keep: x.mean(axis=tuple(dims), keepdims=keep) * 1.0001),
 }
 FAULTS = {
-    "none": "test_order",
+    "none": "test_order or test_ownership",
     "half-fills": "test_filling",
     "forgets-to-wait": "test_a_call_that_waits_on_a_failed_one",
     "last-error-wins": "test_the_first_error",
     "never-adds": "added",
     "one-key-for-all": "taken_anew",
     "blocks-the-caller": "test_a_submission_returns",
+    "writes-early": "a_write_takes",
+    "aliases-outputs": "memory_of_its_own",
+    "frees-early": "a_freed_buffer_outlives",
     "shares-memory": "do_not_overlap",
     "keeps-the-account": "freeing_twice",
     "no-capacity": "beyond_the_capacity",

@@ -1,18 +1,72 @@
-"""What all tests share: numpy's matrix products on one thread, as torch's are, and trainers that are closed.
+"""What all tests share: trainers that are closed, and `--adversary`, the simulator in the CPU's place.
 
-Two test processes whose products each spin on all cores wait for each other most of the time, and the number of
-threads must be set before numpy is imported.
+`pytest --adversary late` (or `eager`, or `random:SEED`) runs the tests of SCHEDULER and no others. Each trainer that
+would have had the CPU has a simulated device in its place, which runs calls in that order over poisoned memory:
+unified where it was `cpu`, apart where it was `cpu:discrete`. What the tests expect stays as it is, to the bit.
+
+The environment is set before numpy is imported: its matrix products run on one thread, as torch's do in these tests.
+Two test processes whose products each spin on all cores wait for each other most of the time.
 """
 
 import os
-
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+MACHINES = Path(__file__).parent / "machines"
+
+SCHEDULER = (
+    "architecture", "checkpoint", "clipping", "data_dependent", "dropout", "exactness", "families", "faults",
+    "fixed_loss_scale", "memory_model", "optimizer_options", "precision", "resume", "semantics",
+)  # fmt: skip
+"""The files `test_*.py` that train through the schedule and the parameter server on a device they name."""
+
+NOT_SIMULATED = {
+    "test_layers_that_are_alike_are_captured_and_compiled_once": "counts the kernels of the CPU",
+    "test_the_watchdog_says_what_a_step_waits_for": "is about the time that passes on a clock",
+}
+"""Tests of those files that are about something else, by name, and why."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--adversary", metavar="ORDER", help="the scheduler's tests on the simulator: eager, late or random:SEED"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--adversary") is None:
+        return
+    chosen = [item for item in items if item.path.stem.removeprefix("test_") in SCHEDULER]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    items[:] = chosen
+    for item in items:
+        reason = NOT_SIMULATED.get(getattr(item, "originalname", ""))
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def adversary(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `--adversary`, a simulated device wherever the CPU is opened."""
+    order = request.config.getoption("--adversary")
+    if order is not None:
+        from hal import registry
+
+        opened = registry.open
+        name, _, seed = order.partition(":")
+        options = f"order={name},seed={seed or 0},poison=on"
+        places = {
+            "cpu": f"sim:{MACHINES / 'unified.toml'},{options}",
+            "cpu:discrete": f"sim:{MACHINES / 'apart.toml'},{options}",
+        }
+        monkeypatch.setattr(
+            registry, "open", lambda device, capacity=None: opened(places.get(device, device), capacity)
+        )
 
 @pytest.fixture
 def build() -> Iterator[Callable[..., Any]]:

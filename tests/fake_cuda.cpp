@@ -3,16 +3,15 @@
 // It computes nothing. RELAY_FAKE_SDPA chooses what attention prefers: 1 flash, 2 memory-efficient, 3 cuDNN.
 
 #include <ATen/Context.h>
-#include <ATen/DeviceAccelerator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/transformers/attention.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <cstdlib>
 
-namespace at::accelerator {
-std::optional<c10::DeviceType> getAccelerator(bool) { return c10::DeviceType::CUDA; }
-}  // namespace at::accelerator
+// at::getAccelerator and at::accelerator::getAccelerator: versions of PyTorch have the one or the other.
+extern "C" std::optional<c10::DeviceType> _ZN2at14getAcceleratorEb(bool) { return c10::DeviceType::CUDA; }
+extern "C" std::optional<c10::DeviceType> _ZN2at11accelerator14getAcceleratorEb(bool) { return c10::DeviceType::CUDA; }
 
 namespace at {
 struct CUDAHooks final : CUDAHooksInterface {

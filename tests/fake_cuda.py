@@ -29,8 +29,15 @@ from relay.capture import capture, joint
 from relay.models import GPT
 from relay.shapes import ModelShape, stations_of
 
+WRITTEN_FOR = "2.13"
+"""The PyTorch in which the stand-in must compile."""
+
 HERE = Path(__file__).resolve().parent
 CUDA = torch.device("cuda:0")
+
+
+class Unbuildable(Exception):
+    """The stand-in uses PyTorch's C++, which differs from version to version, and does not compile here."""
 
 
 def compiler() -> str:
@@ -44,7 +51,10 @@ def run(folder: Path) -> dict[str, Any]:
     library = folder / "fake_cuda.so"
     includes = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
     command = [compiler(), "-std=c++20", "-O0", "-shared", "-fPIC", *includes, str(HERE / "fake_cuda.cpp")]
-    subprocess.run([*command, "-o", str(library), f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"], check=True)
+    command += ["-o", str(library), f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    if built.returncode:
+        raise Unbuildable(built.stderr[-4000:])
     environment = {**os.environ, "LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(root / "lib")}
     answer = subprocess.run(
         [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300, check=False

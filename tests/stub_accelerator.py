@@ -2,20 +2,28 @@
 
 A stream is a thread-safe list of what it was given; an event must be recorded before anybody waits for it; work
 given outside of `use` is an error. It checks the logic of `backends.torch_device` where there is no GPU.
+
+Run as a script with a selection of tests, it runs these of the conformance suite on the device over this stand-in.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import json
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from backends.torch_accelerator import Accelerator
+from backends.torch_device import TorchBackend, TorchDevice
 from backends.torch_graphs import Recorder
+from hal import registry
+from hal.device import Device, Probe
 from hal.pages import PageLocker
 
 
@@ -65,7 +73,8 @@ class StubAccelerator(Accelerator):
         return "fpga"  # PyTorch has the name, and nothing behind it
 
     def dtypes(self) -> frozenset[torch.dtype]:
-        return frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool})
+        integers = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
+        return frozenset({torch.float32, torch.bfloat16, torch.float16} | integers)
 
     def enter_thread(self) -> None:
         self.entered.device = True
@@ -138,3 +147,33 @@ class StubRecorder(Recorder):
             call()
 
         return replay
+
+
+class StubBackend(TorchBackend):
+    def __init__(self) -> None:
+        super().__init__("cuda")
+        self.name = "stubtorch"
+
+    def probe(self) -> list[Probe]:
+        return [Probe("stubtorch", True, "", "a stub")]
+
+    def open(self, selector: str, capacity: int | None = None) -> Device:
+        return TorchDevice("stubtorch", StubAccelerator(), capacity) if not selector else super().open("none")
+
+
+def entry_points(*, group: str) -> Sequence[importlib.metadata.EntryPoint]:
+    here = importlib.metadata.EntryPoint("stubtorch", f"{__name__}:StubBackend", registry.GROUP)
+    return [*importlib.metadata.entry_points(group=group), here]
+
+
+def main() -> None:
+    from relay.conformance.command import run
+
+    registry.entry_points = entry_points  # type: ignore[attr-defined]
+    tally = run("stubtorch", sys.argv[1], True, sys.stderr)
+    failed = {test["test"]: test["reason"] for test in tally.with_outcome("failed")}
+    print(json.dumps({"failed": failed, "passed": len(tally.with_outcome("passed"))}))
+
+
+if __name__ == "__main__":
+    main()

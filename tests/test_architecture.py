@@ -13,6 +13,7 @@ import torch
 from plain_models import WIDTH, Block, Build, Output
 from torch import Tensor, nn
 
+from hal.errors import OutOfMemory
 from relay.errors import PartitionError
 
 
@@ -164,6 +165,21 @@ def test_the_ledger_follows_the_layers_and_a_removed_layer_stays_whole(build: Bu
     trainer.step(given[0])
     assert any(not torch.equal(values[name], after[name]) for name in values)
     reference.assert_same_state(last.state_dict(), after)
+
+
+def test_layers_inserted_under_a_limit_of_host_memory_are_counted_with_the_others(build: Build) -> None:
+    model, _ = pair(2)
+    trainer = build(model, microbatches=2, host_memory="20kB")
+    given = batches(3)
+    trainer.step(given[0])
+    trainer.insert(2, a_block(5))
+    trainer.step(given[1])
+    needed = trainer.ledger.total
+    for _ in range(20):
+        trainer.insert(2, a_block(5))
+    with pytest.raises(OutOfMemory) as refused:
+        trainer.step(given[2])
+    assert refused.value.requested > 4 * needed
 
 
 def test_a_model_doubled_twice_keeps_its_device_memory(build: Build) -> None:

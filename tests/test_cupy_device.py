@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import packages
@@ -17,6 +19,7 @@ from stub_cupy import StubRuntime
 
 from backends import array_random, cupy_runtime
 from backends.cupy_device import CupyBackend, CupyDevice
+from backends.cupy_runtime import CupyRuntime
 from hal import random as counter_random
 from hal import registry
 from hal.conformance.programs import GraphBuilder
@@ -132,6 +135,21 @@ def test_a_device_that_fails_is_lost_and_says_so(device: CupyDevice, stub: StubR
             lost.wait()
         assert isinstance(caught.value.__cause__, RuntimeError)
     stub.broken = False
+
+
+def test_a_mark_of_a_device_that_failed_is_an_error_and_not_one_that_is_still_to_come() -> None:
+    class CudaError(RuntimeError):
+        pass
+
+    runtime = CupyRuntime.__new__(CupyRuntime)
+    answers = {1: 0, 2: 600, 3: 700}
+    calls = SimpleNamespace(eventQuery=answers.__getitem__, CUDARuntimeError=CudaError)
+    runtime._cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=calls))
+    runtime._device = contextlib.nullcontext()
+    assert runtime.reached(SimpleNamespace(ptr=1))
+    assert not runtime.reached(SimpleNamespace(ptr=2))
+    with pytest.raises(CudaError):
+        runtime.reached(SimpleNamespace(ptr=3))
 
 
 def test_memory_that_a_kernel_does_not_get_is_out_of_memory(

@@ -6,6 +6,7 @@ import copy
 import functools
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from plain_models import WIDTH, Build, Output
 from torch import Tensor, nn
 
 import relay
+from relay.capture.eager_call import generators_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:layer")
 
@@ -193,3 +195,9 @@ def test_it_is_said_once_for_each_layer_and_not_again(build: Build) -> None:
     assert len(said) == 3
     assert "layers.1" in said[1]
     assert "nonzero" in said[1]
+
+
+def test_a_layer_that_runs_eagerly_gives_the_generators_of_its_devices_back() -> None:
+    on_gpus = [SimpleNamespace(device=torch.device(name)) for name in ("cuda:1", "cpu", "cuda:0", "cuda:1")]
+    assert generators_of(on_gpus) == {"devices": [0, 1], "device_type": "cuda"}  # type: ignore[arg-type]
+    assert generators_of([torch.zeros(1)]) == {"devices": ()}

@@ -17,7 +17,7 @@ ROWS = [
 ]
 
 
-def tests_in(file: str) -> set[str]:
+def defined_in(file: str) -> set[str]:
     """The tests of a file, by its text."""
     tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
@@ -29,7 +29,7 @@ def test_every_row_names_tests_that_exist(row: list[str]) -> None:
     named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", row[2])
     assert named
     assert len(named) == row[2].count("`") // 2, "something else than tests is named"
-    missing = [f"{file}::{test}" for file, test in named if test not in tests_in(file)]
+    missing = [f"{file}::{test}" for file, test in named if test not in defined_in(file)]
     assert not missing
 
 

@@ -74,7 +74,9 @@ def test_a_section_runs_in_a_process_of_its_own_and_is_ended_when_its_time_is_up
     gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "gpu.json"
-    words = ["--device", "cpu", "--small", "--json", str(path), "--only", "recorded launches"]
+    section = gpu.SECTIONS["recorded launches"]
+    monkeypatch.setitem(gpu.SECTIONS, "recorded launches", section.__class__(section.run, 900))  # on a busy machine
+    words = ["--device", "cpu", "--small", "--seconds", "1000", "--json", str(path), "--only", "recorded launches"]
     assert gpu.main(words) == 0
     assert json.loads(path.read_text(encoding="utf-8"))["recorded launches"]["not here"]
     section = gpu.SECTIONS["step"]

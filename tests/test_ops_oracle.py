@@ -31,7 +31,7 @@ def as_specs(argument: Any) -> Any:
 def computed(name: str, args: list[Any], kwargs: dict[str, Any], arrays: Arrays) -> list[Any]:
     with np.errstate(all="ignore"):
         result = FUNCTIONS[name](arrays, *(as_arrays(argument, arrays) for argument in args), **kwargs)
-    return list(result) if isinstance(result, tuple) else [result]
+    return [part for part in result if part is not None] if isinstance(result, tuple) else [result]
 
 
 def test_the_table_the_functions_and_the_samples_speak_of_the_same_ops() -> None:
@@ -71,7 +71,7 @@ def test_the_rule_of_an_op_gives_the_shapes_and_dtypes_that_pytorch_gives(name: 
     for seed in SEEDS:
         args, kwargs = sample(name, seed, floating)
         results = OPS[name].results(*map(as_specs, args), **kwargs)
-        parts = (results,) if isinstance(results, Spec) else results
+        parts = [results] if isinstance(results, Spec) else [part for part in results if part is not None]
         for part, theirs in zip(parts, expected_of(name, args, kwargs), strict=True):
             assert part == spec_of(theirs), (seed, args, kwargs)
 

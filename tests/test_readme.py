@@ -30,7 +30,7 @@ def blocks(*languages: str) -> list[str]:
 
 def commands() -> list[list[str]]:
     """Each line of the shell blocks as words, prompts and comments taken off."""
-    lines = [line.removeprefix("$ ") for block in blocks(*SHELLS) for line in block.splitlines()]
+    lines = [line.removeprefix("$ ") for block in blocks(*SHELLS) for line in block.replace("\\\n", " ").splitlines()]
     return [words for words in (shlex.split(line, comments=True) for line in lines) if words]
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +277,57 @@ def test_a_hugging_face_configuration_gives_its_shape(tmp_path: Path) -> None:
         shape_of_config(path)
 
 
+SMALL = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("GPT2", {"n_layer": 3, "n_embd": 64, "n_head": 4, "vocab_size": 100, "n_positions": 128}),
+        ("Mpt", {"n_layers": 3, "d_model": 64, "n_heads": 4, "vocab_size": 100, "max_seq_len": 128}),
+        ("Mistral", {**SMALL, "intermediate_size": 96, "num_key_value_heads": 2}),
+        ("Gemma", {**SMALL, "intermediate_size": 96, "head_dim": 32, "num_key_value_heads": 1, "pad_token_id": 0}),
+        ("Qwen3", {**SMALL, "intermediate_size": 96, "head_dim": 32, "num_key_value_heads": 2}),
+    ],
+)
+def test_a_configuration_has_as_many_parameters_as_the_model_built_from_it(
+    tmp_path: Path, name: str, options: dict[str, Any]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    config = getattr(transformers, f"{name}Config")(**options)
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    found = relay.simulate(config=str(tmp_path / "config.json"), sequence=128, device="rtx-4090")
+    # GPT-2's layer stands for MPT's too, which has no biases and no table of positions.
+    slack = 128 * 64 + 3 * 13 * 64 if name == "Mpt" else 600
+    assert count - 600 <= found.memory.parameters <= count + slack
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"num_local_experts": 8}, "layers of 8 experts"),
+        ({"n_routed_experts": 64}, "layers of 64 experts"),
+        ({"is_encoder_decoder": True}, "an encoder with a decoder"),
+        ({"embedding_size": 16}, "embeddings of 16 before layers of 64"),
+        ({"num_hidden_groups": 1}, "the same layers several times"),
+        ({"multi_query": True}, "one head of keys"),
+        ({"hidden_size": "64"}, "whole numbers"),
+    ],
+)
+def test_a_configuration_that_would_be_counted_wrongly_is_refused(
+    tmp_path: Path, more: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**SMALL, **more}))
+    with pytest.raises(ShapeError, match=message):
+        shape_of_config(path)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -339,6 +391,35 @@ def test_a_sweep_writes_a_table_and_a_map(tmp_path: Path) -> None:
     assert rows[0] == "batch,device,tokens_per_second"
     assert len(rows) == 5
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_sweep_leaves_out_what_cannot_be_and_refuses_what_is_not_known(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    sweep = ("--model", "gpt2", "--out", str(tmp_path / "map"), "--sweep", "precision=bf16,fp16", "--sweep")
+    result = invoke(*sweep, "device=v100-sxm2-16gb,rtx-4090", "--json")
+    assert result.exit_code == 0, result.output
+    (without, with_bf16), (half, other) = json.loads(result.stdout)["tokens_per_second"]
+    assert without is None
+    assert min(with_bf16, half, other) > 0
+    assert "does not compute in bf16" in result.stderr
+    assert invoke(*sweep, "device=v100-sxm2-16gb,rtx-9999").exit_code == 1
+    assert invoke(*sweep, "precision=fp32").exit_code == 2
+
+
+def test_a_sweep_without_matplotlib_writes_its_table_and_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = invoke("--model", "gpt2", "--sweep", "batch=8,16", "--out", str(tmp_path / "map"), "--json")
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert answer["png"] is None
+    assert len(Path(answer["csv"]).read_text().split()) == 3
+    assert "pip install" in result.stderr
+
+
+def test_a_count_that_is_not_finite_is_refused() -> None:
+    assert invoke("--model", "gpt2", "--tokens", "1e400").exit_code == 2
 
 
 def test_a_larger_machine_description_keeps_what_it_was_given() -> None:

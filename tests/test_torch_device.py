@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import json
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
+import packages
 import pytest
 import torch
 from stub_accelerator import StubAccelerator
 from torch import nn
 
 import relay
-from backends import streams, torch_device
-from backends.torch_accelerator import FAMILIES
+from backends import streams, torch_accelerator, torch_device
+from backends.torch_accelerator import FAMILIES, Accelerator, Family
 from backends.torch_device import TorchDevice
 from hal import registry
 from hal.errors import DeviceLost, HalError, OutOfMemory, Unavailable, Unsupported
@@ -36,6 +40,15 @@ def device(stub: StubAccelerator) -> Iterator[TorchDevice]:
     opened = TorchDevice("stub:0", stub, 1 << 20)
     yield opened
     opened.close()
+
+
+@pytest.mark.slow
+def test_over_the_stand_in_it_conforms_in_order_memory_transfers_and_programs(tmp_path: Path) -> None:
+    chosen = "test_programs or test_order or test_memory or test_opening or test_transfers or test_together"
+    words = ["python", str(packages.ROOT / "tests" / "stub_accelerator.py"), chosen]
+    answer = json.loads(packages.run(words, tmp_path, tmp_path))
+    assert answer["failed"] == {}
+    assert answer["passed"] > 100
 
 
 def test_what_is_written_is_read_back(device: TorchDevice) -> None:
@@ -244,3 +257,62 @@ def test_cuda_trains_as_plain_pytorch_does_on_it() -> None:
         break
     assert trainer.step(batch).loss == pytest.approx(total, rel=1e-6)
     trainer.close()
+
+
+def test_a_device_that_cannot_be_opened_any_more_is_unavailable_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Broken(Family):
+        def missing(self) -> str:
+            return ""
+
+        def count(self) -> int:
+            return 1
+
+        def open(self, number: int) -> Accelerator:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setitem(FAMILIES, "cuda", Broken("cuda"))
+    with pytest.raises(Unavailable, match="illegal memory access"):
+        torch_device.cuda().open("0")
+    (probe,) = torch_device.cuda().probe()
+    assert "illegal memory access" in probe.reason
+
+
+class FakeRuntime:
+    """`torch.cuda.cudart()` where registering fails or does not."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+        self.calls: list[tuple[int, ...]] = []
+
+    def cudaHostRegister(self, *arguments: int) -> int:
+        self.calls.append(arguments)
+        return self.code
+
+    def cudaHostUnregister(self, *arguments: int) -> int:
+        self.calls.append(arguments)
+        return 0
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_registered_memory_is_exact_and_for_all_devices_and_a_refusal_leaves_no_error_behind(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, entered, launched = FakeRuntime(code), [], []
+
+    @contextlib.contextmanager
+    def device(where: torch.device) -> Iterator[None]:
+        entered.append(where)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: launched.append(device))
+    locker = torch_accelerator._CudaHostRegister(torch.device("cuda:1"))
+    reason = locker.lock(4096, 1001)
+    assert runtime.calls == [(4096, 1001, 1)]
+    assert bool(reason) == bool(code)
+    assert launched == ([torch.device("cuda:1")] if code else [])
+    locker.unlock(4096, 1001)
+    assert entered == [torch.device("cuda:1")] * 2

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 from collections.abc import Iterator
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from stub_accelerator import StubAccelerator
 from torch import nn
 
 import relay
-from backends import torch_graphs
+from backends import torch_accelerator, torch_graphs
 from backends.torch_device import TorchBackend, TorchDevice
 from backends.torch_graphs import RECORDS, Recordings
 from hal import registry
@@ -242,3 +244,49 @@ def test_on_a_gpu_launches_are_replayed() -> None:
     assert recordings.replayed == 4
     assert kernel.program is program
     device.close()
+
+
+class LoudGraph:
+    """`torch.cuda.CUDAGraph`, in the one order in which it may be called."""
+
+    made: ClassVar[list[LoudGraph]] = []
+
+    def __init__(self) -> None:
+        self.said: list[object] = []
+        self.made.append(self)
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        assert not gc.isenabled(), "a collection while a stream records"
+        self.said += ["begin", pool, capture_error_mode]
+
+    def capture_end(self) -> None:
+        assert self.said[0] == "begin"
+        self.said.append("end")
+
+    def replay(self) -> None:
+        assert self.said[-1] != "begin"
+        self.said.append("replay")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_recording_is_ended_whatever_happens_in_it(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LoudGraph, "made", [])
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", LoudGraph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    recorder = torch_accelerator._CudaGraphs()
+    ran: list[int] = []
+
+    def call() -> None:
+        ran.append(1)
+        if fails:
+            raise ArithmeticError("in the middle")
+
+    if fails:
+        with pytest.raises(ArithmeticError):
+            recorder.record(None, call)
+    else:
+        recorder.record(None, call)()
+    (graph,) = LoudGraph.made
+    assert graph.said == ["begin", "pool", "thread_local", "end", *([] if fails else ["replay"])]
+    assert ran == [1]
+    assert gc.isenabled()

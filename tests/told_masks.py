@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hal.random import RandomKey, keep_mask
-from relay.capture.eager import _seed_of
+from relay.capture.eager_call import seed_of
 
 PROLOGUE = "prologue"
 
@@ -64,7 +64,7 @@ class ToldMasks(TorchDispatchMode):
         def enter(module: nn.Module, inputs: Any) -> None:
             self._inside = name
             if self.eagerly:
-                torch.manual_seed(_seed_of(self._key(name)))
+                torch.manual_seed(seed_of(self._key(name)))
 
         return enter
 

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from backends.host_memory import HostDevice, HostQueue, describe_processor, memory_size, self_test
 from backends.onnx.emit import emit, emitted_of
+from backends.onnx.exporting import export
 from backends.onnx.model import ELEMENT_TYPES, Model, held
 from backends.onnx.providers import Provider, choose, known, runtime
 from backends.onnx.sessions import Session
@@ -152,6 +153,19 @@ class OnnxBackend(Backend):
         _prove(provider)
         return OnnxDevice(provider, capacity)
 
+    def export(
+        self,
+        program: Program,
+        path: Path,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        weights: Mapping[str, torch.Tensor],
+    ) -> Path:
+        try:
+            return export(program, path, inputs, outputs, weights)
+        except ImportError as missing:
+            raise Unavailable(f"Writing ONNX needs the package onnx: pip install onnx ({missing})") from missing
+
 
 def _prove(provider: Provider) -> None:
     """Add two numbers on a provider. Raises Unavailable where that fails, be it listed or not."""
@@ -170,13 +184,3 @@ def _prove(provider: Provider) -> None:
         raise Unavailable(f"{provider.full} is listed and does not work: {failure}") from failure
     if found.item() != 3.0:
         raise Unavailable(f"{provider.full} does not work: it says that 1.5 and 1.5 are {found.item()}.")
-
-
-def export(program: Program, path: str | Path) -> Path:
-    """Write the model of a core program as an .onnx file, for inspection. Returns the path.
-
-    Inputs and outputs are named after the program's ports. Random draws are inputs.
-    """
-    target = Path(path)
-    target.write_bytes(emit(program).proto.SerializeToString())
-    return target

@@ -123,7 +123,7 @@ class _Emitter:
         name = name_of(node.target)
         spec = spec_of(node.meta["val"])
         specs = (spec,) if isinstance(spec, Spec) else spec
-        self.ops[node.name] = (name, ", ".join(str(one.dtype).removeprefix("torch.") for one in specs))
+        self.ops[node.name] = (name, ", ".join(str(one.dtype).removeprefix("torch.") for one in specs if one))
         if OPS[name].kind is Kind.RANDOM:
             results = [self._drawn(node, spec)]
         elif name in _RESHAPES and node.args[0] in self.ports:

@@ -7,6 +7,7 @@ needed. Where to read: `lowering` (a program as tasks), `plan` (tasks as launche
 
 from __future__ import annotations
 
+from backends.host_memory import self_test
 from backends.opencl import platforms
 from hal.device import Backend, Device, Probe
 from hal.errors import HalError, Unavailable
@@ -32,12 +33,9 @@ class OpenClBackend(Backend):
             reason = platforms.broken(found)
             if reason:
                 return Probe(name, False, reason, found.description)
-            device = self.open(str(found.number))
-            info = device.info
-            device.close()
         except Exception as failure:  # contract 10: the reason is kept, not raised
             return Probe(name, False, f"{type(failure).__name__}: {failure}")
-        return Probe(name, True, "", info.description, info.memory, info.tags, info.notes)
+        return self_test(self, name)
 
     def open(self, selector: str, capacity: int | None = None) -> Device:
         from backends.opencl.device import OpenClDevice

@@ -59,6 +59,7 @@ class SimulatedEvent(Event):
         "outside",
         "owner",
         "parents",
+        "queue",
         "ran",
         "start",
         "unrun",
@@ -69,6 +70,7 @@ class SimulatedEvent(Event):
     def __init__(self, owner: Owner, number: int, lane: int, label: str, cost: Cost) -> None:
         self.owner = owner
         self.number = number
+        self.queue = number  # of the first call on its queue
         self.lane = lane
         self.label = label
         self.cost = cost

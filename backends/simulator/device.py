@@ -322,7 +322,8 @@ class SimulatedDevice(AccountedDevice[SimulatedQueue], VirtualDevice, Owner):
             parents = [self._own(one) for one in wait]
             event = SimulatedEvent(self, self._numbered(), lane, label, cost)
             event.parents = parents
-            event.before = after
+            if after is not None:
+                event.before, event.queue = after, after.queue
             awaited = event.awaited()
             self.clock.submit(event, awaited)
             # Without numbers a call has run at once, unless it waits for something that may still fail.

@@ -7,9 +7,10 @@ the same in both.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from backends.simulator.clock import HOST, SimulatedEvent
 from hal.event import Event
@@ -33,21 +34,22 @@ class SimulatedHost(Host):
         self._device = device
         self._last: SimulatedEvent | None = None
         self._page_locked = 0
-        self._crossing: set[str] = set()
+        self._locked_pages: Any = WeakIdKeyDictionary()
 
     def alloc(self, count: int, dtype: torch.dtype, state: str, crosses: bool = False) -> torch.Tensor:
-        if crosses and not self._device.info.unified:
-            self._crossing.add(state)
-            self._page_locked += self._pages(count * dtype.itemsize)
+        size = count * dtype.itemsize
         if self._device.options.numerics:
             tensor = super().alloc(count, dtype, state, crosses)
             if self._device.options.poison:
                 tensor.view(torch.uint8).fill_(POISON)
-            return tensor
-        size = count * dtype.itemsize
-        self._account.charge(size, f"{state} ({str(dtype).removeprefix('torch.')})")
-        self.ledger.add(state, dtype, size)
-        return torch.empty(count, dtype=dtype, device="meta")
+        else:
+            self._account.charge(size, f"{state} ({str(dtype).removeprefix('torch.')})")
+            self.ledger.add(state, dtype, size)
+            tensor = torch.empty(count, dtype=dtype, device="meta")
+        if crosses and not self._device.info.unified:
+            self._locked_pages[tensor] = self._pages(size)
+            self._page_locked += self._pages(size)
+        return tensor
 
     def run(
         self,
@@ -63,10 +65,8 @@ class SimulatedHost(Host):
             return self._last
 
     def free(self, tensor: torch.Tensor, state: str) -> None:
-        crosses = state in self._crossing
         super().free(tensor, state)
-        if crosses:
-            self._page_locked -= self._pages(tensor.numel() * tensor.dtype.itemsize)
+        self._page_locked -= self._locked_pages.pop(tensor, 0)
 
     @property
     def page_locked(self) -> int:

@@ -12,6 +12,7 @@ from hal.event import Event
 from hal.worker import Worker
 
 LONGEST = 20.0  # seconds
+MOMENT = 0.05  # seconds
 
 
 class Gate:
@@ -26,6 +27,10 @@ class Gate:
     def open(self) -> None:
         """Let what waits go on."""
         self._open.set()
+
+    def hold(self) -> None:
+        """Stay closed for a moment more: what wrongly does not wait has most likely run by then."""
+        self._open.wait(MOMENT)
 
     def _stand(self) -> None:
         self.timed_out = not self._open.wait(LONGEST)

@@ -54,10 +54,10 @@ def target_of(name: str) -> Any:
 
 
 def expected_of(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    """What PyTorch gives for these arguments, with `view` as a reshape."""
+    """What PyTorch gives for these arguments, with `view` as a reshape. Results that are not wanted are left out."""
     target = torch.reshape if name == "aten.view.default" else target_of(name)
     result = target(*args, **kwargs)
-    return (result,) if isinstance(result, torch.Tensor) else tuple(result)
+    return (result,) if isinstance(result, torch.Tensor) else tuple(part for part in result if part is not None)
 
 
 def case(name: str, seed: int, floating: torch.dtype = torch.float32) -> Case:
@@ -86,28 +86,34 @@ def case(name: str, seed: int, floating: torch.dtype = torch.float32) -> Case:
     node = graph.call_function(target_of(name), tuple(place(argument) for argument in args), kwargs)
     specs, named = arguments_of(node)
     results = row.results(*specs, **named)
-    blanks = [torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in _as_tuple(results)]
+    blanks = [
+        None if spec is None else torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+        for spec in _as_tuple(results)
+    ]
     node.meta = {"val": blanks[0] if isinstance(results, Spec) else tuple(blanks)}
-    outputs: tuple[fx.Node, ...] = (node,)
+    outputs: list[fx.Node] = [node]
     if not isinstance(results, Spec):
-        outputs = tuple(graph.call_function(operator.getitem, (node, index)) for index in range(len(results)))
-        for output, blank in zip(outputs, blanks, strict=True):
-            output.meta = {"val": blank}
-    graph.output(outputs)
+        outputs = []
+        for index, blank in enumerate(blanks):
+            if blank is not None:
+                outputs.append(graph.call_function(operator.getitem, (node, index)))
+                outputs[-1].meta = {"val": blank}
+    graph.output(tuple(outputs))
+    stored = [result for result in _as_tuple(results) if result is not None]
     program = Program(
         name=f"{name} {seed}",
         graph=graph,
         inputs=tuple(Port(Role.VALUE, i, tuple(t.shape), t.dtype) for i, t in enumerate(tensors)),
-        outputs=tuple(Port(Role.VALUE, i, spec.shape, spec.dtype, True) for i, spec in enumerate(_as_tuple(results))),
+        outputs=tuple(Port(Role.VALUE, i, spec.shape, spec.dtype, True) for i, spec in enumerate(stored)),
         constants={},
         draws=key is not None,
         flops=count_flops(graph),
         moved=count_moved(graph),
-        workspace=sum(spec.size for spec in _as_tuple(results)),
+        workspace=sum(spec.size for spec in stored),
         fingerprint=f"{name} {args} {kwargs} {floating}",
     )
     return Case(program, tuple(tensors), key, expected_of(name, args, kwargs))
 
 
-def _as_tuple(results: Any) -> tuple[Spec, ...]:
+def _as_tuple(results: Any) -> tuple[Spec | None, ...]:
     return (results,) if isinstance(results, Spec) else tuple(results)

@@ -216,15 +216,17 @@ def _convolved(s: Sampler) -> list[Any]:
 def _convolution_backward(s: Sampler) -> list[Any]:
     x, weight, _, *rest = _convolved(s)
     result: Any = OPS["aten.convolution.default"].results(_spec(x), _spec(weight), None, *rest)
-    return [s.real(result.shape), x, weight, [result.shape[1]], *rest, [True, True, True]]
+    mask = s.random.choice(([True, True, True], [False, True, True], [False, True, False], [True, True, False]))
+    return [s.real(result.shape), x, weight, [result.shape[1]] if mask[2] else None, *rest, mask]
 
 
 def _pooled(s: Sampler) -> list[Any]:
     kernel = [s.random.randint(1, 3) for _ in range(2)]
     padding = [s.random.randint(0, size // 2) for size in kernel]
-    stride = [s.random.randint(1, 3) for _ in range(2)]
-    shape = [s.random.randint(1, 3), s.random.randint(1, 3), *(size + s.random.randint(2, 6) for size in kernel)]
-    return [s.distinct(shape), kernel, stride, padding, [1, 1], False]
+    stride, dilation = ([s.random.randint(1, most) for _ in range(2)] for most in (3, 2))
+    reach = [spread * (size - 1) + 1 for size, spread in zip(kernel, dilation, strict=True)]
+    shape = [s.random.randint(1, 3), s.random.randint(1, 3), *(size + s.random.randint(2, 6) for size in reach)]
+    return [s.distinct(shape), kernel, stride, padding, dilation, False]
 
 
 def _pool_backward(s: Sampler) -> list[Any]:

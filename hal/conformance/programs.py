@@ -36,7 +36,9 @@ def target_of(name: str) -> Any:
 
 
 def blank(result: Any) -> Any:
-    """A node's `meta["val"]` for a Spec or several."""
+    """A node's `meta["val"]` for a Spec or several, of which those that are not wanted are None."""
+    if result is None:
+        return None
     if isinstance(result, Spec):
         return torch.empty(result.shape, dtype=result.dtype, device="meta")
     return tuple(blank(part) for part in result)
@@ -73,16 +75,20 @@ class GraphBuilder:
         return node
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """A node of that op, or one for each of its results."""
+        """A node of that op, or one for each of its results; None for those that are not wanted."""
         node = self.graph.call_function(target_of(name), args, kwargs)
         specs, named = arguments_of(node)
         node.meta = {"val": blank(OPS[name].results(*specs, **named))}
         if not isinstance(node.meta["val"], tuple):
             return node
-        parts = []
+        parts: list[fx.Node | None] = []
         for place, value in enumerate(node.meta["val"]):
-            parts.append(self.graph.call_function(operator.getitem, (node, place)))
-            parts[-1].meta = {"val": value}
+            if value is None:
+                parts.append(None)
+                continue
+            part = self.graph.call_function(operator.getitem, (node, place))
+            part.meta = {"val": value}
+            parts.append(part)
         return tuple(parts)
 
     def program(
@@ -121,7 +127,7 @@ def _workspace(graph: fx.Graph) -> int:
         row = OPS.get(name_of(node.target))
         if row is None or row.kind is not Kind.VIEW:
             value = spec_of(node.meta["val"])
-            total += sum(part.size for part in (value if isinstance(value, tuple) else (value,)))
+            total += sum(part.size for part in (value if isinstance(value, tuple) else (value,)) if part is not None)
     return total
 
 

@@ -235,11 +235,14 @@ def _convolved(make: Maker) -> list[tuple[Any, ...]]:
 
 
 def _convolved_back(make: Maker) -> list[tuple[Any, ...]]:
+    """With every mask that training asks for: all, no gradient of the data, no bias, the weight's alone."""
+    masks = ([True, True, True], [False, True, True], [True, True, False], [False, True, False])
+    calls = _convolved(make)
     made = []
-    for x, weight, _, *rest in _convolved(make):
+    for (x, weight, _, *rest), mask in zip([*calls, calls[1]], masks, strict=True):
         gradient = torch.convolution(x.double(), weight.double(), None, *rest)
-        grads = make.numbers(*gradient.shape)
-        made.append((grads, x, weight, [gradient.shape[1]], *rest, [True, True, True]))
+        sizes = [gradient.shape[1]] if mask[2] else None
+        made.append((make.numbers(*gradient.shape), x, weight, sizes, *rest, mask))
     return made
 
 
@@ -247,6 +250,7 @@ def _pooled(make: Maker) -> list[tuple[Any, ...]]:
     return [
         (make.distinct(2, 2, 6, 7), [2, 3], [2, 2], [0, 1], [1, 1], False),
         (make.distinct(1, 3, 7, 7), [3, 3], [2, 1], [1, 1], [1, 2], False),
+        (make.distinct(2, 1, 9, 7), [2, 2], [1, 1], [1, 1], [2, 2], False),
     ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -25,6 +27,18 @@ def test_probing_twice_finds_the_same(name: str) -> None:
     backend = registry.backends()[0][name.partition(":")[0]]
     first, second = backend.probe(), backend.probe()
     assert [(probe.name, probe.available) for probe in first] == [(probe.name, probe.available) for probe in second]
+
+
+def test_probing_runs_a_kernel(name: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that copies memory and runs nothing is not a device that works (contract 10)."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise HalError("no kernel runs")
+
+    monkeypatch.setattr(type(device.queue(QUEUE)), "run", refuse)
+    probes = registry.backends()[0][name.partition(":")[0]].probe()
+    assert all(not probe.available for probe in probes), "probing calls a device available that runs no kernel"
+    assert any("no kernel runs" in probe.reason for probe in probes), "what is not there keeps its reason"
 
 
 def test_what_it_says_of_itself_is_whole(device: Device) -> None:

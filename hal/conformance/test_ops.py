@@ -46,7 +46,7 @@ def program_of(name: str, sample: Sample) -> tuple[Program, list[torch.Tensor]]:
         inputs.append(torch.zeros(1))
         builder.input((1,))  # no program is without one
     result = builder.call(name, *args, **sample.kwargs)
-    outputs = result if isinstance(result, tuple) else (result,)
+    outputs = [part for part in (result if isinstance(result, tuple) else (result,)) if part is not None]
     return builder.program(outputs, accumulates=False), inputs
 
 

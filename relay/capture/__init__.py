@@ -1,18 +1,21 @@
 """Capture: from modules to graphs. The only package that touches torch's private tracing interfaces.
 
-`joint` makes a segment's programs, `core` rewrites them for devices that are not PyTorch's, `tracing` traces whole
-models with their blocks opaque, `decisions` answers what they ask of a batch meanwhile, `measure` counts what a graph
-costs, `explain` says why a capture failed.
+`joint` makes a segment's programs (`traced` is what it traces, `extraction` cuts them out), `core` rewrites them for
+devices that are not PyTorch's, `tracing` traces whole models with their blocks opaque, `decisions` answers what they
+ask of a batch meanwhile, `given` sees what layers change of what they are given, `outside` and `attributes` refuse what
+a trace would lose, `measure` counts what a graph costs, `explain` says why a capture failed.
 """
 
+from relay.capture.captured import Captured
 from relay.capture.core import Lowering
 from relay.capture.decisions import Decider, Decision
-from relay.capture.eager import Presence
+from relay.capture.eager_call import Presence
 from relay.capture.elsewhere import graphs_for
-from relay.capture.joint import Captured, autocast, capture
+from relay.capture.joint import capture
 from relay.capture.layers import layer_of_segment
 from relay.capture.measure import fingerprint
 from relay.capture.states import call_with
+from relay.capture.traced import autocast
 from relay.capture.tracing import BLOCK, OpaqueCall, as_fake, opaque_blocks, run_fake, trace
 
 __all__ = [

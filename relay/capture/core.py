@@ -25,9 +25,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hal.ops import OPS, Kind, name_of, spec_of
+from relay.capture.amended import WRONG
 from relay.capture.core_builder import Builder, part_spec
+from relay.capture.core_call import Call, with_defaults
+from relay.capture.core_decompositions import FURTHER
 from relay.capture.core_elementwise import elementwise
-from relay.capture.core_rewrites import REWRITES, Call, with_defaults
+<<<<<<< HEAD
+=======
+from relay.capture.core_mathematics import MATHEMATICS
+>>>>>>> work-h
+from relay.capture.core_rewrites import REWRITES
 from relay.errors import CaptureError
 
 aten = torch.ops.aten
@@ -35,6 +42,7 @@ aten = torch.ops.aten
 _FURTHER = [
     aten.linalg_vector_norm.default,
     aten._native_batch_norm_legit.default,
+    aten._native_batch_norm_legit.no_stats,
     aten._native_batch_norm_legit_functional.default,
     aten._native_batch_norm_legit_no_training.default,
     aten.elu.default,
@@ -70,8 +78,13 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     """The decompositions to trace with."""
     table = dict(core_aten_decompositions())
     table.update(get_decompositions(_FURTHER))
+    table.update(FURTHER)
     table[aten.rrelu_with_noise_functional.default] = _rrelu
+<<<<<<< HEAD
     for target in _KEPT:
+=======
+    for target in [*_KEPT, *WRONG]:
+>>>>>>> work-h
         table.pop(target, None)
     return table
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from hal.op_rules import Spec
 from hal.ops import OPS, arguments_of, name_of, spec_of
@@ -63,7 +64,8 @@ class Builder:
 
     def full(self, shape: Sequence[int], value: Any, dtype: torch.dtype) -> fx.Node:
         """A tensor of one number, which is rounded to the dtype here."""
-        rounded = torch.full((), value, dtype=dtype).item()
+        with unset_fake_temporarily():  # a number, also where the model has no memory
+            rounded = torch.full((), value, dtype=dtype).item()
         return self.call(aten.full.default, list(shape), rounded, dtype=dtype)
 
     def view(self, x: fx.Node, shape: Sequence[int]) -> fx.Node:
@@ -104,6 +106,8 @@ def constant_of(node: Any) -> Any:
 
 
 def _blank(results: Any) -> Any:
+    if results is None:
+        return None
     if isinstance(results, Spec):
         return torch.empty(results.shape, dtype=results.dtype, device="meta")
     return tuple(_blank(result) for result in results)

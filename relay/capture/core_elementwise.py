@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from hal.op_rules import Spec, broadcast
 from relay.capture.core_builder import Builder, constant_of, part_spec
@@ -143,12 +144,13 @@ def _folded(builder: Builder, target: Any, args: Sequence[Any], kwargs: dict[str
     """The constant that an element-wise op of constants gives."""
     if not all(constant_of(argument) is not None for argument in args if isinstance(argument, fx.Node)):
         return None
-    numbers = [
-        torch.full((), constant_of(argument), dtype=part_spec(argument).dtype)
-        if isinstance(argument, fx.Node)
-        else argument
-        for argument in args
-    ]
-    result: torch.Tensor = target(*numbers, **kwargs)
+    with unset_fake_temporarily():
+        numbers = [
+            torch.full((), constant_of(argument), dtype=part_spec(argument).dtype)
+            if isinstance(argument, fx.Node)
+            else argument
+            for argument in args
+        ]
+        result: torch.Tensor = target(*numbers, **kwargs)
     shape = broadcast(*[part_spec(argument).shape for argument in args if isinstance(argument, fx.Node)])
     return builder.full(shape, result.item(), result.dtype)

@@ -16,9 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from relay.capture.layouts import order_in_memory
 from relay.capture.measure import is_view
-
-aten = torch.ops.aten
 
 
 def nodes_to_keep(
@@ -52,7 +51,7 @@ def nodes_to_keep(
         # Of an op with several results, those that only the backward reads (statistics) are made by the forward too.
         maker = node.args[0] if node.target is operator.getitem else node
         computed = maker in forward and node not in from_seeds
-        if computed and not _made_anew(node) and order_in_memory(node) is not None:
+        if computed and not _made_anew(node) and order_in_memory(node.meta["val"]) is not None:
             kept.add(node)
         else:
             waiting += node.all_input_nodes
@@ -68,32 +67,3 @@ def _made_anew(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]
     return is_view(node) or not isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def order_in_memory(node: fx.Node) -> list[int] | None:
-    """The dimensions from the one that is slowest in memory to the fastest; None where the tensor has gaps."""
-    value: torch.Tensor = node.meta["val"]
-    if value.is_contiguous():
-        return list(range(value.dim()))
-    order = sorted(range(value.dim()), key=lambda dim: (-value.stride(dim), dim))
-    expected = 1
-    for dim in reversed(order):
-        if value.shape[dim] != 1 and value.stride(dim) != expected:
-            return None
-        expected *= value.shape[dim]
-    return order
-
-
-def permuted(graph: fx.Graph, node: fx.Node, order: Sequence[int]) -> fx.Node:
-    """The tensor with its dimensions in another order; itself where they are in that order."""
-    if list(order) == list(range(len(order))):
-        return node
-    result = graph.call_function(aten.permute.default, (node, list(order)))
-    result.meta = {"val": in_order(node.meta["val"], order)}
-    return result
-
-
-def in_order(value: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """What stands for a tensor with its dimensions in another order; tensors of a trace take no ops outside of it."""
-    shape, strides = ([of[dim] for dim in order] for of in (value.shape, value.stride()))
-    return torch.empty_strided(shape, strides, dtype=value.dtype, device="meta")

@@ -21,6 +21,7 @@ import numpy as np
 from numba import types
 
 from hal.compiled import compiled
+from relay.eps import instructions
 from relay.eps.instructions import (
     INFINITE,
     LINE,
@@ -389,5 +390,6 @@ def _sum_of_squares(begin, end, gradient, gradient_kind, sums):
         doubles_at(sums + 8 * (start // BLOCK), 1)[0] = _squares(count, floats_at(at, count))
 
 
-update = compiled(_update, [types.void(*(types.intp,) * 19, types.uint32, types.uint32)])
-sum_of_squares = compiled(_sum_of_squares, [types.void(*(types.intp,) * 5)])
+_SOURCES = [instructions.__file__]
+update = compiled(_update, [types.void(*(types.intp,) * 19, types.uint32, types.uint32)], _SOURCES)
+sum_of_squares = compiled(_sum_of_squares, [types.void(*(types.intp,) * 5)], _SOURCES)

@@ -1,8 +1,6 @@
 """What numba lacks, for kernels that work on addresses: fused multiply-add, 16-bit floats, streaming stores.
 
 No arithmetic of an optimizer is here. Addresses are plain integers; nothing checks them.
-
-numba's cache watches the file of a cached kernel alone: whoever changes this file touches `fused_kernels.py` too.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ the authority on hyperparameters. It does not update anything itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +27,15 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class _Optimizer:
-    """What the five have in common."""
+    """What the five have in common.
+
+    `kernel` is the fused pass over a tensor, its gradient and its `moments`: the states that may be small, each with
+    whether it is signed.
+    """
+
+    kernel: ClassVar[Callable[..., Any]]
+    moments: ClassVar[dict[str, bool]]
+    has_torch_kernel: ClassVar[bool] = False
 
     lr: float = 1e-3
 
@@ -45,7 +53,7 @@ class _Optimizer:
 
     def states(self, group: Mapping[str, Any]) -> dict[str, bool]:
         """The states that may be small, by name, and whether they are signed."""
-        raise NotImplementedError
+        return self.moments
 
     def wide_states(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """The states that are always float32."""
@@ -63,9 +71,17 @@ class _Optimizer:
         seed: int,
     ) -> None:
         """Update one flat tensor by the fused pass."""
-        raise NotImplementedError
+        options = {one.name: group[one.name] for one in fields(self) if one.name not in ("lr", "betas", "amsgrad")}
+        if "betas" in group:
+            options["beta1"], options["beta2"] = group["betas"]
+        options |= self.further_options(state, step)
+        moments = [state.get(label) for label in self.moments]
+        lr = float(group["lr"])
+        self.kernel(master, gradient, *moments, weight_out, lr=lr, step=step, factor=factor, seed=seed, **options)
 
-    has_torch_kernel: ClassVar[bool] = False
+    def further_options(self, state: State, step: int) -> dict[str, Any]:
+        """What the fused pass is told besides the hyperparameters."""
+        return {}
 
     def update_by_torch(
         self, masters: Tensors, gradients: Tensors, states: Sequence[State], group: Mapping[str, Any], first: bool
@@ -78,49 +94,21 @@ class _Optimizer:
 class AdamW(_Optimizer):
     """AdamW (Loshchilov and Hutter 2019), bit for bit `torch.optim.AdamW(fused=True)`."""
 
+    kernel = staticmethod(fused.adamw)
+    moments: ClassVar[dict[str, bool]] = {"exp_avg": True, "exp_avg_sq": False}
+    has_torch_kernel: ClassVar[bool] = True
+
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
     amsgrad: bool = False
     maximize: bool = False
 
-    def states(self, group: Mapping[str, Any]) -> dict[str, bool]:
-        return {"exp_avg": True, "exp_avg_sq": False}
-
     def wide_states(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("max_exp_avg_sq",) if group["amsgrad"] else ()
 
-    def update(
-        self,
-        master: torch.Tensor,
-        gradient: torch.Tensor,
-        state: State,
-        weight_out: torch.Tensor | None,
-        group: Mapping[str, Any],
-        step: int,
-        factor: float,
-        seed: int,
-    ) -> None:
-        kernel = fused.adamw if type(self) is AdamW else fused.adam
-        kernel(
-            master,
-            gradient,
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            weight_out,
-            lr=float(group["lr"]),
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            step=step,
-            factor=factor,
-            maximize=group["maximize"],
-            max_exp_avg_sq=state.get("max_exp_avg_sq"),
-            seed=seed,
-        )
-
-    has_torch_kernel: ClassVar[bool] = True
+    def further_options(self, state: State, step: int) -> dict[str, Any]:
+        return {"max_exp_avg_sq": state.get("max_exp_avg_sq")}
 
     def update_by_torch(
         self, masters: Tensors, gradients: Tensors, states: Sequence[State], group: Mapping[str, Any], first: bool
@@ -147,12 +135,18 @@ class AdamW(_Optimizer):
 class Adam(AdamW):
     """Adam (Kingma and Ba 2015), weight decay added to the gradient; bit for bit `torch.optim.Adam(fused=True)`."""
 
+    kernel = staticmethod(fused.adam)
+
     weight_decay: float = 0.0
 
 
 @dataclass(frozen=True)
 class SGD(_Optimizer):
     """Stochastic gradient descent with momentum (Nesterov's if asked), bit for bit `torch.optim.SGD(fused=True)`."""
+
+    kernel = staticmethod(fused.sgd)
+    moments: ClassVar[dict[str, bool]] = {"momentum_buffer": True}
+    has_torch_kernel: ClassVar[bool] = True
 
     momentum: float = 0.0
     dampening: float = 0.0
@@ -169,34 +163,10 @@ class SGD(_Optimizer):
             )
 
     def states(self, group: Mapping[str, Any]) -> dict[str, bool]:
-        return {"momentum_buffer": True} if group["momentum"] else {}
+        return self.moments if group["momentum"] else {}
 
-    def update(
-        self,
-        master: torch.Tensor,
-        gradient: torch.Tensor,
-        state: State,
-        weight_out: torch.Tensor | None,
-        group: Mapping[str, Any],
-        step: int,
-        factor: float,
-        seed: int,
-    ) -> None:
-        options = {name: group[name] for name in ("momentum", "dampening", "weight_decay", "nesterov", "maximize")}
-        fused.sgd(
-            master,
-            gradient,
-            state.get("momentum_buffer"),
-            weight_out,
-            lr=float(group["lr"]),
-            first_step=step == 1,
-            step=step,
-            factor=factor,
-            seed=seed,
-            **options,
-        )
-
-    has_torch_kernel: ClassVar[bool] = True
+    def further_options(self, state: State, step: int) -> dict[str, Any]:
+        return {"first_step": step == 1}
 
     def update_by_torch(
         self, masters: Tensors, gradients: Tensors, states: Sequence[State], group: Mapping[str, Any], first: bool
@@ -219,76 +189,24 @@ class SGD(_Optimizer):
 class LAMB(_Optimizer):
     """LAMB (You et al. 2020), for large batches: AdamW's direction, each tensor's step as long as lr times its norm."""
 
+    kernel = staticmethod(fused.lamb)
+    moments: ClassVar[dict[str, bool]] = {"exp_avg": True, "exp_avg_sq": False}
+
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-6
     weight_decay: float = 0.01
-
-    def states(self, group: Mapping[str, Any]) -> dict[str, bool]:
-        return {"exp_avg": True, "exp_avg_sq": False}
-
-    def update(
-        self,
-        master: torch.Tensor,
-        gradient: torch.Tensor,
-        state: State,
-        weight_out: torch.Tensor | None,
-        group: Mapping[str, Any],
-        step: int,
-        factor: float,
-        seed: int,
-    ) -> None:
-        fused.lamb(
-            master,
-            gradient,
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            weight_out,
-            lr=float(group["lr"]),
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            step=step,
-            factor=factor,
-            seed=seed,
-        )
 
 
 @dataclass(frozen=True)
 class Lion(_Optimizer):
     """Lion (Chen et al. 2023): the sign of an average; a third to a tenth of AdamW's learning rate suits it."""
 
+    kernel = staticmethod(fused.lion)
+    moments: ClassVar[dict[str, bool]] = {"exp_avg": True}
+
     lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0
-
-    def states(self, group: Mapping[str, Any]) -> dict[str, bool]:
-        return {"exp_avg": True}
-
-    def update(
-        self,
-        master: torch.Tensor,
-        gradient: torch.Tensor,
-        state: State,
-        weight_out: torch.Tensor | None,
-        group: Mapping[str, Any],
-        step: int,
-        factor: float,
-        seed: int,
-    ) -> None:
-        fused.lion(
-            master,
-            gradient,
-            state["exp_avg"],
-            weight_out,
-            lr=float(group["lr"]),
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            weight_decay=group["weight_decay"],
-            step=step,
-            factor=factor,
-            seed=seed,
-        )
 
 
 class RelayOptimizer(torch.optim.Optimizer):

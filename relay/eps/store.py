@@ -77,6 +77,7 @@ class LayerStore:
         tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         groups = [list(group) for group in groups]
         rest = [[(name, tensor.dtype)] for name, tensor in tensors.items()]
+        crossing = {item for group in groups for item in group}  # of a rounded weight the master stays at home
         plans: list[tuple[list[str], tuple[Field, ...], int, torch.dtype, str]] = []
         planned = set(self._stored)
         for group in [*groups, *rest]:
@@ -86,12 +87,13 @@ class LayerStore:
                 planned.update(fresh)
                 for state in (WEIGHTS, ROUNDED, BUFFERS):
                     of_state = [item for item in fresh if self._state_of(item, tensors[item[0]]) == state]
-                    for dtype in dict.fromkeys(dtype for _, dtype in of_state):
-                        names = [name for name, kind in of_state if kind == dtype]
+                    for dtype, crosses in dict.fromkeys((item[1], item in crossing) for item in of_state):
+                        names = [item[0] for item in of_state if (item[1], item in crossing) == (dtype, crosses)]
                         fields, size = lay_out([(tuple(tensors[name].shape), dtype) for name in names])
                         plans.append((names, fields, size, dtype, state))
         flats = [
-            self._host.alloc(size // dtype.itemsize, dtype, state, crosses=True) for _, _, size, dtype, state in plans
+            self._host.alloc(size // dtype.itemsize, dtype, state, crosses=(names[0], dtype) in crossing)
+            for names, _, size, dtype, state in plans
         ]
         moved = 0
         self._regions += [(flat, state) for flat, (_, _, _, _, state) in zip(flats, plans, strict=True)]

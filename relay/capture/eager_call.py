@@ -1,0 +1,230 @@
+"""What one visit of a segment that runs eagerly does: the module is run by Python, with PyTorch's autograd inside.
+
+It makes no programs (`eager` does) and knows no ports. Invariant: results are those of plain PyTorch, a parameter that
+a step did not reach has no gradient in it, and random ops draw the same in the forward and in the recompute, from the
+same key as everywhere else.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hal.random import RandomKey
+from relay.capture.layouts import Order, as_written, stored
+from relay.capture.states import call_with
+from relay.errors import CaptureError
+
+
+class Presence:
+    """Which parameters the latest step's backward has reached, by their place among the segment's gradients."""
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._reached: set[int] = set()
+
+    def note(self, step: int, places: Sequence[int]) -> None:
+        """These were reached in that step."""
+        if step != self._step:
+            self._step, self._reached = step, set()
+        self._reached.update(places)
+
+    def reached(self) -> frozenset[int]:
+        """All that were reached, in whichever micro-batch."""
+        return frozenset(self._reached)
+
+
+class EagerSegment:
+    """A module that is run by Python at every visit. `parameters` are its names in the programs' order."""
+
+    def __init__(self, module: nn.Module, compute: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.module = module
+        self.presence = Presence()
+        self.compute = compute
+        self.tensors = list(module.parameters())
+        self.buffer_tensors = list(module.buffers())
+        names: dict[int, list[str]] = {}
+        for name, tensor in [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ]:
+            names.setdefault(id(tensor), []).append(name)
+        self.parameters = [tuple(names[id(tensor)]) for tensor in self.tensors]
+        self.buffers = [names[id(tensor)][0] for tensor in self.buffer_tensors]
+        self.trainable = [tensor.requires_grad for tensor in self.tensors]
+        self._looking = _Looking(module, self.buffers)
+
+    def run(
+        self, parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
+    ) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
+        """The module's outputs, and its buffers as they are afterwards."""
+        own = [buffer.clone() for buffer in buffers]
+        originals = [*self.tensors, *self.buffer_tensors]
+        with self.compute():
+            outputs, after = call_with(self._looking, originals, [*parameters, *own], values)
+        return outputs, [tensor.detach() for tensor in after]
+
+
+@dataclass(frozen=True)
+class EagerLayouts:
+    """In which order each input, output, seed and gradient of an input lies in memory."""
+
+    inputs: dict[int, Order]
+    outputs: dict[int, Order]
+    seeds: dict[int, Order]
+    gradients: dict[int, Order]
+
+
+class _Looking(nn.Module):
+    """A module that also returns its buffers as they are then: written to, or others put in their place."""
+
+    def __init__(self, module: nn.Module, buffers: Sequence[str]) -> None:
+        super().__init__()
+        self.module = module
+        self.buffers_of = [name.rpartition(".") for name in buffers]
+
+    def forward(self, *values: torch.Tensor) -> Any:
+        outputs = self.module(*values)
+        return outputs, [getattr(self.module.get_submodule(path), name) for path, _, name in self.buffers_of]
+
+
+class EagerCall:
+    """What the one node of a program calls: (parameters, buffers, values, seeds, key) -> the program's outputs."""
+
+    def __init__(
+        self, segment: EagerSegment, kind: str, name: str, counts: tuple[int, int, int], layouts: EagerLayouts
+    ) -> None:
+        self.segment = segment
+        self.layouts = layouts
+        self.kind = kind
+        self.counts = counts
+        self.updates: list[int] = []
+        self.kept: list[int] = []
+        self.shapes: list[tuple[int, ...]] = []
+        self.seeded: list[int] = []
+        self.gradients: list[int] = []
+        self.value_gradients: list[int] = []
+        self.differentiated: list[int] = []
+        self.training = True
+        self.name = name
+        self.__name__ = self.__qualname__ = f"eager_{kind}"
+
+    def __call__(self, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        *tensors, key = arguments
+        ends = list(itertools.accumulate(self.counts))
+        parameters, buffers = tensors[: ends[0]], tensors[ends[0] : ends[1]]
+        values, seeds = tensors[ends[1] : ends[2]], tensors[ends[2] :]
+        if self.kind == "backward":
+            # The recompute finds the buffers as the forward found them, not as it left them.
+            found, seeds = seeds[: len(self.kept)], seeds[len(self.kept) :]
+            for number, buffer in zip(self.kept, found, strict=True):
+                buffers[number] = buffer
+        values = [as_written(one, self.layouts.inputs.get(number, ())) for number, one in enumerate(values)]
+        seeds = [
+            as_written(one, self.layouts.seeds.get(number, ()))
+            for number, one in zip(self.seeded, seeds, strict=True)
+        ]
+        # The generator is torch's own for the while: an op that draws knows no other.
+        with torch.random.fork_rng(**generators_of(tensors)):
+            torch.manual_seed(seed_of(key))
+            if not seeds:
+                return self._forward(parameters, buffers, values)
+            return self._backward(parameters, buffers, values, seeds, key)
+
+    def _forward(
+        self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        # Some kernels (oneDNN's LSTM) round otherwise where no gradient will be asked for.
+        with torch.set_grad_enabled(self.training):
+            outputs, after = self.segment.run(*self._leaves(parameters, values), buffers)
+        self._check(outputs)
+        shown = outputs if self.kind == "forward" else outputs[:1]
+        copies = [buffers[number].clone() for number in self.kept] if self.kind == "forward" else []
+        return (*self._stored(shown), *copies, *(after[number] for number in self.updates))
+
+    def _leaves(
+        self, parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        leaves = [
+            tensor.detach().requires_grad_(wanted)
+            for tensor, wanted in zip(parameters, self.segment.trainable, strict=True)
+        ]
+        inputs = [
+            tensor.detach().requires_grad_(number in self.differentiated) for number, tensor in enumerate(values)
+        ]
+        return leaves, inputs
+
+    def _backward(
+        self,
+        parameters: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        seeds: Sequence[torch.Tensor],
+        key: RandomKey,
+    ) -> tuple[torch.Tensor, ...]:
+        leaves, inputs = self._leaves(parameters, values)
+        with torch.enable_grad():
+            outputs, after = self.segment.run(leaves, inputs, buffers)
+            self._check(outputs)
+            pairs = [
+                (outputs[number], seed)
+                for number, seed in zip(self.seeded, seeds, strict=True)
+                if outputs[number].requires_grad
+            ]
+            wanted = [leaves[place] for place in self.gradients] + [inputs[place] for place in self.value_gradients]
+            found = (
+                torch.autograd.grad([one for one, _ in pairs], wanted, [seed for _, seed in pairs], allow_unused=True)
+                if pairs
+                else (None,) * len(wanted)
+            )
+        of_parameters = found[: len(self.gradients)]
+        self.segment.presence.note(
+            key.step, [place for place, gradient in enumerate(of_parameters) if gradient is not None]
+        )
+        made = [
+            torch.zeros_like(tensor) if gradient is None else gradient
+            for tensor, gradient in zip(wanted, found, strict=True)
+        ]
+        for place, number in enumerate(self.value_gradients, len(self.gradients)):
+            made[place] = stored(made[place], self.layouts.gradients.get(number, ()))
+        if self.kind == "backward":
+            return tuple(made)
+        return (outputs[0].detach(), *(after[number] for number in self.updates), *made)
+
+    def _stored(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [stored(one.detach(), self.layouts.outputs.get(number, ())) for number, one in enumerate(outputs)]
+
+    def _check(self, outputs: Sequence[torch.Tensor]) -> None:
+        shapes = [tuple(output.shape) for output in outputs]
+        if shapes != self.shapes:
+            raise CaptureError(
+                f"layer {self.name!r} returned tensors of shapes {shapes}; for inputs of these shapes it was expected "
+                f"to return {self.shapes}. What a layer hands on must have a shape that does not depend on the data: "
+                "pad it, or keep what makes and what uses it in one layer.",
+                layer=self.name,
+            )
+
+
+def generators_of(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """What `torch.random.fork_rng` is to put back besides the host's generator: those of the tensors' devices."""
+    places = {tensor.device for tensor in tensors if tensor.device.index is not None}
+    if not places:
+        return {"devices": ()}
+    return {"devices": sorted(place.index for place in places), "device_type": next(iter(places)).type}
+
+
+def seed_of(key: RandomKey) -> int:
+    """A 63-bit number from a key; nearby keys give unlike numbers (the constants are splitmix64's)."""
+    state = 0
+    for part in (key.seed, key.step, key.segment, key.microbatch):
+        state = (state + part + 0x9E3779B97F4A7C15) & (2**64 - 1)
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+        state ^= state >> 31
+    return state >> 1

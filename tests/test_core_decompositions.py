@@ -1,0 +1,156 @@
+"""Layers whose ops are taken apart for core devices give PyTorch's values and gradients on numpy."""
+
+from collections.abc import Callable
+from typing import Any
+
+import devices
+import pytest
+import test_core_lowering as lowering
+import torch
+import torch.nn.functional as F
+from test_core_lowering import Of, real, whole
+from torch import Tensor, nn
+
+from hal.errors import Unsupported
+from hal.ops import check
+from relay.capture import Lowering, capture
+
+CUBE = real(2, 3, 5, 6, 4)
+IMAGE = real(2, 3, 7, 9)
+SERIES = real(2, 3, 9)
+INSIDE = real(4, 5).detach().tanh().mul(0.95).requires_grad_()
+
+
+def each(function: Callable[[Tensor], Tensor], scale: float = 1.0) -> tuple[Callable[..., Any], list[Tensor]]:
+    """A function of numbers between -scale and scale."""
+    return lambda x: function(x * scale), [INSIDE]
+
+
+def of(build: Callable[[], Any], *inputs: Tensor) -> tuple[Callable[..., Any], list[Tensor]]:
+    """A layer, built at import so that it has its weights."""
+    torch.manual_seed(1)
+    return build(), list(inputs)
+
+
+CASES: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
+    "log2": (lambda x: (x + 1.5).log2(), [INSIDE]),
+    "log10": (lambda x: (x + 1.5).log10(), [INSIDE]),
+    "exp2": each(torch.exp2, 3),
+    "sinh": each(torch.sinh, 3),
+    "sinh near zero": each(torch.sinh, 1e-3),
+    "cosh": each(torch.cosh, 3),
+    "asinh": each(torch.asinh, 5),
+    "asinh far away": each(torch.asinh, 1e20),
+    "acosh": (lambda x: (x + 2.5).acosh(), [INSIDE]),
+    "acosh far away": (lambda x: (x * 1e18 + 1e19).acosh(), [INSIDE]),
+    "atanh": each(torch.atanh),
+    "asin": each(torch.asin),
+    "acos": each(torch.acos),
+    "atan": each(torch.atan, 5),
+    "beyond their domain": (lambda x: (x * 3).detach().asin() + (x * 3).detach().atanh() + x, [INSIDE]),
+    "hypot": (lambda x, y: torch.hypot(x, y), [INSIDE, real(5)]),
+    "hypot of large numbers": (lambda x: torch.hypot(x * 1e25, x.cos() * 1e25), [INSIDE]),
+    "copysign": (lambda x: torch.copysign(x, x.sin() * 0.0 - 0.0) + torch.copysign(x, x.roll(1)), [INSIDE]),
+    "copysign of a number": (lambda x: torch.copysign(x, -2.0), [INSIDE]),
+    "remainders of whole numbers": (lambda x, i: x * torch.remainder(i - 5, i % 3 + 1), [INSIDE, whole(4, 5, below=9)]),
+    "bits": (lambda x, i: x * ((i & 5) + (i | 2) + (i ^ 3)), [INSIDE, whole(4, 5, below=9)]),
+    "instance norm": of(lambda: nn.InstanceNorm2d(3, affine=True), IMAGE),
+    "instance norm without parameters": of(lambda: F.instance_norm, SERIES),
+    "circular padding": of(lambda: nn.Conv2d(3, 2, 3, padding=1, padding_mode="circular"), IMAGE),
+    "replicated padding": of(lambda: nn.Conv2d(3, 2, 3, padding=2, padding_mode="replicate"), IMAGE),
+    "replicated padding in one dimension": of(lambda: nn.ReplicationPad1d((3, 1)), SERIES),
+    "replicated padding in three dimensions": of(lambda: nn.ReplicationPad3d((1, 2, 0, 3, 2, 1)), CUBE),
+    "adaptive average pooling": of(lambda: nn.AdaptiveAvgPool2d((3, 4)), IMAGE),
+    "adaptive average pooling in one dimension": of(lambda: nn.AdaptiveAvgPool1d(4), SERIES),
+    "adaptive average pooling in three dimensions": of(lambda: nn.AdaptiveAvgPool3d((2, 4, 3)), CUBE),
+    "area interpolation": of(lambda: lambda x: F.interpolate(x, size=(5, 4), mode="area"), IMAGE),
+    "average pooling rounded up": of(lambda: nn.AvgPool2d(2, 3, ceil_mode=True), IMAGE),
+    "average pooling rounded up, padded": of(lambda: nn.AvgPool2d(3, 2, 1, ceil_mode=True), real(2, 3, 6, 8)),
+    "average pooling without the padding": of(lambda: nn.AvgPool2d(3, 2, 1, count_include_pad=False), IMAGE),
+    "average pooling with a divisor": of(lambda: nn.AvgPool2d(3, 2, 1, True, divisor_override=5), IMAGE),
+    "average pooling in one dimension": of(lambda: nn.AvgPool1d(4, 3, 2, ceil_mode=True), SERIES),
+    "average pooling in three dimensions": of(lambda: nn.AvgPool3d(3, 2, 1), CUBE),
+    "largest pooling rounded up": of(lambda: nn.MaxPool2d(3, 2, ceil_mode=True), real(2, 3, 6, 8)),
+    "largest pooling rounded up, dilated": of(lambda: nn.MaxPool2d(2, 3, 1, dilation=2, ceil_mode=True), IMAGE),
+    "bilinear": of(lambda: nn.Bilinear(4, 3, 5), real(2, 6, 4), real(2, 6, 3)),
+    "buckets": (
+        lambda x: x * (torch.bucketize(x, x.detach()[0].sort()[0]) + torch.bucketize(x, x[1].sort()[0], right=True)),
+        [INSIDE],
+    ),
+    "places in sorted rows": (lambda x: x * torch.searchsorted(x.sort(-1)[0], x.detach(), right=True), [INSIDE]),
+    "median": (lambda x: x.median(-1)[0] + x.median(0, keepdim=True)[0].sum(), [INSIDE]),
+    "median of all": (lambda x: x.median() * x, [INSIDE]),
+    "largest pooling in three dimensions": of(lambda: nn.MaxPool3d(2), CUBE),
+    "largest pooling in three dimensions, padded": of(lambda: nn.MaxPool3d(3, 2, 1, ceil_mode=True), CUBE),
+    "largest pooling in three dimensions, dilated": of(lambda: nn.MaxPool3d((2, 3, 2), 1, (1, 1, 0), 2), CUBE),
+    "adaptive largest pooling": of(lambda: nn.AdaptiveMaxPool2d((3, 4)), IMAGE),
+    "adaptive largest pooling in one dimension": of(lambda: nn.AdaptiveMaxPool1d(4), SERIES),
+    "scattered sums and means": (
+        lambda x, y, i: y.scatter_reduce(1, i, x, "sum") + y.scatter_reduce(1, i, x, "mean"),
+        [INSIDE, real(4, 9), whole(4, 5, below=9)],
+    ),
+    "scattered by a mask": (lambda x, y: x.masked_scatter(x > 0, y), [INSIDE, real(5, 6)]),
+    "distances": (lambda x, y: torch.cdist(x, y) + torch.cdist(x, y, p=1), [real(2, 6, 4), real(2, 3, 4)]),
+    "distances to itself": (lambda x: torch.cdist(x, x), [real(2, 6, 4)]),
+    "kth value": (lambda x: x.kthvalue(2, 1)[0] + x.kthvalue(3, 0)[0].sum(), [INSIDE]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients_on_numpy_are_pytorchs(case: str) -> None:
+    function, inputs = CASES[case]
+    module = Of(function)
+    core = capture(module, inputs, case, lowering=Lowering.CORE)
+    (expected,) = module(*inputs)
+    given = lowering.given_to(module, core, inputs)
+    assert core.backward is not None
+    (seed,) = [port for port in core.backward.inputs if port.role.value == "seed"]
+    expected.backward(lowering.given_to(module, core, inputs)[seed.role][seed.index])
+    wanted = {"value gradient": [x.grad for x in inputs], "parameter gradient": [p.grad for p in module.parameters()]}
+    found = lowering.run("numpy", core.forward, given)
+    torch.testing.assert_close(found[-1], expected.detach(), rtol=2e-5, atol=2e-6, equal_nan=True)
+    gradients = lowering.run("numpy", core.backward, given)
+    for port, gradient in zip(core.backward.outputs, gradients, strict=True):
+        theirs = wanted[port.role.value][port.index]
+        torch.testing.assert_close(gradient, theirs, rtol=5e-5, atol=5e-6, equal_nan=True)
+    for tensor in [*inputs, *module.parameters()]:
+        tensor.grad = None
+
+
+@pytest.mark.parametrize("name", ["onnx:cpu", "opencl"])
+@pytest.mark.parametrize(
+    "case", ["asinh far away", "acos", "hypot", "adaptive average pooling", "largest pooling rounded up", "median"]
+)
+def test_other_core_devices_give_what_numpy_gives(case: str, name: str) -> None:
+    devices.require(name)
+    function, inputs = CASES[case]
+    module = Of(function)
+    core = capture(module, inputs, case, lowering=Lowering.CORE)
+    given = lowering.given_to(module, core, inputs)
+    for program in (core.forward, core.backward):
+        assert program is not None
+        for ours, theirs in zip(lowering.run(name, program, given), lowering.run("numpy", program, given), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
+
+
+def margins(x: Tensor) -> Tensor:
+    """With labels behind the first -1, which do not count."""
+    return F.multilabel_margin_loss(x, torch.tensor([[0, 1, -1, 0, 0], [2, -1, 3, 3, 3], [1, 0, 2, 3, 4], [-1] * 5]))
+
+
+def test_what_pytorch_takes_apart_wrongly_is_refused() -> None:
+    program = capture(Of(margins), [INSIDE], "margins", lowering=Lowering.CORE).forward
+    with pytest.raises(Unsupported, match="multilabel_margin_loss_forward"):
+        check(program, lowering.CHIP)
+
+
+def test_what_pytorch_takes_apart_wrongly_is_right_where_pytorch_runs_it() -> None:
+    captured = capture(Of(margins), [INSIDE], "margins")
+    expected = margins(INSIDE)
+    (gradient,) = torch.autograd.grad(expected, INSIDE)
+    given = lowering.given_to(nn.Identity(), captured, [INSIDE])
+    assert captured.backward is not None
+    (seed,) = [port for port in captured.backward.inputs if port.role.value == "seed"]
+    given[seed.role] = [torch.ones(seed.shape)]
+    assert torch.equal(lowering.run("cpu", captured.forward, given)[-1], expected.detach())
+    assert torch.equal(lowering.run("cpu", captured.backward, given)[0], gradient)
