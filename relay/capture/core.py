@@ -30,10 +30,6 @@ from relay.capture.core_builder import Builder, part_spec
 from relay.capture.core_call import Call, with_defaults
 from relay.capture.core_decompositions import FURTHER
 from relay.capture.core_elementwise import elementwise
-<<<<<<< HEAD
-=======
-from relay.capture.core_mathematics import MATHEMATICS
->>>>>>> work-h
 from relay.capture.core_rewrites import REWRITES
 from relay.errors import CaptureError
 
@@ -80,11 +76,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     table.update(get_decompositions(_FURTHER))
     table.update(FURTHER)
     table[aten.rrelu_with_noise_functional.default] = _rrelu
-<<<<<<< HEAD
-    for target in _KEPT:
-=======
     for target in [*_KEPT, *WRONG]:
->>>>>>> work-h
         table.pop(target, None)
     return table
 

@@ -16,8 +16,4 @@ from relay.capture.core_mathematics import MATHEMATICS
 from relay.capture.core_reductions import REDUCTIONS
 from relay.capture.core_views import VIEWS
 
-<<<<<<< HEAD
 REWRITES: dict[Any, Callable[[Builder, Call], Any]] = {**VIEWS, **ARITHMETIC, **MATHEMATICS, **REDUCTIONS, **INDEXING}
-=======
-REWRITES: dict[Any, Callable[[Builder, Call], Any]] = {**VIEWS, **ARITHMETIC, **REDUCTIONS, **INDEXING}
->>>>>>> work-h
