@@ -76,7 +76,7 @@ def _block_on_fakes(call: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]
     args, kwargs = opaque.input_tree.fill(inputs)
     # An op runs below autocast, which is off for it; what it stands for runs under it.
     try:
-        with inside_layer(), autocast(opaque.compute):
+        with inside_layer(), autocast(opaque.compute), _unlogged():
             outputs = take_apart(observed(*args, **kwargs))
     except Exception as failure:
         with inside_layer(), autocast(opaque.compute):
@@ -92,6 +92,17 @@ def _block_on_fakes(call: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]
             )
     # An op may not return its inputs or views of them; a block may.
     return [torch.empty_like(output) for output in outputs]
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Within it PyTorch does not log that an op failed on fake tensors: real ones are tried next, and that is said."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _holds_tensors(value: Any, depth: int = 0) -> bool:
@@ -115,7 +126,8 @@ def opaque_blocks(
 ) -> Iterator[list[OpaqueCall]]:
     """While open, a traced call of any of these modules becomes one `relay::block` op. Yields the calls, in order.
 
-    What they return is what they return under `autocast(compute)`, the same that the trace is made under. Those `skipped` hand on the first tensor they are given; their ops stay in the trace, used by nobody.
+    What they return is what they return under `autocast(compute)`, the same that the trace is made under. Those
+    `skipped` hand on the first tensor they are given; their ops stay in the trace, used by nobody.
     """
     calls: list[OpaqueCall] = []
     originals: list[tuple[nn.Module, Any]] = []
@@ -198,7 +210,7 @@ def run_fake(module: nn.Module, fakes: Sequence[torch.Tensor], name: str) -> Any
     """`module(*fakes)` on fake tensors from one `as_fake`; nothing in the module changes. Raises CaptureError."""
     mode = next(fake.fake_mode for fake in fakes)  # type: ignore[attr-defined]
     try:
-        with PlainTensors(module), mode, torch.no_grad(), warnings.catch_warnings():
+        with PlainTensors(module), mode, torch.no_grad(), warnings.catch_warnings(), _unlogged():
             warnings.simplefilter("ignore")
             originals = [*module.parameters(), *module.buffers()]
             return call_with(module, originals, [mode.from_tensor(tensor) for tensor in originals], tuple(fakes))
