@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import relay
+from relay.errors import PartitionError
 
 MIXED = ["bf16", "fp16"]
 
@@ -195,3 +196,35 @@ def test_values_between_the_blocks_of_a_whole_model_have_the_dtype_that_autocast
 
     build(Watched(lambda: nn.Linear(8, 8), (8,)), precision=precision).step(pairs(8)[0])
     assert set(seen) == {low}
+
+
+class OwnAutocast(nn.Module):
+    """A model that decides by itself in which precision its blocks run."""
+
+    def __init__(self, **autocast: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(PreNorm() for _ in range(3))
+        self.autocast = autocast
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Any:
+        value = inputs
+        with torch.autocast("cpu", **self.autocast):
+            for layer in self.layers:
+                value = layer(value)
+        return Loss(nn.functional.mse_loss(value.float(), targets))
+
+
+class Loss(NamedTuple):
+    loss: Tensor
+
+
+@pytest.mark.parametrize(
+    ("precision", "autocast"),
+    [("fp32", {"dtype": torch.bfloat16}), ("bf16", {"enabled": False}), ("bf16", {"dtype": torch.float16})],
+)
+def test_blocks_under_an_autocast_of_the_models_own_are_refused_by_name(
+    build: Build, precision: str, autocast: dict[str, Any]
+) -> None:
+    trainer = build(OwnAutocast(**autocast), microbatches=2, precision=precision)
+    with pytest.raises(PartitionError, match=r"'layers\.0' under a torch\.autocast of its own.*precision="):
+        trainer.step({"inputs": torch.randn(4, 8), "targets": torch.randn(4, 8)})

@@ -134,6 +134,13 @@ def opaque_blocks(
 
     def stand_in(name: str, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def opaque(*args: Any, **kwargs: Any) -> Any:
+            within = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
+            if within != compute:
+                raise PartitionError(
+                    f"the model calls layer {name!r} under a torch.autocast of its own, which makes it compute in "
+                    f"{within}, where precision= says {compute}. Take the autocast out, or put it into the layer's own "
+                    "forward."
+                )
             tensors, tree = tensor_leaves((args, kwargs))
             call = OpaqueCall(name, block, forward, compute, tree)
             calls.append(call)
