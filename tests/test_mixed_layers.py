@@ -198,6 +198,29 @@ def test_values_between_the_blocks_of_a_whole_model_have_the_dtype_that_autocast
     assert set(seen) == {low}
 
 
+@pytest.mark.parametrize("device", ["numpy", "onnx:cpu"])
+@pytest.mark.parametrize("norm", ["layer norm", "group norm", "group norm without parameters"])
+@pytest.mark.parametrize("precision", MIXED)
+def test_norms_of_rounded_values_train_on_devices_that_take_core_programs(
+    build: Build, precision: str, norm: str, device: str
+) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 8), *(after_linear(NORMS[norm]) for _ in range(2)), nn.Linear(8, 3)]
+    plain = copy.deepcopy(layers)
+    batches = [(torch.randn(8, 6), torch.randn(8, 3)) for _ in range(4)]
+    options = {"loss_scale": 1.0} if precision == "fp16" else {}
+    trainer = build(
+        layers, loss=nn.functional.mse_loss, microbatches=2, precision=precision, device=device,
+        optimizer=relay.SGD(lr=0.1), **options,
+    )  # fmt: skip
+    found = mixed_reference.train(
+        plain, batches, 2, precision=precision, loss=nn.functional.mse_loss,
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+    )  # fmt: skip
+    # Rounded to 8 or 11 bits on the way, in another order of summation.
+    assert [trainer.step(batch).loss for batch in batches] == pytest.approx(found.losses, rel=5e-3)
+
+
 class OwnAutocast(nn.Module):
     """A model that decides by itself in which precision its blocks run."""
 

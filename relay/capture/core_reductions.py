@@ -111,9 +111,15 @@ def _variance(builder: Builder, call: Call) -> Any:
     return parts if call.target is aten.var_mean.correction else parts[0]
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that statistics are computed in."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
 def _group_norm(builder: Builder, call: Call) -> Any:
-    """Source of the formula: Wu and He, "Group Normalization", ECCV 2018, equation 2."""
-    x, spec = call.x, call.spec
+    """In float32 where the input has less. Source: Wu and He, "Group Normalization", ECCV 2018, equation 2."""
+    spec, dtype = call.spec, _wide(call.spec.dtype)
+    x = builder.cast(call.x, dtype)
     groups = call.get("group")
     grouped = builder.view(x, [spec.shape[0], groups, spec.count // (spec.shape[0] * groups)])
     variance, mean = _moments(builder, grouped, [2], 0)
@@ -122,19 +128,23 @@ def _group_norm(builder: Builder, call: Call) -> Any:
     result = builder.view(builder.call(aten.mul.Tensor, centred, scale), spec.shape)
     along = [1, spec.shape[1], *[1] * (len(spec.shape) - 2)]
     if call.get("weight") is not None:
-        result = builder.call(aten.mul.Tensor, result, builder.view(call.get("weight"), along))
+        weight = builder.cast(call.get("weight"), dtype)
+        result = builder.call(aten.mul.Tensor, result, builder.view(weight, along))
     if call.get("bias") is not None:
-        result = builder.call(aten.add.Tensor, result, builder.view(call.get("bias"), along))
-    return result, builder.view(mean, call.wanted[1].shape), builder.view(scale, call.wanted[2].shape)
+        bias = builder.cast(call.get("bias"), dtype)
+        result = builder.call(aten.add.Tensor, result, builder.view(bias, along))
+    statistics = [builder.view(one, call.wanted[1].shape) for one in (mean, scale)]
+    found = zip([result, *statistics], call.wanted, strict=True)
+    return tuple(builder.cast(one, wanted.dtype) for one, wanted in found)
 
 
 def _layer_norm(builder: Builder, call: Call) -> Any:
-    """Under autocast the statistics are float32 while the input is not: then all of it is computed in float32."""
+    """All of it is computed in float32 where the input has less."""
     x, shape, weight, bias, epsilon = call.args
-    dtype = call.wanted[1].dtype
+    dtype = _wide(call.spec.dtype)
     parameters = [None if one is None else builder.cast(one, dtype) for one in (weight, bias)]
     node = builder.call(call.target, builder.cast(x, dtype), list(shape), *parameters, float(epsilon))
-    return builder.cast(builder.item(node, 0), call.wanted[0].dtype), builder.item(node, 1), builder.item(node, 2)
+    return tuple(builder.cast(builder.item(node, place), wanted.dtype) for place, wanted in enumerate(call.wanted))
 
 
 REDUCTIONS: dict[Any, Callable[[Builder, Call], Any]] = {
