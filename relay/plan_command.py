@@ -31,6 +31,12 @@ from relay.shared_options import AT_LEAST_ONE, loss_scale_option
     type=click.Choice(["fp32", "bf16", "int8"]),
     help="Allow only these; may be given several times.",
 )
+@click.option(
+    "--slots",
+    multiple=True,
+    type=AT_LEAST_ONE,
+    help="Allow only so many layers on the device at a time; may be given several times.  [default: 1, 2 or 3]",
+)
 @loss_scale_option
 @click.option("--device", default="generic", show_default=True, help="A preset, or a .toml or .json file.")
 @click.option("--link", help="A preset or file.  [default: the device's own]")
@@ -54,8 +60,9 @@ def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any
 
     options["vocabulary"] = options.pop("vocab")
     options["sequence"] = options.pop("seq")
-    if not options["state_dtypes"]:
-        del options["state_dtypes"]
+    for several in ("state_dtypes", "slots"):
+        if not options[several]:
+            del options[several]
     try:
         chosen = choose(options.pop("model"), **options)
     except ValueError as wrong:

@@ -1,6 +1,8 @@
 """The plan is the best of what fits, says why, and feeds `relay train`."""
 
+import ast
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,10 @@ from click.testing import CliRunner
 import relay
 from hal import ops, spec
 from hal.device import NATIVE, DeviceInfo
-from relay import calibration
+from relay import calibration, planning
 from relay.cli import main
 from relay.shapes import ModelShape, stations_of
-from relay.simulated_step import COMPUTE_DTYPES
+from relay.simulated_step import COMPUTE_DTYPES, RunShape
 
 SMALL: dict[str, Any] = {"layers": 4, "hidden": 256, "heads": 4, "vocabulary": 256, "sequence": 128, "batch": 4}
 
@@ -45,6 +47,43 @@ def test_states_are_those_allowed_and_the_widest_where_speed_does_not_tell_them_
 def test_where_nothing_fits_the_closest_is_named() -> None:
     with pytest.raises(relay.NoPlan, match=r"The closest .* still lacks: The device needs"):
         relay.plan(**SMALL, device="v100-sxm2-16gb", capacity=10**6, state_dtypes=["fp32"])
+
+
+def test_every_reason_is_what_simulating_that_one_change_gives() -> None:
+    model: dict[str, Any] = {"layers": 3, "hidden": 64, "heads": 4, "vocabulary": 256, "sequence": 32, "batch": 3}
+    model |= {"device": "t4", "capacity": "1.8MB"}
+    chosen = relay.plan(**model)
+    told = [re.fullmatch(r"(\w+)=(\w+) (?:would give (.+)%|does not fit)", reason) for reason in chosen.reasons[2:]]
+    assert len(told) > 8
+    for reason in told:
+        assert reason is not None
+        option, text, percent = reason.groups()
+        value = ast.literal_eval(text) if text[0].isdigit() or text in ("True", "False") else text
+        options = {**chosen.options, option: value}
+        other = relay.simulate(**model, **options, must_fit=False)
+        assert other.fits == (percent is not None), reason.string
+        if other.fits:
+            change = other.tokens_per_second / chosen.expected.tokens_per_second - 1
+            assert float(percent) == pytest.approx(100 * change, abs=0.051), reason.string
+            assert change < 0.0205, reason.string
+
+
+def test_one_slot_is_chosen_where_two_do_not_fit() -> None:
+    options: dict[str, Any] = {**SMALL, "layers": 8, "batch": 6, "device": "t4", "precision": "fp32"}
+    options |= {"state_dtypes": ["fp32"], "capacity": "14339584B"}
+    chosen = relay.plan(**options)
+    assert chosen.options["slots"] == 1
+    assert "slots=2 does not fit" in chosen.reasons
+    with pytest.raises(relay.NoPlan):
+        relay.plan(**options, slots=(2, 3))
+
+
+@pytest.mark.parametrize("batch", [1, 5, 6, 8, 9])
+def test_micro_batches_are_counted_as_they_come_out(batch: int) -> None:
+    counts = planning._counts(batch)
+    pieces = [tuple(RunShape(batch=batch, microbatches=count).pieces()) for count in counts]
+    assert [len(sizes) for sizes in pieces] == counts
+    assert len(set(pieces)) == len(pieces)
 
 
 def test_a_plan_feeds_the_training(tmp_path: Path) -> None:
