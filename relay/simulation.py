@@ -257,7 +257,7 @@ def simulate(
 
     Raises DoesNotFit, with ledgers and what would fit, unless `must_fit` is False (or None, which does not look for
     what would fit either); SpecError for arithmetic that the device does not have; ShapeError for a model or batch
-    that cannot be.
+    that cannot be; ValueError for an option that the trainer would refuse too.
     """
     if isinstance(model, nn.Module):
         if example is None:

@@ -15,8 +15,9 @@ from hal import ops, spec
 from hal.device import NATIVE, DeviceInfo
 from relay import calibration, planning
 from relay.cli import main
+from relay.options import COMPUTE
 from relay.shapes import ModelShape, stations_of
-from relay.simulated_step import COMPUTE_DTYPES, RunShape
+from relay.simulated_step import RunShape
 
 SMALL: dict[str, Any] = {"layers": 4, "hidden": 256, "heads": 4, "vocabulary": 256, "sequence": 128, "batch": 4}
 
@@ -145,5 +146,5 @@ def test_a_calibration_is_a_description_that_the_simulator_takes(tmp_path: Path)
 
 
 def test_layers_built_alike_are_captured_once() -> None:
-    stations = stations_of(ModelShape(5, 32, 2, 64), 2, 16, COMPUTE_DTYPES["fp32"]).stations
+    stations = stations_of(ModelShape(5, 32, 2, 64), 2, 16, COMPUTE["fp32"]).stations
     assert len({id(station.captured) for station in stations[1:-1]}) == 1
