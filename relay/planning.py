@@ -14,16 +14,17 @@ allowed.
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hal.memory import format_size
+from hal.memory import format_size, parse_size
 from hal.spec import Machine, machine
 from relay.ambient import as_if_alone
 from relay.errors import RelayError
 from relay.meta_models import MetaModel
-from relay.shapes import ModelShape
+from relay.shapes import BYTES, ModelShape
 from relay.simulated_step import RunShape, SimulatedRun
 from relay.simulation import Simulation, check_precision, default_precision, resolve, shortfalls, simulate
 
@@ -52,8 +53,29 @@ class Plan:
     reasons: tuple[str, ...]
     tried: int
 
+    @property
+    def caution(self) -> str | None:
+        """What `relay train` would train otherwise than it was planned; None for the model that it builds."""
+        shape = self.expected.shape
+        assert isinstance(shape, ModelShape)
+        wide = 4 * shape.hidden
+        if shape.vocabulary == BYTES and shape.tied and not shape.gated and shape.wide == wide:
+            return None
+        head = "an embedding that the head shares" if shape.tied else "a head of its own"
+        differs = [f"a vocabulary of {shape.vocabulary}", head]
+        if shape.gated:
+            differs.append("layers with gates, as Llama has them")
+        if shape.wide != wide:
+            differs.append(f"feed-forward networks of {shape.wide}")
+        return (
+            f"This plan is for a model with {', '.join(differs)}. `relay train` would train another one with it: a GPT "
+            f"over bytes (a vocabulary of {BYTES}, embedding and head shared) of {shape.layers} layers x hidden "
+            f"{shape.hidden}, for which neither speed nor memory holds. Give the options to relay.Trainer for the model "
+            f"that was meant; or plan with --layers, --hidden, --heads and --vocab {BYTES} for `relay train`."
+        )
+
     def as_toml(self) -> str:
-        """A run file for `relay train`."""
+        """A run file for `relay train`; where that builds another model, it begins with the `caution`."""
         shape, run = self.expected.shape, self.expected.run
         assert isinstance(shape, ModelShape)
         rows: dict[str, Any] = {
@@ -64,7 +86,10 @@ class Plan:
             "batch": run.batch,
             **self.options,
         }
-        lines = [f"# {reason}" for reason in self.reasons]
+        if "clip_grad_norm" in rows:
+            rows["clip"] = rows.pop("clip_grad_norm")
+        lines = [] if self.caution is None else [*textwrap.wrap(self.caution, 110), ""]
+        lines = [f"# {line}".rstrip() for line in [*lines, *self.reasons]]
         lines += [f"{key} = {json.dumps(value)}" for key, value in rows.items()]
         return "\n".join(lines) + "\n"
 
@@ -83,6 +108,7 @@ def plan(
     stashes: Sequence[str] = ("device", "host"),
     slots: Sequence[int] = (1, 2, 3),
     loss_scale: str | float = "dynamic",
+    clip_grad_norm: float | None = None,
     host_memory: int | str | None = None,
     capacity: int | str | None = None,
     sequence: int = 1024,
@@ -97,7 +123,11 @@ def plan(
     resolved = resolve(model, **shape)
     precision = precision or default_precision(described)
     check_precision(described, precision)
-    search = _Search(resolved, described, precision, loss_scale, batch, sequence, host_memory, capacity)
+    fixed: dict[str, Any] = {
+        "device": described, "precision": precision, "loss_scale": loss_scale, "clip_grad_norm": clip_grad_norm,
+        "batch": batch, "sequence": sequence, "host_memory": host_memory, "capacity": capacity, "must_fit": None,
+    }  # fmt: skip
+    search = _Search(resolved, batch, fixed)
     for microbatches in _counts(batch):
         for stash in stashes:
             for count in slots:
@@ -124,32 +154,24 @@ def plan(
         "state_dtype": state_dtypes, "stash": stashes, "slots": slots, "microbatches": _counts(batch),
     }  # fmt: skip
     chosen, changed = search.settle(allowed)
-    names = (*_OPTIONS, "loss_scale") if precision == "fp16" else _OPTIONS
-    options = {name: getattr(chosen.run, name) for name in names}
+    options = {name: getattr(chosen.run, name) for name in _OPTIONS}
+    if precision == "fp16":
+        options["loss_scale"] = chosen.run.loss_scale
+    if clip_grad_norm is not None:
+        options["clip_grad_norm"] = clip_grad_norm
+    if capacity is not None:
+        options["capacity"] = parse_size(capacity)
     return Plan(options, chosen, tuple(_reasons(chosen, changed, search)), len(search.tried))
 
 
 class _Search:
     """What was tried, of one model on one machine."""
 
-    def __init__(
-        self,
-        shape: ModelShape | MetaModel,
-        described: Machine,
-        precision: str,
-        loss_scale: str | float,
-        batch: int,
-        sequence: int,
-        host_memory: int | str | None,
-        capacity: int | str | None,
-    ) -> None:
+    def __init__(self, shape: ModelShape | MetaModel, batch: int, fixed: Mapping[str, Any]) -> None:
         self.tried: dict[str, Simulation] = {}
         self._shape = shape
         self._batch = batch
-        self._fixed: dict[str, Any] = {
-            "device": described, "precision": precision, "loss_scale": loss_scale, "batch": batch,
-            "sequence": sequence, "host_memory": host_memory, "capacity": capacity, "must_fit": None,
-        }  # fmt: skip
+        self._fixed = fixed
 
     @property
     def found(self) -> list[Simulation]:
