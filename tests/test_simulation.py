@@ -405,6 +405,17 @@ def test_the_command_exits_with_one_and_both_ledgers_where_it_does_not_fit() -> 
         assert text in result.output
 
 
+def test_small_models_are_told_in_units_of_their_size() -> None:
+    small = ["--layers", "2", "--hidden", "64", "--heads", "2", "--vocab", "256", "--seq", "32", "--batch", "1"]
+    text = invoke(*small, "--device", "t4").output
+    parameters = sum(one.numel() for one in GPT(256, 2, 64, 2, 32).parameters())
+    assert text.startswith(f"{parameters / 1e3:.2f} k parameters: ")
+    weights = next(line for line in text.splitlines() if line.startswith("  weights"))
+    assert weights.endswith(" KiB")
+    assert 0 < float(weights.split()[-2]) < 1024
+    assert " 0.0 " not in text.partition("host memory")[2].partition("of which")[0]
+
+
 def test_the_command_asked_wrongly_exits_with_two() -> None:
     assert invoke("--layers", "4").exit_code == 2
     assert invoke("--model", "gpt2", "--sweep", "colour=red").exit_code == 2
