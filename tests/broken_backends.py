@@ -6,6 +6,7 @@ and how the command answers. They are made known to the registry as an installed
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import sys
@@ -19,11 +20,12 @@ from click.testing import CliRunner
 
 from backends.array_ops import FUNCTIONS
 from backends.host_memory import HostBuffer, HostQueue
-from backends.numpy_device import NumpyBackend, NumpyDevice, NumpyQueue
+from backends.numpy_device import NumpyBackend, NumpyDevice, NumpyKernel, NumpyQueue
 from hal import registry
 from hal.device import Buffer, Device, Probe
 from hal.event import Event
 from hal.gaps import Gap
+from hal.kernel import Kernel, Program
 from hal.worker import Worker
 from relay import cli
 from relay.conformance.command import run
@@ -189,6 +191,8 @@ FAULTS = {
     "shares-memory": "do_not_overlap",
     "keeps-the-account": "freeing_twice",
     "no-capacity": "beyond_the_capacity",
+    "any-dtype": "test_a_dtype_that_is_not_promised",
+    "boasts-of-float64": "held_in_full",
     "wrong-op": "rsqrt",
     "wrong-rounding": "aten.mean.dim-float32",
     "closed-gap": "test_a_round_trip",
@@ -199,6 +203,13 @@ class BrokenDevice(NumpyDevice):
     def __init__(self, fault: str, capacity: int | None) -> None:
         super().__init__(f"broken:{fault}", np.float32, None if fault == "no-capacity" else capacity)
         self._fault = fault
+        if fault == "boasts-of-float64":
+            self.info = dataclasses.replace(self.info, compute=self.info.compute | {torch.float64})
+
+    def make_kernel(self, program: Program) -> Kernel:
+        if self._fault == "any-dtype":  # and computes in float32 what is asked for in float64
+            return NumpyKernel(program, self._arrays)
+        return super().make_kernel(program)
 
     def make_queue(self, name: str) -> HostQueue:
         return QUEUES.get(self._fault, NumpyQueue)(name)

@@ -4,8 +4,8 @@
 would have had the CPU has a simulated device in its place, which runs calls in that order over poisoned memory:
 unified where it was `cpu`, apart where it was `cpu:discrete`. What the tests expect stays as it is, to the bit.
 
-The environment is set before numpy is imported: its matrix products run on one thread, as torch's do in these tests.
-Two test processes whose products each spin on all cores wait for each other most of the time.
+The environment is set before numpy and torch are imported, here and in the processes that tests start: everything runs
+on one thread. Two test processes that each spin on all cores wait for each other most of the time.
 """
 
 import os
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 MACHINES = Path(__file__).parent / "machines"
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from backends.host_memory import self_test
 from backends.torch_accelerator import Accelerator
 from backends.torch_device import TorchBackend, TorchDevice
 from backends.torch_graphs import Recorder
@@ -155,7 +156,7 @@ class StubBackend(TorchBackend):
         self.name = "stubtorch"
 
     def probe(self) -> list[Probe]:
-        return [Probe("stubtorch", True, "", "a stub")]
+        return [self_test(self, "stubtorch")]
 
     def open(self, selector: str, capacity: int | None = None) -> Device:
         return TorchDevice("stubtorch", StubAccelerator(), capacity) if not selector else super().open("none")

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import mixed_reference
 import pytest
 import reference
 import torch
@@ -45,15 +46,24 @@ def a_block(seed: int) -> Block:
 class Plain:
     """Plain PyTorch with one optimizer, whose states stay with their parameters whatever becomes of the layers."""
 
-    def __init__(self, model: Stack, make: Callable[..., torch.optim.Optimizer] = reference.adamw) -> None:
+    def __init__(
+        self, model: Stack, make: Callable[..., torch.optim.Optimizer] = reference.adamw, precision: str = "fp32"
+    ) -> None:
         self.model = model
+        self.precision = precision
         self.optimizer = make(list(model.parameters()))
 
     def step(self, batch: dict[str, Tensor], active: list[int] | None = None) -> float:
         self.model.active = active
         self.optimizer.zero_grad()
         pieces = reference.cut(batch, 2)
-        loss = reference.gradients_of(reference.caller(self.model, None), pieces, reference.by_samples(pieces))
+        call = reference.caller(self.model, None)
+
+        def rounded(piece: Any) -> Tensor:
+            with mixed_reference.autocast(self.precision):
+                return call(piece)
+
+        loss = reference.gradients_of(rounded, pieces, reference.by_samples(pieces))
         self.optimizer.step()
         return loss
 
@@ -113,8 +123,15 @@ def test_device_memory_is_the_same_whichever_layers_take_part(build: Build) -> N
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
 @pytest.mark.parametrize(
     "optimizer",
-    [None, functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9), {"clip_grad_norm": 10.0}],
-    ids=["AdamW", "torch's SGD", "held updates"],
+    [
+        None,
+        functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        {"clip_grad_norm": 10.0},
+        {"precision": "bf16"},
+        {"precision": "fp16", "loss_scale": 1.0},
+        {"precision": "bf16", "clip_grad_norm": 10.0, "layers_per_slot": 2},
+    ],
+    ids=["AdamW", "torch's SGD", "held updates", "bf16", "fp16", "bf16, held, two layers a slot"],
 )
 def test_layers_inserted_removed_replaced_and_moved_train_on_as_in_pytorch(
     build: Build, optimizer: Any, device: str
@@ -124,6 +141,7 @@ def test_layers_inserted_removed_replaced_and_moved_train_on_as_in_pytorch(
     given = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9) if callable(optimizer) else reference.adamw
     plain = Plain(copy.deepcopy(model), given)
     options = {"optimizer": optimizer} if callable(optimizer) else dict(optimizer or {})
+    plain.precision = options.get("precision", "fp32")
     trainer = build(model, microbatches=2, device=device, **options)
     edits: list[tuple[Callable[[], None], Callable[[list[nn.Module]], list[nn.Module]]]] = [
         (lambda: trainer.insert(1, a_block(5)), lambda old: [old[0], a_block(5), *old[1:]]),

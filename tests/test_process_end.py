@@ -15,7 +15,7 @@ from devices import probes
 from relay.eps.checkpoint import Checkpoint
 
 SCRIPT = Path(__file__).with_name("unclosed.py")
-TRAINING = ("cpu", "cpu:discrete", "numpy")
+TRAINING = ("cpu", "cpu:discrete")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")

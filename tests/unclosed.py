@@ -1,8 +1,8 @@
 """A script that trains on devices, has work queued on more, and closes nothing: `test_process_end` runs it.
 
-For each way to end there is a child process, forked before any thread runs: what costs (importing PyTorch) is paid
-once. At its end every kind of queue is open. Prints, as JSON, the exit code of each child by its way to end: negative
-where a signal ended it, as an alarm does with one that hangs.
+For each way to end there is a child process, forked before any thread runs: what costs (imports, and what is made on
+first use) is paid once, by a step on a device without threads. At its end every kind of queue is open. Prints, as JSON,
+the exit code of each child by its way to end: negative where a signal ended it, as an alarm does with one that hangs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import threading
 
 import torch
 from torch import nn
@@ -21,6 +22,10 @@ PATIENCE = 240  # seconds until a child that hangs is ended
 WAYS = ("end", "raise", "exit", "stored exception", "saving")
 
 folder, training, queueing = sys.argv[1], sys.argv[2].split(","), sys.argv[3].split(",")
+torch.set_num_threads(1)
+batch = (torch.randn(4, 4), torch.randn(4, 3))
+relay.Trainer([nn.Linear(4, 3)], nn.functional.mse_loss, device="sim", microbatches=1).step(batch)
+assert threading.active_count() == 1
 children = {}
 for way in WAYS:
     child = os.fork()
@@ -32,8 +37,6 @@ else:
 
 if way:
     signal.alarm(PATIENCE)
-    torch.set_num_threads(1)
-    batch = (torch.randn(4, 4), torch.randn(4, 3))
     trainers = []
     for device in training:
         trainer = relay.Trainer([nn.Linear(4, 3)], nn.functional.mse_loss, device=device, microbatches=1)

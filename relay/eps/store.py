@@ -176,6 +176,7 @@ class LayerStore:
         self._stored = renamed(self._stored, new_wanted)
         self._master = renamed(self._master, new_name)
         self._seen = renamed(self._seen, new_name)
+        self._copies = renamed(self._copies, new_name)
         self.updated.clear()
         self._contents.clear()
         self._names_of.clear()
