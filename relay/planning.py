@@ -70,8 +70,8 @@ class Plan:
         return (
             f"This plan is for a model with {', '.join(differs)}. `relay train` would train another one with it: a GPT "
             f"over bytes (a vocabulary of {BYTES}, embedding and head shared) of {shape.layers} layers x hidden "
-            f"{shape.hidden}, for which neither speed nor memory holds. Give the options to relay.Trainer for the model "
-            f"that was meant; or plan with --layers, --hidden, --heads and --vocab {BYTES} for `relay train`."
+            f"{shape.hidden}, for which neither speed nor memory holds. Give the options to relay.Trainer for the "
+            f"model that was meant; or plan with --layers, --hidden, --heads and --vocab {BYTES} for `relay train`."
         )
 
     def as_toml(self) -> str:
@@ -319,7 +319,8 @@ def _reasons(chosen: Simulation, changes: Sequence[tuple[str, Any, Simulation]],
     reasons = [
         f"{_name(chosen)}: {chosen.tokens_per_second:,.1f} tokens/s, {format_size(chosen.memory.device_total)} of the "
         f"device and {format_size(chosen.memory.host_total)} of the host; bottleneck {chosen.bottleneck}",
-        f"{len(search.found)} of {len(search.tried)} combinations fit; with one option changed and the others as chosen:",
+        f"{len(search.found)} of {len(search.tried)} combinations fit; with one option changed and the others as "
+        "chosen:",
     ]
     for option, value, other in changes:
         if other.fits:
