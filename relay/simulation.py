@@ -257,11 +257,10 @@ def simulate(
     """Simulate one training step.
 
     The model is a name, a `config.json`, numbers (as `resolve` takes them), or an `nn.Module` (on torch's meta device
-    it takes no memory) with an `example` of a step's batch. `device`, `link` and `host` are presets or TOML files (or one
-    `Machine`);
-    `host_memory` and `capacity` (of the device) are bytes, or such as "512GB". `run` takes `sequence`, `batch`,
-    `microbatches`, `state_dtype`, `stash`, `slots`, `layers_per_slot`, `recompute`, `clip_grad_norm`, `loss_scale` and
-    `optimizer`, as `RunShape` has them.
+    it takes no memory) with an `example` of a step's batch. `device`, `link` and `host` are presets or TOML files (or
+    one `Machine`); `host_memory` and `capacity` (of the device) are bytes, or such as "512GB". `run` takes `sequence`,
+    `batch`, `microbatches`, `state_dtype`, `stash`, `slots`, `layers_per_slot`, `recompute`, `clip_grad_norm`,
+    `loss_scale` and `optimizer`, as `RunShape` has them.
 
     Raises DoesNotFit, with ledgers and what would fit, unless `must_fit` is False (or None, which does not look for
     what would fit either); SpecError for arithmetic that the device does not have; ShapeError for a model or batch
