@@ -20,6 +20,9 @@ from relay.eps.bound import STATE_DTYPES
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What each precision computes in."""
 
+FIXED_SCALE = 65536.0
+"""What a loss scale given as "fixed" stays at: where a dynamic one begins."""
+
 _CHOICES: dict[str, Any] = {
     "precision": COMPUTE,
     "state_dtype": STATE_DTYPES,

@@ -37,12 +37,12 @@ class LossScale(click.ParamType):
     name = "number, 'dynamic' or 'fixed'"
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> str | float:
-        from relay.options import fixed_scale
+        from relay.options import FIXED_SCALE, fixed_scale
 
         if value == "dynamic":
             return "dynamic"
         if value == "fixed":
-            return 65536.0
+            return FIXED_SCALE
         try:
             return fixed_scale(float(value))
         except ValueError:

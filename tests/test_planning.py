@@ -143,6 +143,15 @@ def test_a_width_of_four_times_hidden_is_the_model_of_train() -> None:
     assert chosen.expected.memory.parameters == sum(one.numel() for one in GPT(256, 1, 32, 2, 16).parameters())
 
 
+def test_the_options_of_a_plan_are_those_of_a_trainer() -> None:
+    model: dict[str, Any] = {"layers": 1, "hidden": 32, "heads": 2, "vocabulary": 256, "sequence": 16, "batch": 1}
+    few: dict[str, Any] = {"slots": [2], "state_dtypes": ["fp32"], "stashes": ["device"]}
+    limits: dict[str, Any] = {"loss_scale": "fixed", "clip_grad_norm": 1.0, "capacity": "4MB"}
+    chosen = relay.plan(**model, **few, **limits, device="t4", precision="fp16")
+    with relay.Trainer(GPT(256, 1, 32, 2, 16), **chosen.options) as trainer:
+        assert trainer.loss_scale == 65536
+
+
 # **** calibration ****
 
 
