@@ -71,7 +71,7 @@ def partition_model(
     check_outside(model, blocks)
     decider = Decider(batch)
     with PlainTensors(model) as plain:
-        with opaque_blocks(blocks, skipped) as calls, without_cache(model), autocast(compute):
+        with opaque_blocks(blocks, skipped, compute) as calls, without_cache(model), autocast(compute):
             traced = trace(run, (states, list(batch)), type(model).__name__, decider)
     plain.refuse_states(type(model).__name__, constants_of(traced))
     if not calls:

@@ -34,6 +34,7 @@ from relay.capture.amended import own_kernels
 from relay.capture.attributes import PlainTensors, UsedTensors, constants_of
 from relay.capture.captured import Captured
 from relay.capture.core import Lowering, attention, decompositions
+from relay.capture.dtypes import correct_statistics
 from relay.capture.eager import eager_programs
 from relay.capture.elsewhere import CPU, fakes_on, missing, spell_out
 from relay.capture.explain import HasEffect, explain, operation, reason, sparse_gradient
@@ -121,6 +122,8 @@ def capture(
         )
         return captured
     plain.refuse_states(name, constants_of(traced))
+    if lowering is not Lowering.CORE:
+        correct_statistics(traced.graph, place)
     extraction = Extraction(module, traced, name, wants_gradients, compute, lowering, orders, strides)
     captured = extraction.captured(dict(gradients or {}), ends_in_loss, keep and not ends_in_loss)
     return replace(captured, reads=reads)

@@ -28,6 +28,7 @@ from relay.capture.explain import explain
 from relay.capture.given import call_observed, write_back
 from relay.capture.outside import inside_layer, refusing
 from relay.capture.states import call_with
+from relay.capture.traced import autocast
 from relay.errors import PartitionError, RelayError
 from relay.trees import TensorTree, is_taken_apart, tensor_leaves
 
@@ -44,7 +45,7 @@ _running: list[list[OpaqueCall]] = []
 
 @dataclass(eq=False)
 class OpaqueCall:
-    """One call of a block in a trace: which block, how its arguments were nested, and how its output.
+    """One call of a block in a trace: which block, computed in what, how its arguments were nested, and its output.
 
     Where the block `changes` the lists or dicts it is given, its output is (what it returns, what it was given).
     """
@@ -52,6 +53,7 @@ class OpaqueCall:
     name: str
     block: nn.Module
     forward: Callable[..., Any]
+    compute: torch.dtype
     input_tree: TensorTree
     output_tree: TensorTree | None = None
     skipped: bool = False
@@ -72,11 +74,12 @@ def _block_on_fakes(call: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]
         return outputs
 
     args, kwargs = opaque.input_tree.fill(inputs)
+    # An op runs below autocast, which is off for it; what it stands for runs under it.
     try:
-        with inside_layer():
+        with inside_layer(), autocast(opaque.compute), _unlogged():
             outputs = take_apart(observed(*args, **kwargs))
     except Exception as failure:
-        with inside_layer():
+        with inside_layer(), autocast(opaque.compute):
             found = _run_made_up(opaque.block, observed, opaque.input_tree.fill, inputs, opaque.name, failure)
         outputs = take_apart(found)
         return [torch.empty(output.shape, dtype=output.dtype) for output in outputs]
@@ -89,6 +92,17 @@ def _block_on_fakes(call: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]
             )
     # An op may not return its inputs or views of them; a block may.
     return [torch.empty_like(output) for output in outputs]
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Within it PyTorch does not log that an op failed on fake tensors: real ones are tried next, and that is said."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _holds_tensors(value: Any, depth: int = 0) -> bool:
@@ -107,18 +121,28 @@ torch.library.register_fake("relay::block", _block_on_fakes, lib=_library)
 
 
 @contextlib.contextmanager
-def opaque_blocks(blocks: Mapping[str, nn.Module], skipped: Container[str] = ()) -> Iterator[list[OpaqueCall]]:
+def opaque_blocks(
+    blocks: Mapping[str, nn.Module], skipped: Container[str] = (), compute: torch.dtype = torch.float32
+) -> Iterator[list[OpaqueCall]]:
     """While open, a traced call of any of these modules becomes one `relay::block` op. Yields the calls, in order.
 
-    Those `skipped` hand on the first tensor they are given; their ops stay in the trace, used by nobody.
+    What they return is what they return under `autocast(compute)`, the same that the trace is made under. Those
+    `skipped` hand on the first tensor they are given; their ops stay in the trace, used by nobody.
     """
     calls: list[OpaqueCall] = []
     originals: list[tuple[nn.Module, Any]] = []
 
     def stand_in(name: str, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def opaque(*args: Any, **kwargs: Any) -> Any:
+            within = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
+            if within != compute:
+                raise PartitionError(
+                    f"the model calls layer {name!r} under a torch.autocast of its own, which makes it compute in "
+                    f"{within}, where precision= says {compute}. Take the autocast out, or put it into the layer's own "
+                    "forward."
+                )
             tensors, tree = tensor_leaves((args, kwargs))
-            call = OpaqueCall(name, block, forward, tree)
+            call = OpaqueCall(name, block, forward, compute, tree)
             calls.append(call)
             outputs = BLOCK(len(calls) - 1, tensors)
             assert call.output_tree is not None
@@ -193,7 +217,7 @@ def run_fake(module: nn.Module, fakes: Sequence[torch.Tensor], name: str) -> Any
     """`module(*fakes)` on fake tensors from one `as_fake`; nothing in the module changes. Raises CaptureError."""
     mode = next(fake.fake_mode for fake in fakes)  # type: ignore[attr-defined]
     try:
-        with PlainTensors(module), mode, torch.no_grad(), warnings.catch_warnings():
+        with PlainTensors(module), mode, torch.no_grad(), warnings.catch_warnings(), _unlogged():
             warnings.simplefilter("ignore")
             originals = [*module.parameters(), *module.buffers()]
             return call_with(module, originals, [mode.from_tensor(tensor) for tensor in originals], tuple(fakes))
