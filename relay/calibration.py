@@ -28,8 +28,8 @@ from hal.work import work_of
 from relay.ambient import as_if_alone
 from relay.capture import graphs_for
 from relay.eps.optimizers import AdamW
+from relay.options import COMPUTE
 from relay.shapes import ModelShape, stations_of
-from relay.simulated_step import COMPUTE_DTYPES
 
 SHAPES = ((96, 128, 4), (128, 128, 2), (192, 128, 1), (224, 128, 4), (256, 64, 4), (384, 128, 2), (448, 128, 2))
 """(hidden, sequence, sequences) of the layers that are timed: small for a GPU's taste, quick on a CPU."""
@@ -143,7 +143,7 @@ def _programs(shapes: Sequence[tuple[int, int, int]], precision: str, info: Devi
     lowering, place = graphs_for(info)
     for hidden, sequence, sequences in shapes:
         shape = ModelShape(2, hidden, max(1, hidden // 32), 256)
-        compute = COMPUTE_DTYPES[precision]
+        compute = COMPUTE[precision]
         stations = stations_of(shape, sequences, sequence, compute, lowering=lowering, place=place).stations
         for station in (stations[0], stations[1], stations[-1]):
             found += [one.program for one in (station.forward, station.backward) if one is not None]

@@ -1,4 +1,4 @@
-"""The options of a trainer: what each may be, told before anything is built.
+"""The options of a trainer, and of a simulated run: what each may be, told before anything is built.
 
 It knows no model beyond whether one was given whole or as a list, and opens nothing. Errors are ValueError or
 TypeError, and name the option.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from relay.eps.bound import STATE_DTYPES
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What each precision computes in."""
 
+FIXED_SCALE = 65536.0
+"""What a loss scale given as "fixed" stays at: where a dynamic one begins."""
+
 _CHOICES: dict[str, Any] = {
     "precision": COMPUTE,
     "state_dtype": STATE_DTYPES,
@@ -27,27 +31,29 @@ _CHOICES: dict[str, Any] = {
     "on_device_lost": ("raise", "repeat"),
 }
 _POSITIVE = ("stall_seconds", "clip_grad_norm", "clip_grad_value")
-_COUNTS = ("microbatches", "slots", "programs", "layers_per_slot")
+_COUNTS = ("microbatches", "slots", "programs", "layers_per_slot", "batch", "sequence")
 
 
 def check(options: Mapping[str, Any]) -> None:
-    """Raise ValueError for an option that is not among its choices or out of its range; all of them are given."""
+    """Raise ValueError for an option, of those given, that is not among its choices or out of its range."""
     for name, choices in _CHOICES.items():
-        if options[name] not in choices:
+        if name in options and options[name] not in choices:
             raise ValueError(f"{name}={options[name]!r} is not one of {', '.join(map(repr, choices))}")
     for name in _POSITIVE:
-        if options[name] is not None and not options[name] > 0:
-            raise ValueError(f"{name}={options[name]!r} must be above 0, or None")
+        value = options.get(name)
+        if value is not None and not (isinstance(value, Real) and value > 0):
+            raise ValueError(f"{name}={value!r} must be a number above 0, or None")
     for name in _COUNTS:
-        value = options[name]
+        value = options.get(name, 1)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
-    if not isinstance(options["recompute"], int) or options["recompute"] < 0:
-        raise ValueError(
-            f"recompute={options['recompute']!r} must be True, False, or the number of segments that recompute"
-        )
-    if not isinstance(options["seed"], int) or not 0 <= options["seed"] < 2**64:
-        raise ValueError(f"seed={options['seed']!r} must be a whole number from 0 to 2**64 - 1")
+    recompute = options.get("recompute", True)
+    if not isinstance(recompute, int) or recompute < 0:
+        raise ValueError(f"recompute={recompute!r} must be True, False, or the number of segments that recompute")
+    seed = options.get("seed", 0)
+    if not isinstance(seed, int) or not 0 <= seed < 2**64:
+        raise ValueError(f"seed={seed!r} must be a whole number from 0 to 2**64 - 1")
+    fixed_scale(options.get("loss_scale", "dynamic"))
 
 
 def list_of_modules(
@@ -70,7 +76,7 @@ def fixed_scale(scale: str | float) -> float:
     """The number that a loss scale stays at; 1 for a dynamic one."""
     if scale == "dynamic":
         return 1.0
-    if isinstance(scale, str) or not scale > 0 or math.frexp(scale)[0] != 0.5:
+    if not isinstance(scale, Real) or not scale > 0 or math.frexp(scale)[0] != 0.5:
         raise ValueError(f"loss_scale={scale!r} must be 'dynamic' or a power of two, so that unscaling is exact")
     return float(scale)
 

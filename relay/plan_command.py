@@ -11,7 +11,14 @@ from typing import Any
 import click
 
 from relay.console import Size, json_option, print_json
-from relay.shared_options import AT_LEAST_ONE, loss_scale_option
+from relay.shared_options import (
+    AT_LEAST_ONE,
+    clip_option,
+    ffn_option,
+    loss_scale_option,
+    tied_option,
+    vocabulary_option,
+)
 
 
 @click.command()
@@ -20,7 +27,9 @@ from relay.shared_options import AT_LEAST_ONE, loss_scale_option
 @click.option("--layers", type=AT_LEAST_ONE, help="How many blocks.")
 @click.option("--hidden", type=AT_LEAST_ONE, help="Width of the model.")
 @click.option("--heads", type=AT_LEAST_ONE, help="Attention heads.  [default: hidden / 128]")
-@click.option("--vocab", default=50257, show_default=True, type=AT_LEAST_ONE, help="Size of the vocabulary.")
+@ffn_option
+@vocabulary_option
+@tied_option
 @click.option("--seq", default=1024, show_default=True, type=AT_LEAST_ONE, help="Tokens in a sequence.")
 @click.option("--batch", default=8, show_default=True, type=AT_LEAST_ONE, help="Sequences in a step.")
 @click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="[default: bf16, else fp16]")
@@ -31,6 +40,13 @@ from relay.shared_options import AT_LEAST_ONE, loss_scale_option
     type=click.Choice(["fp32", "bf16", "int8"]),
     help="Allow only these; may be given several times.",
 )
+@click.option(
+    "--slots",
+    multiple=True,
+    type=AT_LEAST_ONE,
+    help="Allow only so many layers on the device at a time; may be given several times.  [default: 1, 2 or 3]",
+)
+@clip_option
 @loss_scale_option
 @click.option("--device", default="generic", show_default=True, help="A preset, or a .toml or .json file.")
 @click.option("--link", help="A preset or file.  [default: the device's own]")
@@ -47,25 +63,29 @@ def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any
     \b
     Examples:
       relay plan --layers 62 --hidden 8192 --device v100-sxm2-16gb --host-memory 512GB
-      relay plan --model llama-3-8b --device rtx-4090 --batch 32 --out plan.toml
+      relay plan --model llama-3-8b --device rtx-4090 --batch 32
+      relay plan --layers 12 --hidden 768 --vocab 256 --seq 512 --device t4 --out plan.toml
       relay train --plan plan.toml
     """
     from relay.planning import plan as choose
 
-    options["vocabulary"] = options.pop("vocab")
     options["sequence"] = options.pop("seq")
-    if not options["state_dtypes"]:
-        del options["state_dtypes"]
+    for several in ("state_dtypes", "slots"):
+        if not options[several]:
+            del options[several]
     try:
         chosen = choose(options.pop("model"), **options)
     except ValueError as wrong:
         raise click.UsageError(str(wrong), context) from wrong
     if out is not None:
         out.write_text(chosen.as_toml(), encoding="utf-8")
+        if chosen.caution is not None:
+            click.echo(f"written: {out}. {chosen.caution}", err=True)
     if as_json:
         from relay.simulation_report import as_json as figures
 
         print_json({"options": chosen.options, "reasons": list(chosen.reasons), "tried": chosen.tried,
+                    "caution": chosen.caution,
                     "expected": figures(chosen.expected, None)})  # fmt: skip
     else:
         click.echo("\n".join(chosen.reasons))

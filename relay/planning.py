@@ -3,25 +3,29 @@ recomputed, state dtype.
 
 Every combination of micro-batches, stash, slots and state dtypes is tried with one layer a slot and everything
 recomputed. From the fastest of each stash it goes on: as many segments keep their tensors as fit, or half of these;
-two, four, ... layers a slot while that helps; and then once more other numbers of micro-batches. Among
-choices within `TIE` of the fastest the plainer one wins: states in more bits, activations on the device, everything
-recomputed, fewer layers a slot, fewer slots. It decides nothing that changes the model or the batch, and the dtype of
-states only among those that are allowed.
+two, four, ... layers a slot while that helps; and then once more other numbers of micro-batches. Of what is best then
+every option is changed alone: where one of these is better, it is taken, and so on; what the last ones would have
+given are the reasons. Among choices within `TIE` of the fastest the plainer one wins: states in more bits, activations
+on the device, everything recomputed, fewer layers a slot, fewer slots (but one only where two do not fit or are
+slower). It decides nothing that changes the model or the batch, and the dtype of states only among those that are
+allowed.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hal.memory import format_size
+from hal.memory import format_size, parse_size
 from hal.spec import Machine, machine
 from relay.ambient import as_if_alone
 from relay.errors import RelayError
 from relay.meta_models import MetaModel
-from relay.shapes import ModelShape
+from relay.options import FIXED_SCALE
+from relay.shapes import BYTES, ModelShape
 from relay.simulated_step import RunShape, SimulatedRun
 from relay.simulation import Simulation, check_precision, default_precision, resolve, shortfalls, simulate
 
@@ -33,7 +37,7 @@ TIE = 0.02
 
 _PLAINNESS = {"fp32": 0, "bf16": 1, "int8": 2, "device": 0, "host": 1}
 
-
+_REASONED = ("state_dtype", "stash", "recompute", "layers_per_slot", "slots", "microbatches")
 _OPTIONS = ("microbatches", "slots", "layers_per_slot", "stash", "recompute", "precision", "state_dtype")
 
 
@@ -50,8 +54,29 @@ class Plan:
     reasons: tuple[str, ...]
     tried: int
 
+    @property
+    def caution(self) -> str | None:
+        """What `relay train` would train otherwise than it was planned; None for the model that it builds."""
+        shape = self.expected.shape
+        assert isinstance(shape, ModelShape)
+        wide = 4 * shape.hidden
+        if shape.vocabulary == BYTES and shape.tied and not shape.gated and shape.wide == wide:
+            return None
+        head = "an embedding that the head shares" if shape.tied else "a head of its own"
+        differs = [f"a vocabulary of {shape.vocabulary}", head]
+        if shape.gated:
+            differs.append("layers with gates, as Llama has them")
+        if shape.wide != wide:
+            differs.append(f"feed-forward networks of {shape.wide}")
+        return (
+            f"This plan is for a model with {', '.join(differs)}. `relay train` would train another one with it: a GPT "
+            f"over bytes (a vocabulary of {BYTES}, embedding and head shared) of {shape.layers} layers x hidden "
+            f"{shape.hidden}, for which neither speed nor memory holds. Give the options to relay.Trainer for the "
+            f"model that was meant; or plan with --layers, --hidden, --heads and --vocab {BYTES} for `relay train`."
+        )
+
     def as_toml(self) -> str:
-        """A run file for `relay train`."""
+        """A run file for `relay train`; where that builds another model, it begins with the `caution`."""
         shape, run = self.expected.shape, self.expected.run
         assert isinstance(shape, ModelShape)
         rows: dict[str, Any] = {
@@ -62,7 +87,10 @@ class Plan:
             "batch": run.batch,
             **self.options,
         }
-        lines = [f"# {reason}" for reason in self.reasons]
+        if "clip_grad_norm" in rows:
+            rows["clip"] = rows.pop("clip_grad_norm")
+        lines = [] if self.caution is None else [*textwrap.wrap(self.caution, 110), ""]
+        lines = [f"# {line}".rstrip() for line in [*lines, *self.reasons]]
         lines += [f"{key} = {json.dumps(value)}" for key, value in rows.items()]
         return "\n".join(lines) + "\n"
 
@@ -79,8 +107,9 @@ def plan(
     precision: str | None = None,
     state_dtypes: Sequence[str] = ("fp32", "bf16", "int8"),
     stashes: Sequence[str] = ("device", "host"),
-    slots: Sequence[int] = (2, 3),
+    slots: Sequence[int] = (1, 2, 3),
     loss_scale: str | float = "dynamic",
+    clip_grad_norm: float | None = None,
     host_memory: int | str | None = None,
     capacity: int | str | None = None,
     sequence: int = 1024,
@@ -88,13 +117,18 @@ def plan(
 ) -> Plan:
     """The best way to run a model, given by name or by `layers`, `hidden` and so on as `relay.simulate` takes them.
 
-    `batch` sequences make a step; pieces are powers of two and the whole batch. Raises NoPlan where nothing fits.
+    `batch` sequences make a step; they are cut into as many pieces as powers of two give, and into single ones. Raises
+    NoPlan where nothing fits.
     """
     described = device if isinstance(device, Machine) else machine(device, link, host, software)
     resolved = resolve(model, **shape)
     precision = precision or default_precision(described)
     check_precision(described, precision)
-    search = _Search(resolved, described, precision, loss_scale, batch, sequence, host_memory, capacity)
+    fixed: dict[str, Any] = {
+        "device": described, "precision": precision, "loss_scale": loss_scale, "clip_grad_norm": clip_grad_norm,
+        "batch": batch, "sequence": sequence, "host_memory": host_memory, "capacity": capacity, "must_fit": None,
+    }  # fmt: skip
+    search = _Search(resolved, batch, fixed)
     for microbatches in _counts(batch):
         for stash in stashes:
             for count in slots:
@@ -117,33 +151,28 @@ def plan(
         starts = [one for one in plain if one.run.stash == stash and _speed(one) >= fastest * (1 - PROMISING)]
         if starts:
             search.refine(_chosen(starts))
-    chosen = _chosen(search.found)
-    names = (*_OPTIONS, "loss_scale") if precision == "fp16" else _OPTIONS
-    options = {name: getattr(chosen.run, name) for name in names}
-    return Plan(options, chosen, tuple(_reasons(chosen, search)), len(search.tried))
+    allowed: dict[str, Sequence[Any]] = {
+        "state_dtype": state_dtypes, "stash": stashes, "slots": slots, "microbatches": _counts(batch),
+    }  # fmt: skip
+    chosen, changed = search.settle(allowed)
+    options = {name: getattr(chosen.run, name) for name in _OPTIONS}
+    if precision == "fp16":
+        options["loss_scale"] = FIXED_SCALE if loss_scale == "fixed" else loss_scale
+    if clip_grad_norm is not None:
+        options["clip_grad_norm"] = clip_grad_norm
+    if capacity is not None:
+        options["capacity"] = parse_size(capacity)
+    return Plan(options, chosen, tuple(_reasons(chosen, changed, search)), len(search.tried))
 
 
 class _Search:
     """What was tried, of one model on one machine."""
 
-    def __init__(
-        self,
-        shape: ModelShape | MetaModel,
-        described: Machine,
-        precision: str,
-        loss_scale: str | float,
-        batch: int,
-        sequence: int,
-        host_memory: int | str | None,
-        capacity: int | str | None,
-    ) -> None:
+    def __init__(self, shape: ModelShape | MetaModel, batch: int, fixed: Mapping[str, Any]) -> None:
         self.tried: dict[str, Simulation] = {}
         self._shape = shape
         self._batch = batch
-        self._fixed: dict[str, Any] = {
-            "device": described, "precision": precision, "loss_scale": loss_scale, "batch": batch,
-            "sequence": sequence, "host_memory": host_memory, "capacity": capacity, "must_fit": None,
-        }  # fmt: skip
+        self._fixed = fixed
 
     @property
     def found(self) -> list[Simulation]:
@@ -178,6 +207,27 @@ class _Search:
         for microbatches in counts[max(0, place - 1) : place + 2]:
             other = self._changed(best, microbatches=microbatches, recompute=True)
             self._with_less_recompute(other, best.run.recompute)
+
+    def settle(self, allowed: Mapping[str, Sequence[Any]]) -> tuple[Simulation, list[tuple[str, Any, Simulation]]]:
+        """The choice that no change of one option alone betters, and each such change with what it gives.
+
+        The values are those `allowed`, and for what is kept and how many layers share a slot those tried so far (and
+        that all is kept).
+        """
+        values = dict(allowed)
+        for option, further in (("recompute", [False]), ("layers_per_slot", [])):
+            found = [*(getattr(one.run, option) for one in self.tried.values()), *further]
+            values[option] = list({repr(value): value for value in found}.values())  # as keys 1 and True are one
+        while True:
+            chosen = _chosen(self.found)
+            changes = [
+                (option, value, self._changed(chosen, **{option: value}))
+                for option in _REASONED
+                for value in values[option]
+                if repr(value) != repr(getattr(chosen.run, option))
+            ]
+            if _chosen(self.found) is chosen:
+                return chosen, changes
 
     def _changed(self, one: Simulation, **changes: Any) -> Simulation:
         names = ("microbatches", "stash", "slots", "state_dtype", "layers_per_slot", "recompute")
@@ -234,6 +284,7 @@ def _chosen(found: Sequence[Simulation]) -> Simulation:
             _PLAINNESS[one.run.stash],
             one.run.recompute is not True,
             one.run.layers_per_slot,
+            one.run.slots == 1,  # in which nothing loads while one computes
             one.run.slots,
             -one.tokens_per_second,
         ),
@@ -241,10 +292,11 @@ def _chosen(found: Sequence[Simulation]) -> Simulation:
 
 
 def _counts(batch: int) -> list[int]:
-    counts = [1]
-    while counts[-1] * 2 < batch:
-        counts.append(counts[-1] * 2)
-    return list(dict.fromkeys([*counts, batch]))
+    """Numbers of pieces, each as it comes out: six sequences in four pieces of equal size are three pieces."""
+    wanted = [1]
+    while wanted[-1] * 2 < batch:
+        wanted.append(wanted[-1] * 2)
+    return list(dict.fromkeys(len(RunShape(batch=batch, microbatches=count).pieces()) for count in [*wanted, batch]))
 
 
 def _excess(one: Simulation) -> float:
@@ -259,28 +311,22 @@ def _name(one: Simulation) -> str:
     if run.recompute is not True:
         kept = f", {run.recompute} segments recomputing" if run.recompute else ", none recomputing"
     layers = f" of {run.layers_per_slot} layers" if run.layers_per_slot > 1 else ""
-    return (
-        f"{run.microbatches} micro-batches, {run.slots} slots{layers}, stash on the {run.stash}, {run.state_dtype} "
-        f"states{kept}"
-    )
+    pieces = f"{run.microbatches} micro-batch{'es' if run.microbatches > 1 else ''}"
+    places = f"{run.slots} slot{'s' if run.slots > 1 else ''}"
+    return f"{pieces}, {places}{layers}, stash on the {run.stash}, {run.state_dtype} states{kept}"
 
 
-def _reasons(chosen: Simulation, search: _Search) -> list[str]:
-    found, refused = search.found, search.refused
+def _reasons(chosen: Simulation, changes: Sequence[tuple[str, Any, Simulation]], search: _Search) -> list[str]:
     reasons = [
         f"{_name(chosen)}: {chosen.tokens_per_second:,.1f} tokens/s, {format_size(chosen.memory.device_total)} of the "
         f"device and {format_size(chosen.memory.host_total)} of the host; bottleneck {chosen.bottleneck}",
-        f"{len(found)} of {len(found) + len(refused)} combinations fit",
+        f"{len(search.found)} of {len(search.tried)} combinations fit; with one option changed and the others as "
+        "chosen:",
     ]
-    for option in ("state_dtype", "stash", "recompute", "layers_per_slot", "slots", "microbatches"):
-        values = [getattr(one.run, option) for one in [*found, *refused]]
-        for other in {repr(value): value for value in values}.values():
-            if repr(other) == repr(getattr(chosen.run, option)):
-                continue
-            speeds = [one.tokens_per_second for one in found if repr(getattr(one.run, option)) == repr(other)]
-            if speeds:
-                change = max(speeds) / chosen.tokens_per_second - 1
-                reasons.append(f"{option}={other} would give {change:+.1%} at best")
-            else:
-                reasons.append(f"{option}={other} does not fit")
+    for option, value, other in changes:
+        if other.fits:
+            gain = round(other.tokens_per_second / chosen.tokens_per_second - 1, 3) + 0.0  # -0.0 + 0.0 is 0.0
+            reasons.append(f"{option}={value} would give {gain:+.1%}")
+        else:
+            reasons.append(f"{option}={value} does not fit")
     return reasons

@@ -34,6 +34,10 @@ class ShapeError(RelayError, ValueError):
     """A shape that no model can have, or that is not known. The message says what is expected."""
 
 
+BYTES = 256
+"""The vocabulary of the GPT over bytes that `relay train` trains, whose embedding and head are one matrix."""
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """A transformer. `gated` is a layer as Llama has it: a feed-forward network of three matrices, RMSNorm, `kv_heads`

@@ -37,18 +37,40 @@ class LossScale(click.ParamType):
     name = "number, 'dynamic' or 'fixed'"
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> str | float:
-        from relay.options import fixed_scale
+        from relay.options import FIXED_SCALE, fixed_scale
 
         if value == "dynamic":
             return "dynamic"
         if value == "fixed":
-            return 65536.0
+            return FIXED_SCALE
         try:
             return fixed_scale(float(value))
         except ValueError:
             self.fail(f"{value!r} is neither 'dynamic', nor 'fixed', nor a power of two such as 65536.", param, context)
 
 
+ffn_option = click.option(
+    "--ffn", type=click.IntRange(min=0), default=0, help="Feed-forward width.  [default: 4 x hidden]"
+)
+vocabulary_option = click.option(
+    "--vocab",
+    "vocabulary",
+    default=50257,
+    show_default=True,
+    type=AT_LEAST_ONE,
+    help="Size of the vocabulary. 256 is the model of relay train.",
+)
+tied_option = click.option(
+    "--tied/--untied",
+    default=None,
+    help="Whether embedding and head are one matrix.  [default: with a vocabulary of 256, as in relay train]",
+)
+clip_option = click.option(
+    "--clip",
+    "clip_grad_norm",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Clip the gradients' global norm. Holds all gradients on the host until it is known.",
+)
 layers_per_slot_option = click.option(
     "--layers-per-slot",
     default=1,

@@ -13,7 +13,16 @@ from typing import Any
 import click
 
 from relay.console import Size, json_option, print_json
-from relay.shared_options import AT_LEAST_ONE, layers_per_slot_option, loss_scale_option, recompute_option
+from relay.shared_options import (
+    AT_LEAST_ONE,
+    clip_option,
+    ffn_option,
+    layers_per_slot_option,
+    loss_scale_option,
+    recompute_option,
+    tied_option,
+    vocabulary_option,
+)
 
 
 class Count(click.ParamType):
@@ -47,8 +56,9 @@ SWEPT = (
 @click.option("--layers", type=AT_LEAST_ONE, help="How many blocks.")
 @click.option("--hidden", type=AT_LEAST_ONE, help="Width of the model.")
 @click.option("--heads", type=AT_LEAST_ONE, help="Attention heads.  [default: hidden / 128]")
-@click.option("--ffn", type=click.IntRange(min=0), default=0, help="Feed-forward width.  [default: 4 x hidden]")
-@click.option("--vocab", default=50257, show_default=True, type=AT_LEAST_ONE, help="Size of the vocabulary.")
+@ffn_option
+@vocabulary_option
+@tied_option
 @click.option("--seq", default=1024, show_default=True, type=AT_LEAST_ONE, help="Tokens in a sequence.")
 @click.option("--batch", default=8, show_default=True, type=AT_LEAST_ONE, help="Sequences in a step.")
 @click.option("--microbatches", default=None, type=AT_LEAST_ONE, help="Pieces of a batch.  [default: one a sequence]")
@@ -56,7 +66,7 @@ SWEPT = (
 @click.option("--state-dtype", default="fp32", show_default=True, type=click.Choice(["fp32", "bf16", "int8"]))
 @click.option("--stash", default="host", show_default=True, type=click.Choice(["device", "host"]))
 @click.option("--slots", default=2, show_default=True, type=AT_LEAST_ONE, help="Layers on the device at a time.")
-@click.option("--clip", type=click.FloatRange(min=0, min_open=True), help="Clip the gradients' global norm.")
+@clip_option
 @layers_per_slot_option
 @recompute_option
 @loss_scale_option
@@ -122,14 +132,12 @@ def _simulate(options: dict[str, Any], sensitivity: bool = False, record: bool =
 
     return ask(
         options["model"],
-        **{name: options[name] for name in ("config", "layers", "hidden", "heads", "ffn", "precision")},
+        **{name: options[name] for name in ("config", "layers", "hidden", "heads", "ffn", "vocabulary", "tied")},
         **{name: options[name] for name in ("device", "link", "host", "software", "host_memory", "capacity")},
-        **{name: options[name] for name in ("batch", "state_dtype", "stash", "slots", "loss_scale")},
-        **{name: options[name] for name in ("layers_per_slot", "recompute")},
-        vocabulary=options["vocab"],
+        **{name: options[name] for name in ("batch", "state_dtype", "stash", "slots", "precision", "loss_scale")},
+        **{name: options[name] for name in ("layers_per_slot", "recompute", "clip_grad_norm")},
         sequence=options["seq"],
         microbatches=options["microbatches"] or options["batch"],
-        clip_grad_norm=options["clip"],
         sensitivity=sensitivity,
         record=record,
         must_fit=False,

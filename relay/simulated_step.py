@@ -21,6 +21,7 @@ from hal.errors import Unavailable
 from hal.event import Event
 from hal.spec import Machine
 from hal.virtual import Timeline, VirtualBackend, VirtualDevice
+from relay import options
 from relay.eps.bound import bind
 from relay.eps.optimizers import AdamW
 from relay.eps.server import Clipping, ParameterServer
@@ -33,16 +34,16 @@ from relay.stash import Key, Stash, device_bytes, kept_bytes
 from relay.stations import Stations
 from relay.workspace import kernel_workspace, level_kept, plans_for, slot_sizes
 
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 UNLIMITED = 10**18
 
 
 @dataclass(frozen=True)
 class RunShape:
-    """How a model is to be trained: what `relay.Trainer` takes, by the same names.
+    """How a model is to be trained: what `relay.Trainer` takes, by the same names and within the same limits.
 
-    `loss_scale` "dynamic" keeps all gradients of a fp16 step until they are known to be finite, a number (whichever, or
-    "fixed") updates at once. `sequence` is tokens in a sequence, `batch` sequences in a step.
+    `loss_scale` "dynamic" keeps all gradients of a fp16 step until they are known to be finite, a power of two
+    (whichever, or "fixed") updates at once. `sequence` is tokens in a sequence, `batch` sequences in a step.
+    Raises ValueError where the trainer would.
     """
 
     sequence: int = 1024
@@ -57,6 +58,10 @@ class RunShape:
     layers_per_slot: int = 1
     recompute: bool | int = True
     optimizer: Any = field(default_factory=AdamW)
+
+    def __post_init__(self) -> None:
+        given = vars(self) | {"loss_scale": 1.0} if self.loss_scale == "fixed" else vars(self)
+        options.check(given)
 
     @property
     def tokens(self) -> int:
@@ -122,7 +127,7 @@ class SimulatedRun:
 
     def __init__(self, shape: ModelShape | MetaModel, run: RunShape, machine: Machine) -> None:
         self.run = run
-        compute = COMPUTE_DTYPES[run.precision]
+        compute = options.COMPUTE[run.precision]
         sizes = run.pieces()
         self._stations = [
             shape.stations(size, run.sequence, compute, run.layers_per_slot, run.recompute) for size in sizes

@@ -23,7 +23,7 @@ from hal.virtual import Timeline
 from relay.ambient import as_if_alone
 from relay.errors import RelayError
 from relay.meta_models import MetaModel
-from relay.shapes import MODELS, ModelShape, ShapeError, shape_of_config
+from relay.shapes import BYTES, MODELS, ModelShape, ShapeError, shape_of_config
 from relay.simulated_step import Memory, RunShape, SimulatedRun, Step
 
 ENERGY_ERROR = 0.37
@@ -197,8 +197,13 @@ def resolve(
     heads: int | None = None,
     vocabulary: int = 50257,
     ffn: int = 0,
+    tied: bool | None = None,
 ) -> ModelShape | MetaModel:
-    """The shape meant: a name, a Hugging Face `config.json`, or numbers. ShapeError for none or several of these."""
+    """The shape meant: a name, a Hugging Face `config.json`, or numbers. ShapeError for none or several of these.
+
+    `tied` (of numbers) says whether embedding and head are one matrix; where it is not given they are with a vocabulary
+    of 256, which is the model of `relay train`, and are two with any other.
+    """
     given = [model is not None, config is not None, layers is not None or hidden is not None]
     if sum(given) != 1:
         raise ShapeError(
@@ -215,7 +220,8 @@ def resolve(
         return shape_of_config(config)
     if layers is None or hidden is None:
         raise ShapeError("A model by shape needs both layers and hidden.")
-    return ModelShape(layers, hidden, heads or max(1, hidden // 128), vocabulary, ffn)
+    tied = vocabulary == BYTES if tied is None else tied
+    return ModelShape(layers, hidden, heads or max(1, hidden // 128), vocabulary, ffn, tied=tied)
 
 
 def default_precision(described: Machine) -> str:
@@ -235,6 +241,7 @@ def simulate(
     heads: int | None = None,
     vocabulary: int = 50257,
     ffn: int = 0,
+    tied: bool | None = None,
     device: str | Machine = "generic",
     link: str | None = None,
     host: str | None = None,
@@ -249,22 +256,22 @@ def simulate(
 ) -> Simulation:
     """Simulate one training step.
 
-    The model is a name, a `config.json`, numbers, or an `nn.Module` (on torch's meta device it takes no memory) with
-    an `example` of a step's batch. `device`, `link` and `host` are presets or TOML files (or one `Machine`);
-    `host_memory` and `capacity` (of the device) are bytes, or such as "512GB". `run` takes `sequence`, `batch`,
-    `microbatches`, `state_dtype`, `stash`, `slots`, `layers_per_slot`, `recompute`, `clip_grad_norm`, `loss_scale` and
-    `optimizer`, as `RunShape` has them.
+    The model is a name, a `config.json`, numbers (as `resolve` takes them), or an `nn.Module` (on torch's meta device
+    it takes no memory) with an `example` of a step's batch. `device`, `link` and `host` are presets or TOML files (or
+    one `Machine`); `host_memory` and `capacity` (of the device) are bytes, or such as "512GB". `run` takes `sequence`,
+    `batch`, `microbatches`, `state_dtype`, `stash`, `slots`, `layers_per_slot`, `recompute`, `clip_grad_norm`,
+    `loss_scale` and `optimizer`, as `RunShape` has them.
 
     Raises DoesNotFit, with ledgers and what would fit, unless `must_fit` is False (or None, which does not look for
     what would fit either); SpecError for arithmetic that the device does not have; ShapeError for a model or batch
-    that cannot be.
+    that cannot be; ValueError for an option that the trainer would refuse too.
     """
     if isinstance(model, nn.Module):
         if example is None:
             raise ShapeError("A module needs an example= of a step's batch, for its shapes.")
         model = MetaModel(model, example)
         run = {"batch": model.sequences, "sequence": model.sequence, **run}
-    shape = resolve(model, config, layers, hidden, heads, vocabulary, ffn)
+    shape = resolve(model, config, layers, hidden, heads, vocabulary, ffn, tied)
     described = device if isinstance(device, Machine) else machine(device, link, host, software)
     wanted = RunShape(precision=precision or default_precision(described), **run)
     check_precision(described, wanted.precision)

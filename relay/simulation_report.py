@@ -106,12 +106,26 @@ def _of_segments(run: RunShape) -> str:
     return words
 
 
+def _count(number: int) -> str:
+    """`6.74 G`, `124.44 M`, `12.30 k`: as many thousands as it has."""
+    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return str(number)
+
+
+def _binary(size: int) -> str:
+    """In GiB, and where that would be less than one in MiB or KiB."""
+    unit, bytes_each = next((one for one in (("GiB", 2**30), ("MiB", 2**20)) if size >= one[1]), ("KiB", 2**10))
+    return f"{size / bytes_each:.1f} {unit}"
+
+
 def as_text(found: Simulation, tokens: float | None) -> str:
     """The verdict first, then ledgers, then time and energy."""
     machine, run, memory = found.machine, found.run, found.memory
     shape = found.shape
     lines = [
-        f"{memory.parameters / 1e9:.2f} G parameters: {shape.title}, {run.precision}, AdamW with {run.state_dtype} "
+        f"{_count(memory.parameters)} parameters: {shape.title}, {run.precision}, AdamW with {run.state_dtype} "
         "states",
         f"{machine.device.title}, {machine.link.title}, {machine.host.title}",
         f"{run.tokens:,} tokens a step: {run.batch} sequences of {run.sequence} in {len(run.pieces())} micro-batches, "
@@ -129,7 +143,7 @@ def as_text(found: Simulation, tokens: float | None) -> str:
     lines += ["", f"host memory     {_of(memory.host_total, found.host_capacity)}"]
     for state, dtype, size in memory.host:
         if size >= 1e6 or size * 1000 > memory.host_total:
-            lines.append(f"  {state:<28} {dtype:<9} {format_size(size):>10} {size / 2**30:>9.1f} GiB")
+            lines.append(f"  {state:<32} {dtype:<9} {format_size(size):>10} {_binary(size):>13}")
     if memory.page_locked:
         lines.append(f"  of which page-locked {'':<17} {format_size(memory.page_locked):>10}")
     if run.precision == "fp16" and run.loss_scale != "dynamic":

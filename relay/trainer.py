@@ -114,7 +114,7 @@ class Trainer(RunState):
         }  # fmt: skip
         further = {
             "seed": seed, "programs": programs, "on_nonfinite": on_nonfinite, "on_device_lost": on_device_lost,
-            "stall_seconds": stall_seconds,
+            "stall_seconds": stall_seconds, "loss_scale": loss_scale,
         }  # fmt: skip
         modules = options.list_of_modules(model, loss)
         options.check(chosen | further)

@@ -15,6 +15,7 @@ import relay
 import relay.simulation
 from hal import spec
 from relay.cli import main
+from relay.models import GPT
 from relay.shapes import ModelShape, ShapeError, shape_of_config
 from relay.simulation import Simulation
 
@@ -228,7 +229,6 @@ def test_simulated_memory_is_that_of_a_real_run() -> None:
     import reference
     import torch
 
-    from relay.models import GPT
 
     torch.manual_seed(0)
     model = GPT(vocabulary=64, layers=3, hidden=32, heads=2, sequence=12, tied=False)
@@ -248,7 +248,6 @@ def test_simulated_memory_is_that_of_a_real_run() -> None:
 def test_a_module_on_the_meta_device_is_simulated_as_its_shape_is() -> None:
     import torch
 
-    from relay.models import GPT
 
     with torch.device("meta"):
         module = GPT(vocabulary=256, layers=5, hidden=64, heads=2, sequence=32, tied=True)
@@ -343,6 +342,38 @@ def test_a_model_or_batch_that_cannot_be_is_refused(options: dict[str, Any], mes
         relay.simulate(**options)
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"stash": "disk"},
+        {"state_dtype": "fp64"},
+        {"recompute": -1},
+        {"recompute": "none"},
+        {"loss_scale": 3.0},
+        {"loss_scale": None},
+        {"clip_grad_norm": -1},
+        {"clip_grad_norm": "1"},
+        {"slots": 0},
+        {"layers_per_slot": 0},
+        {"microbatches": 0},
+        {"microbatches": 2.0},
+    ],
+    ids=str,
+)
+def test_what_the_trainer_refuses_is_refused_in_the_same_words(option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"^{next(iter(option))}=") as simulated:
+        relay.simulate(layers=1, hidden=32, heads=2, **option)
+    with pytest.raises(ValueError, match=f"^{next(iter(option))}=") as trained:
+        relay.Trainer(GPT(layers=1, hidden=32), **option)
+    assert str(simulated.value) == str(trained.value)
+
+
+@pytest.mark.parametrize("option", [{"sequence": 0}, {"batch": 0}, {"batch": True}], ids=str)
+def test_a_step_has_at_least_one_token(option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be a whole number of at least 1"):
+        relay.simulate(layers=1, hidden=32, heads=2, microbatches=1, **option)
+
+
 # **** the command ****
 
 
@@ -372,6 +403,17 @@ def test_the_command_exits_with_one_and_both_ledgers_where_it_does_not_fit() -> 
     would_fit = "would fit: loss_scale=fixed with state_dtype=int8"
     for text in ("it does not fit", would_fit, "host memory", "device memory", "GiB"):
         assert text in result.output
+
+
+def test_small_models_are_told_in_units_of_their_size() -> None:
+    small = ["--layers", "2", "--hidden", "64", "--heads", "2", "--vocab", "256", "--seq", "32", "--batch", "1"]
+    text = invoke(*small, "--device", "t4").output
+    parameters = sum(one.numel() for one in GPT(256, 2, 64, 2, 32).parameters())
+    assert text.startswith(f"{parameters / 1e3:.2f} k parameters: ")
+    weights = next(line for line in text.splitlines() if line.startswith("  weights"))
+    assert weights.endswith(" KiB")
+    assert 0 < float(weights.split()[-2]) < 1024
+    assert " 0.0 " not in text.partition("host memory")[2].partition("of which")[0]
 
 
 def test_the_command_asked_wrongly_exits_with_two() -> None:
