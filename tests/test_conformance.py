@@ -18,11 +18,11 @@ from relay.cli import main
 ROOT = Path(__file__).parent.parent
 DEVICES: dict[str, list[str]] = {
     "cpu": [],
-    "cpu:discrete": [],
+    "cpu:discrete": ["--samples", "1"],
     "numpy": [],
     "numpy:float64": [],
     "onnx:cpu": [],
-    "sim": [],
+    "sim": ["--samples", "1"],
     "sim:generic,order=late,poison=on": ["--only", "not test_ops"],
     "sim:t4": ["--only", "not test_ops"],
     # Each new kernel takes the driver's compiler a tenth of a second: each op once, in float32, int64 and bool.

@@ -343,7 +343,7 @@ def test_a_plan_keeps_where_that_is_faster_and_fits(tmp_path: Path) -> None:
         assert share is None or float(share.group(1)) <= 2.1, reason
     text = quick.as_toml()
     assert f"recompute = {json.dumps(quick.options['recompute'])}" in text
-    assert 'loss_scale = "fixed"' in text
+    assert "loss_scale = 65536.0" in text
 
 
 def test_the_command_takes_both_and_so_does_a_run_file(tmp_path: Path) -> None:

@@ -126,6 +126,7 @@ GAPS = tuple(
     )
     for op, kernel in (
         ("erf", "Erf"),
+        ("gelu", "Erf"),
         ("atan2", "Atan"),
         ("convolution", "Conv"),
         ("convolution_backward", "ConvTranspose"),
