@@ -28,6 +28,7 @@ SCHEDULER = (
 
 NOT_SIMULATED = {
     "test_layers_that_are_alike_are_captured_and_compiled_once": "counts the kernels of the CPU",
+    "test_every_parameter_keeps_its_dtype": "has parameters in float64, in which no described machine computes",
     "test_the_watchdog_says_what_a_step_waits_for": "is about the time that passes on a clock",
 }
 """Tests of those files that are about something else, by name, and why."""

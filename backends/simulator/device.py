@@ -33,11 +33,8 @@ from hal.random import RandomKey
 from hal.spec import Machine
 from hal.virtual import Timeline, VirtualDevice
 
-_DTYPES = frozenset(
-    {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16}
-    | {torch.int8, torch.uint8, torch.bool}
-)
-_ALWAYS = frozenset(dtype for dtype in _DTYPES if not dtype.is_floating_point) | {torch.float32}
+_ALWAYS = frozenset({torch.float32, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
+_DTYPES = _ALWAYS | {torch.float64, torch.bfloat16, torch.float16}
 _KINDS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
