@@ -70,6 +70,7 @@ def adversary(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
             registry, "open", lambda device, capacity=None: opened(places.get(device, device), capacity)
         )
 
+
 @pytest.fixture
 def build() -> Iterator[Callable[..., Any]]:
     """Makes trainers and closes them after the test."""

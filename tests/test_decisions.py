@@ -6,33 +6,18 @@ import copy
 import importlib.util
 import logging
 import threading
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import reference
 import torch
+from plain_models import Build
 from torch import Tensor, nn
 
 import relay
 
 WIDTH = 8
 
-Build = Callable[..., relay.Trainer]
-
-
-@pytest.fixture
-def build() -> Iterator[Build]:
-    """Makes trainers and closes them after the test."""
-    made: list[relay.Trainer] = []
-
-    def make(*arguments: Any, **options: Any) -> relay.Trainer:
-        made.append(relay.Trainer(*arguments, **options))
-        return made[-1]
-
-    yield make
-    for trainer in made:
-        trainer.close()
 
 
 class Output(NamedTuple):

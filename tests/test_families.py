@@ -5,16 +5,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import reference
 import torch
 from families import FAMILIES, Family, convolutions, images
+from plain_models import Build
 from torch import nn
-
-import relay
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -22,7 +20,6 @@ STEPS = 10
 
 pytestmark = pytest.mark.filterwarnings("ignore:layer")  # routed experts run eagerly, and say so
 
-Build = Callable[..., relay.Trainer]
 
 
 def families() -> list[Any]:
@@ -37,20 +34,6 @@ def families() -> list[Any]:
         )
         for name, family in FAMILIES.items()
     ]
-
-
-@pytest.fixture
-def build() -> Iterator[Build]:
-    """Makes trainers and closes them after the test."""
-    made: list[relay.Trainer] = []
-
-    def make(*arguments: Any, **options: Any) -> relay.Trainer:
-        made.append(relay.Trainer(*arguments, **options))
-        return made[-1]
-
-    yield make
-    for trainer in made:
-        trainer.close()
 
 
 def make(family: Family, dropout: float = 0.0) -> nn.Module:

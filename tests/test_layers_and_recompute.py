@@ -6,7 +6,7 @@ The reference is plain PyTorch, or the relay as it is without either, which othe
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import pytest
 import reference
 import torch
 from click.testing import CliRunner
+from plain_models import Build
 from torch import Tensor, nn
 
 import relay
@@ -25,21 +26,6 @@ from relay.shapes import ModelShape
 
 STEPS = 3
 
-Build = Callable[..., relay.Trainer]
-
-
-@pytest.fixture
-def build() -> Iterator[Build]:
-    """Makes trainers and closes them after the test."""
-    made: list[relay.Trainer] = []
-
-    def make(*arguments: Any, **options: Any) -> relay.Trainer:
-        made.append(relay.Trainer(*arguments, **options))
-        return made[-1]
-
-    yield make
-    for trainer in made:
-        trainer.close()
 
 
 def gpt(**changes: Any) -> GPT:

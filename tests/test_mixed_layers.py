@@ -2,13 +2,14 @@
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mixed_reference
 import pytest
 import reference
 import torch
+from plain_models import Build
 from torch import Tensor, nn
 
 import relay
@@ -16,22 +17,7 @@ from relay.errors import PartitionError
 
 MIXED = ["bf16", "fp16"]
 
-Build = Callable[..., relay.Trainer]
 Make = Callable[[], nn.Module]
-
-
-@pytest.fixture
-def build() -> Iterator[Build]:
-    """Makes trainers and closes them after the test."""
-    made: list[relay.Trainer] = []
-
-    def make(*arguments: Any, **options: Any) -> relay.Trainer:
-        made.append(relay.Trainer(*arguments, **options))
-        return made[-1]
-
-    yield make
-    for trainer in made:
-        trainer.close()
 
 
 class PreNorm(nn.Module):
