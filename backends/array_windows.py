@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hal.window_rules import windows
+
 if TYPE_CHECKING:
     from backends.array_ops import Arrays
 
@@ -92,12 +94,12 @@ def convolution(
 ) -> Any:
     """As `torch.nn.functional.conv2d` and `conv_transpose2d`, in any number of dimensions."""
     grouped, kernels = _grouped(x, groups), _split_weight(weight, groups)
-    parts = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, output_padding, strict=True)
     if transposed:
+        parts = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, output_padding, strict=True)
         extents = [(n - 1) * step - 2 * pad + far * (k - 1) + extra + 1 for n, k, step, pad, far, extra in parts]
         result = _spread(a, grouped, kernels, extents, stride, padding, dilation)
     else:
-        out = [(n + 2 * pad - far * (k - 1) - 1) // step + 1 for n, k, step, pad, far, _ in parts]
+        out = windows(x.shape[2:], weight.shape[2:], stride, padding, dilation)
         result = _correlate(a, grouped, kernels, out, stride, padding, dilation)
     result = result.reshape((x.shape[0], result.shape[1] * result.shape[2], *result.shape[3:]))
     return result if bias is None else result + bias.reshape((-1, *[1] * (x.ndim - 2)))
@@ -139,10 +141,7 @@ def max_pool(
 ) -> Any:
     """(largest of each window, its place in the plane, counted row by row)."""
     height, width = x.shape[-2:]
-    out = [
-        (n + 2 * pad - far * (k - 1) - 1) // step + 1
-        for n, k, step, pad, far in zip((height, width), kernel, stride, padding, dilation, strict=True)
-    ]
+    out = windows((height, width), kernel, stride, padding, dilation)
     padded = _padded(a, x, padding, -np.inf)
     rows, columns = a.xp.arange(out[0]).reshape(-1, 1), a.xp.arange(out[1])
     best = a.xp.full((*x.shape[:-2], *out), -np.inf, dtype=x.dtype)

@@ -32,10 +32,10 @@ class OpWork:
 
 def work_of(node: fx.Node) -> OpWork | None:
     """The work of a node; None for nodes that compute nothing (inputs, views)."""
-    if node.op != "call_function" or _is_view(node):
+    if node.op != "call_function" or is_view(node):
         return None
-    operands = [value for argument in node.all_input_nodes for value in _tensors_of(argument)]
-    results = _tensors_of(node)
+    operands = [value for argument in node.all_input_nodes for value in tensors_of(argument)]
+    results = tensors_of(node)
     moved = float(sum(value.numel() * value.dtype.itemsize for value in [*operands, *results]))
     flops, attention = _flops_of(node)
     tensors = operands or results
@@ -57,7 +57,8 @@ def _flops_of(node: fx.Node) -> tuple[float, bool]:
     return 0.0, attention
 
 
-def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """What a node gives, by its meta data."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return [value]
@@ -66,7 +67,8 @@ def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
     return []
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's result lies in the memory of what it is given, or is an item of it."""
     if node.target in _FREE:
         return True
     schema = getattr(node.target, "_schema", None)

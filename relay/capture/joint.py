@@ -158,13 +158,13 @@ def _trace(
         plain = stack.enter_context(PlainTensors(module))
         reads = stack.enter_context(recorded_reads(module))
         joint = aot_export_joint_with_descriptors(stack, traced, tuple(inputs), {}, decompositions=table)
-        refuse_effects(joint.graph_module.graph)
+        _refuse_effects(joint.graph_module.graph)
         if place != CPU:
             spell_out(joint.graph_module.graph)
         return joint.graph_module, reads, plain
 
 
-def refuse_effects(graph: fx.Graph) -> None:
+def _refuse_effects(graph: fx.Graph) -> None:
     """Raise HasEffect for ops that PyTorch threads tokens through, so that they stay in order: not ours to cut."""
     for node in graph.nodes:
         if node.op == "call_function" and str(node.target) == "with_effects":

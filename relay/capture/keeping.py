@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from hal.work import is_view
 from relay.capture.layouts import order_in_memory
-from relay.capture.measure import is_view
 
 
 def nodes_to_keep(

@@ -7,37 +7,17 @@ product, scratch of a fused attention) are not counted, and are stated as not co
 from __future__ import annotations
 
 import hashlib
-import operator
 from collections.abc import Sequence
 
 import torch
 from torch import fx
 
 from hal.kernel import Port
-from hal.work import work_of
-
-aten = torch.ops.aten
-
-
-def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    value = node.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [item for item in value if isinstance(item, torch.Tensor)]
-    return []
+from hal.work import is_view, tensors_of, work_of
 
 
 def _size(value: torch.Tensor) -> int:
     return value.numel() * value.dtype.itemsize
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether a node's result lies in the memory of what it is given, or is an item of it."""
-    if node.target is operator.getitem or node.target in (aten._unsafe_view.default, aten.detach.default):
-        return True
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(result.alias_info is not None for result in schema.returns)
 
 
 def count_flops(graph: fx.Graph) -> int:
@@ -50,8 +30,8 @@ def count_moved(graph: fx.Graph) -> int:
     total = 0
     for node in graph.nodes:
         if node.op == "call_function" and not is_view(node):
-            total += sum(_size(value) for value in _tensors_of(node))
-            total += sum(_size(value) for argument in node.all_input_nodes for value in _tensors_of(argument))
+            total += sum(_size(value) for value in tensors_of(node))
+            total += sum(_size(value) for argument in node.all_input_nodes for value in tensors_of(argument))
     return total
 
 
@@ -80,10 +60,10 @@ def peak_of_temporaries(graph: fx.Graph, stored_early: Sequence[int] = ()) -> in
     alive = peak = 0
     for node in graph.nodes:
         if owner[node] is node:
-            alive += sum(_size(value) for value in _tensors_of(node))
+            alive += sum(_size(value) for value in tensors_of(node))
             peak = max(peak, alive)
         for base in ends.get(node, []):
-            alive -= sum(_size(value) for value in _tensors_of(base))
+            alive -= sum(_size(value) for value in tensors_of(base))
     return peak
 
 
@@ -100,7 +80,7 @@ def saved_bytes(graph: fx.Graph, forward: set[fx.Node], backward: set[fx.Node], 
                     base = base.all_input_nodes[0]
             if base not in states:
                 kept.add(base)
-    return sum(_size(value) for node in kept for value in _tensors_of(node))
+    return sum(_size(value) for node in kept for value in tensors_of(node))
 
 
 def _owners(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
