@@ -25,7 +25,7 @@ from backends.cupy_runtime import CupyRuntime
 from backends.host_memory import self_test
 from backends.numpy_device import as_array, numpy_arrays
 from backends.streams import StreamQueue, allocate, end
-from hal.device import Backend, Buffer, Device, DeviceInfo, Probe, View
+from hal.device import Backend, Buffer, Device, DeviceInfo, Probe, View, check_transfer
 from hal.errors import HalError, Unavailable, Unsupported
 from hal.event import Event
 from hal.host import Host
@@ -89,20 +89,19 @@ class CupyQueue(StreamQueue):
         self._runtime = device.runtime
 
     def write(self, target: View, source: torch.Tensor, wait: Sequence[Event] = ()) -> Event:
-        _check_sides("write", source, target)
+        check_transfer("write", target, source)
         return self.submit(
             lambda: self._runtime.upload(self.stream, target.native, source), wait, "write", (target, source)
         )
 
     def read(self, target: torch.Tensor, source: View, wait: Sequence[Event] = ()) -> Event:
-        _check_sides("read", target, source)
+        check_transfer("read", target, source)
         return self.submit(
             lambda: self._runtime.download(self.stream, target, source.native), wait, "read", (target, source)
         )
 
     def copy(self, target: View, source: View, wait: Sequence[Event] = ()) -> Event:
-        if target.dtype != source.dtype or target.size != source.size:
-            raise ValueError(f"copy needs two sides alike; got {target.size} bytes from {source.size}")
+        check_transfer("copy", target, source)
         return self.submit(
             lambda: self._runtime.copy(self.stream, target.native, source.native), wait, "copy", (target, source)
         )
@@ -186,16 +185,6 @@ def _check_sums_by_index(program: Program, device: str) -> None:
                 dtype=str(dtype),
                 device=device,
             )
-
-
-def _check_sides(label: str, tensor: torch.Tensor, view: View) -> None:
-    if tensor.dtype != view.dtype or tensor.numel() * tensor.element_size() != view.size:
-        raise ValueError(
-            f"{label} needs two sides alike; got {tuple(tensor.shape)} of {tensor.dtype} on the host and "
-            f"{view.shape} of {view.dtype} on the device"
-        )
-    if not tensor.is_contiguous():
-        raise ValueError(f"{label} needs contiguous host memory, got strides {tensor.stride()}")
 
 
 class CupyBackend(Backend):

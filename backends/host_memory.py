@@ -20,7 +20,7 @@ import torch
 
 from backends.accounted_device import AccountedDevice
 from hal.conformance.programs import GraphBuilder, for_device
-from hal.device import Backend, Buffer, Probe, Queue, View
+from hal.device import Backend, Buffer, Probe, Queue, View, check_transfer
 from hal.errors import HalError
 from hal.event import Event
 from hal.host import Host
@@ -106,13 +106,7 @@ class HostQueue(Queue):
         """The call that runs a kernel; the arguments are those of `run`, checked."""
 
     def _transfer(self, target: torch.Tensor, source: torch.Tensor, wait: Sequence[Event], label: str) -> Event:
-        if target.dtype != source.dtype or target.numel() != source.numel():
-            raise ValueError(
-                f"{label} needs two sides alike; got {tuple(target.shape)} of {target.dtype} from "
-                f"{tuple(source.shape)} of {source.dtype}"
-            )
-        if not target.is_contiguous() or not source.is_contiguous():
-            raise ValueError(f"{label} needs contiguous memory on both sides")
+        check_transfer(label, target, source)
         if target.data_ptr() == source.data_ptr():
             return self.worker.submit(_nothing, wait, label)
         flat, other = target.view(-1), source.view(-1)

@@ -24,7 +24,7 @@ from backends.streams import StreamQueue, allocate, end, lost
 from backends.torch_accelerator import FAMILIES, Accelerator
 from backends.torch_graphs import RECORDS, Recordings, reason_against
 from backends.torch_program import lower
-from hal.device import NATIVE, Backend, Buffer, Device, DeviceInfo, Probe, View
+from hal.device import NATIVE, Backend, Buffer, Device, DeviceInfo, Probe, View, check_transfer
 from hal.dtypes import check_ports
 from hal.errors import HalError, Unavailable
 from hal.event import Event
@@ -139,13 +139,7 @@ class TorchQueue(StreamQueue):
         return self._on_stream(lambda: function(*arguments), wait, program.name, arguments)
 
     def _transfer(self, target: torch.Tensor, source: torch.Tensor, wait: Sequence[Event], label: str) -> Event:
-        if target.dtype != source.dtype or target.numel() != source.numel():
-            raise ValueError(
-                f"{label} needs two sides alike; got {tuple(target.shape)} of {target.dtype} from "
-                f"{tuple(source.shape)} of {source.dtype}"
-            )
-        if not target.is_contiguous() or not source.is_contiguous():
-            raise ValueError(f"{label} needs contiguous memory on both sides")
+        check_transfer(label, target, source)
         flat, other = target.view(-1), source.view(-1)
         return self._on_stream(lambda: flat.copy_(other, non_blocking=True), wait, label, (target, source))
 

@@ -24,6 +24,7 @@ Contracts
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,10 +87,7 @@ class View:
     @property
     def size(self) -> int:
         """Bytes."""
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def check_place(self, offset: int, size: int) -> None:
         """Hold it to a buffer of `size` bytes, `offset` bytes in: ValueError where it passes an end or is unaligned."""
@@ -98,6 +96,18 @@ class View:
                 f"a view of {self.size} bytes ({self.shape} of {self.dtype}) at offset {offset} does not lie, aligned,"
                 f" in a buffer of {size} bytes"
             )
+
+
+def check_transfer(label: str, target: View | torch.Tensor, source: View | torch.Tensor) -> None:
+    """Hold the two sides of a copy to each other: ValueError where dtypes or counts differ or a tensor has gaps."""
+    if target.dtype != source.dtype or math.prod(target.shape) != math.prod(source.shape):
+        raise ValueError(
+            f"{label} needs two sides alike; got {tuple(target.shape)} of {target.dtype} from {tuple(source.shape)} of "
+            f"{source.dtype}"
+        )
+    for side in (target, source):
+        if isinstance(side, torch.Tensor) and not side.is_contiguous():
+            raise ValueError(f"{label} needs contiguous memory on both sides, got strides {side.stride()}")
 
 
 class Buffer(abc.ABC):

@@ -13,12 +13,11 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 
 from backends.opencl.faults import failed_status, translated
 from backends.opencl.kernels import Memory, OpenClKernel
-from hal.device import Queue, View
+from hal.device import Queue, View, check_transfer
 from hal.event import Event
 from hal.kernel import Kernel
 from hal.random import RandomKey
@@ -144,7 +143,7 @@ class OpenClQueue(Queue):
         self._worker = Worker(name)
 
     def write(self, target: View, source: torch.Tensor, wait: Sequence[Event] = ()) -> Event:
-        _require_alike("write", target.shape, target.dtype, source)
+        check_transfer("write", target, source)
         memory, start = target.native
         data = _bytes(source)
 
@@ -161,7 +160,7 @@ class OpenClQueue(Queue):
         return self._submit(submission, wait, "write")
 
     def read(self, target: torch.Tensor, source: View, wait: Sequence[Event] = ()) -> Event:
-        _require_alike("read", source.shape, source.dtype, target)
+        check_transfer("read", target, source)
         memory, start = source.native
         data = _bytes(target)
 
@@ -178,11 +177,7 @@ class OpenClQueue(Queue):
         return self._submit(submission, wait, "read")
 
     def copy(self, target: View, source: View, wait: Sequence[Event] = ()) -> Event:
-        if target.dtype != source.dtype or target.size != source.size:
-            raise ValueError(
-                f"copy needs two sides alike; got {target.shape} of {target.dtype} from "
-                f"{source.shape} of {source.dtype}"
-            )
+        check_transfer("copy", target, source)
         (memory, start), (other, begin) = target.native, source.native
 
         def submission(after: list[Any]) -> tuple[Any, Any]:
@@ -266,16 +261,6 @@ class OpenClQueue(Queue):
         waits: list[Event] = [one.submitted if id(one) in known else one for one in wait]  # type: ignore[attr-defined]
         event.submitted = self._worker.submit(call, waits, label)
         return event
-
-
-def _require_alike(label: str, shape: Sequence[int], dtype: torch.dtype, tensor: torch.Tensor) -> None:
-    count = int(np.prod(shape, dtype=np.int64))
-    if tensor.dtype != dtype or tensor.numel() != count:
-        raise ValueError(
-            f"{label} needs two sides alike; got {tuple(shape)} of {dtype} and {tuple(tensor.shape)} of {tensor.dtype}"
-        )
-    if not tensor.is_contiguous():
-        raise ValueError(f"{label} needs contiguous memory on both sides")
 
 
 def _bytes(tensor: torch.Tensor) -> Any:

@@ -23,7 +23,7 @@ from backends.simulator.elsewhere import Arrivals, await_those_of, stand_in
 from backends.simulator.host import POISON, SimulatedHost
 from backends.simulator.orders import make_order
 from backends.torch_program import lower
-from hal.device import HOST_CORES, NATIVE, SIMULATED, UNIFIED, Buffer, DeviceInfo, Queue, View
+from hal.device import HOST_CORES, NATIVE, SIMULATED, UNIFIED, Buffer, DeviceInfo, Queue, View, check_transfer
 from hal.dtypes import check_ports
 from hal.errors import HalError
 from hal.event import Event
@@ -139,17 +139,15 @@ class SimulatedQueue(Queue):
         self._last: SimulatedEvent | None = None
 
     def write(self, target: View, source: torch.Tensor, wait: Sequence[Event] = ()) -> Event:
-        self._check("write", target, source)
+        check_transfer("write", target, source)
         return self._transfer(DOWN, "write", target, target.native, source, wait)
 
     def read(self, target: torch.Tensor, source: View, wait: Sequence[Event] = ()) -> Event:
-        self._check("read", source, target)
+        check_transfer("read", target, source)
         return self._transfer(UP, "read", source, target, source.native, wait)
 
     def copy(self, target: View, source: View, wait: Sequence[Event] = ()) -> Event:
-        if target.dtype != source.dtype or _count(target.shape) != _count(source.shape):
-            sides = f"{target.shape} of {target.dtype} from {source.shape} of {source.dtype}"
-            raise ValueError(f"copy needs two sides alike; got {sides}")
+        check_transfer("copy", target, source)
         call = _copying(target.native, source.native) if self._device.options.numerics else None
         cost = self._device.moving(2 * target.size)
         return self._submit(COMPUTE, "copy", cost, wait, call, (target, source))
@@ -219,16 +217,6 @@ class SimulatedQueue(Queue):
                     if len(users) > 64:
                         users[:] = [user for user in users if not user.ran]
         return event
-
-    @staticmethod
-    def _check(label: str, view: View, tensor: torch.Tensor) -> None:
-        if view.dtype != tensor.dtype or _count(view.shape) != tensor.numel():
-            raise ValueError(
-                f"{label} needs two sides alike; got {view.shape} of {view.dtype} and {tuple(tensor.shape)} of "
-                f"{tensor.dtype}"
-            )
-        if not tensor.is_contiguous():
-            raise ValueError(f"{label} needs contiguous memory on both sides")
 
 
 class SimulatedDevice(AccountedDevice[SimulatedQueue], VirtualDevice, Owner):
@@ -385,13 +373,6 @@ class SimulatedDevice(AccountedDevice[SimulatedQueue], VirtualDevice, Owner):
 
 def _rates(machine: Machine) -> tuple[float, float, float]:
     return machine.host["bandwidth_achieved"], machine.device["bandwidth_achieved"], machine.link["both"]
-
-
-def _count(shape: Sequence[int]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count
 
 
 def _copying(target: torch.Tensor, source: torch.Tensor) -> Callable[[], Any]:

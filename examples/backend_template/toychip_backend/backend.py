@@ -17,7 +17,7 @@ from backends.array_ops import stored_dtype
 from backends.array_program import lower
 from backends.host_memory import self_test
 from backends.numpy_device import as_array, numpy_arrays
-from hal.device import Backend, Buffer, Device, DeviceInfo, Probe, Queue, View
+from hal.device import Backend, Buffer, Device, DeviceInfo, Probe, Queue, View, check_transfer
 from hal.errors import HalError, Unavailable
 from hal.event import Event
 from hal.host import Host
@@ -88,18 +88,19 @@ class ToyQueue(Queue):
         self._chip = chip
 
     def write(self, target: View, source: torch.Tensor, wait: Sequence[Event] = ()) -> Event:
-        data = host_bytes(source, target, "write")
+        check_transfer("write", target, source)
+        data = host_bytes(source)
         region, offset = target.native
         return self.worker.submit(lambda: self._chip.write(region.handle, offset, data), wait, "write")
 
     def read(self, target: torch.Tensor, source: View, wait: Sequence[Event] = ()) -> Event:
-        data = host_bytes(target, source, "read")
+        check_transfer("read", target, source)
+        data = host_bytes(target)
         region, offset = source.native
         return self.worker.submit(lambda: self._chip.read(region.handle, offset, data), wait, "read")
 
     def copy(self, target: View, source: View, wait: Sequence[Event] = ()) -> Event:
-        if target.dtype != source.dtype or target.size != source.size:
-            raise ValueError(f"copy needs two sides alike; got {target} from {source}")
+        check_transfer("copy", target, source)
         return self._launch(lambda to, of: np.copyto(to.reshape(-1), of.reshape(-1)), [target, source], wait, "copy")
 
     def fill(self, target: View, value: float, wait: Sequence[Event] = ()) -> Event:
@@ -133,12 +134,8 @@ class ToyQueue(Queue):
         return self._chip.array(region.handle, offset, view.shape, stored_dtype(view.dtype))
 
 
-def host_bytes(tensor: torch.Tensor, view: View, label: str) -> Any:
-    """The bytes of a host tensor, held against the view that they go to or come from."""
-    if tensor.dtype != view.dtype or tensor.numel() * tensor.element_size() != view.size:
-        raise ValueError(f"{label} needs two sides alike; got {tuple(tensor.shape)} of {tensor.dtype} and {view}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{label} needs contiguous host memory")
+def host_bytes(tensor: torch.Tensor) -> Any:
+    """The bytes of a contiguous host tensor."""
     return tensor.view(-1).view(torch.uint8).numpy()
 
 
