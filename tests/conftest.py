@@ -85,3 +85,37 @@ def build() -> Iterator[Callable[..., Any]]:
     yield make
     for trainer in made:
         trainer.close()
+
+
+@pytest.fixture(params=["cpu", "cpu:discrete"])
+def device(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Each CPU device in turn; a file about another device has a fixture of that name of its own."""
+    from cpu_devices import opened
+
+    with opened(request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def unified() -> Iterator[Any]:
+    from cpu_devices import opened
+
+    with opened("cpu") as made:
+        yield made
+
+
+@pytest.fixture
+def discrete() -> Iterator[Any]:
+    from cpu_devices import opened
+
+    with opened("cpu:discrete") as made:
+        yield made
+
+
+@pytest.fixture
+def gate() -> Iterator[Any]:
+    """Holds back what waits for its event until the test opens it."""
+    from hal.conformance.gate import Gate
+
+    with Gate() as made:
+        yield made
