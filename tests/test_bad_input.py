@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 import pytest
 import reference
 import torch
+from plain_models import Build
 from torch import Tensor, nn
 
 import relay
 from hal.errors import Unavailable
 from relay.errors import BatchError, CaptureError, NonFiniteLoss, PartitionError
 from relay.models import GPT
-
-Build = Callable[..., relay.Trainer]
 
 
 def gpt() -> GPT:
