@@ -10,6 +10,7 @@ on one thread. Two test processes that each spin on all cores wait for each othe
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -119,4 +120,22 @@ def gate() -> Iterator[Any]:
     from hal.conformance.gate import Gate
 
     with Gate() as made:
+        yield made
+
+
+@pytest.fixture(params=["cpu", "cpu:discrete"])
+def bench(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A slot on each CPU device in turn."""
+    from slot_bench import Bench
+
+    with closing(Bench(request.param)) as made:
+        yield made
+
+
+@pytest.fixture
+def apart() -> Iterator[Any]:
+    """A slot on the CPU device whose memory is apart from the host's."""
+    from slot_bench import Bench
+
+    with closing(Bench("cpu:discrete")) as made:
         yield made

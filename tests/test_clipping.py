@@ -5,6 +5,7 @@ import functools
 import math
 import signal
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import mixed_reference
