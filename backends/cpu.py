@@ -49,10 +49,6 @@ class CpuKernel(Kernel):
 class CpuQueue(HostQueue):
     """A worker thread that runs torch."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self._threads = 0
-
     def prepare(
         self,
         kernel: Kernel,
@@ -67,17 +63,7 @@ class CpuQueue(HostQueue):
         if kernel.program.draws:
             arguments.append(key)
         arguments += [view.native for view in outputs]
-        # The caller's number of threads decides, as it would had the caller run the ops: other numbers cut sums
-        # differently, and results would differ in the last bit.
-        threads = torch.get_num_threads()
-
-        def call() -> None:
-            if threads != self._threads:
-                torch.set_num_threads(threads)
-                self._threads = threads
-            function(*arguments)
-
-        return call
+        return self.as_its_caller(lambda: function(*arguments))
 
 
 class CpuDevice(HostDevice):

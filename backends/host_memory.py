@@ -66,6 +66,7 @@ class HostQueue(Queue):
     def __init__(self, name: str) -> None:
         self.name = name
         self.worker = Worker(name, on_start=_enter_thread)
+        self._threads = 0
 
     def write(self, target: View, source: torch.Tensor, wait: Sequence[Event] = ()) -> Event:
         return self._transfer(target.native, source, wait, "write")
@@ -104,6 +105,21 @@ class HostQueue(Queue):
         key: RandomKey | None,
     ) -> Callable[[], None]:
         """The call that runs a kernel; the arguments are those of `run`, checked."""
+
+    def as_its_caller(self, call: Callable[[], None]) -> Callable[[], None]:
+        """`call` on as many threads as torch has where this is called.
+
+        As if the caller ran the ops: other numbers cut sums differently, and results would differ in the last bit.
+        """
+        threads = torch.get_num_threads()
+
+        def with_threads() -> None:
+            if threads != self._threads:
+                torch.set_num_threads(threads)
+                self._threads = threads
+            call()
+
+        return with_threads
 
     def _transfer(self, target: torch.Tensor, source: torch.Tensor, wait: Sequence[Event], label: str) -> Event:
         check_transfer(label, target, source)
