@@ -133,8 +133,9 @@ class NumpyDevice(HostDevice):
         check(program, self.info, advice=_ADVICE)
         return NumpyKernel(program, self._arrays)
 
-    def workspace(self, program: Program) -> int:
+    def workspace(self, kernel: Kernel) -> int:
         """Floating-point values are held wider than the program says: charged as if all of them were."""
+        program = kernel.program
         dtypes = {port.dtype for port in (*program.inputs, *program.outputs) if port.dtype.is_floating_point}
         widest = max((self._arrays.real.itemsize / stored_dtype(dtype).itemsize for dtype in dtypes), default=1.0)
         return math.ceil(program.workspace * max(widest, 1.0))
