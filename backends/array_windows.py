@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hal.window_rules import windows
+from hal.window_rules import transposed_windows, windows
 
 if TYPE_CHECKING:
     from backends.array_ops import Arrays
@@ -95,8 +95,8 @@ def convolution(
     """As `torch.nn.functional.conv2d` and `conv_transpose2d`, in any number of dimensions."""
     grouped, kernels = _grouped(x, groups), _split_weight(weight, groups)
     if transposed:
-        parts = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, output_padding, strict=True)
-        extents = [(n - 1) * step - 2 * pad + far * (k - 1) + extra + 1 for n, k, step, pad, far, extra in parts]
+        least = transposed_windows(x.shape[2:], weight.shape[2:], stride, padding, dilation)
+        extents = [extent + extra for extent, extra in zip(least, output_padding, strict=True)]
         result = _spread(a, grouped, kernels, extents, stride, padding, dilation)
     else:
         out = windows(x.shape[2:], weight.shape[2:], stride, padding, dilation)
