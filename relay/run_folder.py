@@ -5,9 +5,8 @@ either the old one or the new one, whole; never half-written, whatever interrupt
 """
 
 import json
-import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import safetensors.torch
 import torch
 
 from relay.errors import RelayError
+from relay.files import put_in_place, write_whole
 from relay.models import GPT
 
 WEIGHTS = "model.safetensors"
@@ -47,8 +47,8 @@ def save(folder: Path, state: Mapping[str, torch.Tensor], configuration: Mapping
             stored.add(place)
             distinct[name] = tensor.detach().cpu().contiguous()
     text = json.dumps(dict(configuration), indent=2) + "\n"
-    _replace(folder / CONFIGURATION, lambda path: path.write_text(text, encoding="utf-8"))
-    _replace(folder / WEIGHTS, lambda path: safetensors.torch.save_file(distinct, path))
+    write_whole(folder / CONFIGURATION, text)
+    put_in_place(folder / WEIGHTS, lambda path: safetensors.torch.save_file(distinct, path))
 
 
 def load(folder: Path) -> GPT:
@@ -78,14 +78,3 @@ def load(folder: Path) -> GPT:
             f"missing {missing or 'nothing'}, unexpected {sorted(unexpected) or 'nothing'}."
         )
     return model.eval()
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(temporary)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
