@@ -16,7 +16,7 @@ import torch
 
 from hal.host import Host
 from relay.eps import fused
-from relay.eps.optimizers import State, _Optimizer
+from relay.eps.optimizers import HostOptimizer, State
 from relay.eps.small_states import GROUP, Int8State, group_count
 from relay.eps.store import LayerStore
 from relay.eps.torch_optimizer import TorchOptimizer
@@ -97,7 +97,7 @@ def as_spec(optimizer: Any) -> Any:
     made_by = optimizer.func if isinstance(optimizer, functools.partial) else None
     if isinstance(made_by, type) and issubclass(made_by, torch.optim.Optimizer):
         return TorchOptimizer(optimizer)
-    if isinstance(optimizer, _Optimizer):
+    if isinstance(optimizer, HostOptimizer):
         return optimizer
     raise TypeError(
         f"optimizer={optimizer!r} is not an optimizer for the relay. Give relay.AdamW(lr=...), Adam, SGD, LAMB or "
@@ -108,7 +108,7 @@ def as_spec(optimizer: Any) -> Any:
 class _Bound:
     """States of a layer lie in one flat region each, in the layer's own order."""
 
-    def __init__(self, optimizer: _Optimizer, host: Host, store: LayerStore, state_dtype: str) -> None:
+    def __init__(self, optimizer: HostOptimizer, host: Host, store: LayerStore, state_dtype: str) -> None:
         self._optimizer = optimizer
         self._host = host
         self._store = store
