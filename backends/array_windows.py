@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from backends.arrays import Arrays
 from hal.window_rules import transposed_windows, windows
-
-if TYPE_CHECKING:
-    from backends.array_ops import Arrays
 
 
 def _window(point: Sequence[int], stride: Sequence[int], dilation: Sequence[int], out: Sequence[int]) -> Any:

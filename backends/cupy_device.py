@@ -19,8 +19,8 @@ import torch
 
 from backends import cupy_runtime
 from backends.accounted_device import AccountedBuffer, AccountedDevice
-from backends.array_ops import stored_dtype
 from backends.array_program import lower
+from backends.arrays import stored_dtype
 from backends.cupy_runtime import CupyRuntime
 from backends.host_memory import self_test
 from backends.numpy_device import as_array, numpy_arrays

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from backends.array_ops import Arrays, stored_dtype
 from backends.array_program import lower
+from backends.arrays import Arrays, stored_dtype
 from backends.host_memory import HostDevice, HostQueue, describe_processor, memory_size, self_test
 from hal import random as counter_random
 from hal.compiled import compiled
