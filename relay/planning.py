@@ -60,12 +60,14 @@ class Plan:
         shape = self.expected.shape
         assert isinstance(shape, ModelShape)
         wide = 4 * shape.hidden
-        if shape.vocabulary == BYTES and shape.tied and not shape.gated and shape.wide == wide:
+        if shape.vocabulary == BYTES and shape.tied and not shape.gated and shape.wide == wide and shape.causal:
             return None
         head = "an embedding that the head shares" if shape.tied else "a head of its own"
         differs = [f"a vocabulary of {shape.vocabulary}", head]
         if shape.gated:
             differs.append("layers with gates, as Llama has them")
+        if not shape.causal:
+            differs.append("positions that see those after them")
         if shape.wide != wide:
             differs.append(f"feed-forward networks of {shape.wide}")
         return (
