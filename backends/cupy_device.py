@@ -25,6 +25,7 @@ from backends.cupy_runtime import CupyRuntime
 from backends.host_memory import self_test
 from backends.numpy_device import as_array, numpy_arrays
 from backends.streams import StreamQueue, allocate, end
+from hal import dtypes
 from hal.device import Backend, Buffer, Device, DeviceInfo, Probe, View, check_transfer
 from hal.errors import Unavailable, Unsupported
 from hal.event import Event
@@ -36,8 +37,6 @@ from hal.random import RandomKey
 
 logger = logging.getLogger(__name__)
 
-_INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
-_STORAGE = _INTEGERS | {torch.float32, torch.float64, torch.float16, torch.bfloat16}
 
 
 class CupyBuffer(AccountedBuffer[Any]):
@@ -129,9 +128,9 @@ class CupyDevice(AccountedDevice[CupyQueue]):
 
     def __init__(self, name: str, runtime: CupyRuntime, capacity: int | None) -> None:
         self.runtime = runtime
-        compute = _INTEGERS | {torch.float32}
+        compute = dtypes.INTEGERS | {torch.float32}
         description, memory = runtime.description(), runtime.memory_size()
-        super().__init__(DeviceInfo(name, description, frozenset(), _STORAGE, compute, memory), capacity)
+        super().__init__(DeviceInfo(name, description, frozenset(), dtypes.ALL, compute, memory), capacity)
 
     def make_buffer(self, size: int, what: str) -> Buffer:
         return CupyBuffer(self, size, what)

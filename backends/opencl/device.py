@@ -18,14 +18,13 @@ from backends.opencl.kernels import Library, Memory, OpenClKernel
 from backends.opencl.loops import Traits
 from backends.opencl.platforms import Found
 from backends.opencl.queues import Clock, OpenClQueue
+from hal import dtypes
 from hal.device import HOST_CORES, Buffer, DeviceInfo, View
 from hal.host import Host
 from hal.kernel import Kernel, Program
 from hal.ops import check
 from hal.pages import LockedMemory, Mlock, PageLocker
 
-_INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
-_HALVES = frozenset({torch.float16, torch.bfloat16})
 _ADVICE = {torch.float64: "It has no cl_khr_fp64. Use float32, or another device."}
 GPU_LANES = 128
 
@@ -87,8 +86,8 @@ class OpenClDevice(AccountedDevice[OpenClQueue]):
             name,
             f"{found.description}, {native.version.strip()}",
             tags,
-            _INTEGERS | _HALVES | real,
-            _INTEGERS | real,
+            dtypes.INTEGERS | dtypes.HALVES | real,
+            dtypes.INTEGERS | real,
             native.global_mem_size,
             (f"{native.max_compute_units} compute units",),
         )
