@@ -38,7 +38,6 @@ from hal.random import RandomKey
 logger = logging.getLogger(__name__)
 
 
-
 class CupyBuffer(AccountedBuffer[Any]):
     """Device memory from CuPy's pool. It returns there with the last reference: a view's, or a queue's."""
 

@@ -67,9 +67,7 @@ def load(folder: Path) -> GPT:
         state = safetensors.torch.load_file(folder / WEIGHTS)
         missing, unexpected = model.load_state_dict(state, strict=False)
     except (safetensors.SafetensorError, RuntimeError) as wrong:
-        raise RunFolderError(
-            f"'{folder / WEIGHTS}' does not fit '{folder / CONFIGURATION}': {wrong}"
-        ) from wrong
+        raise RunFolderError(f"'{folder / WEIGHTS}' does not fit '{folder / CONFIGURATION}': {wrong}") from wrong
     # The second name of a tied matrix is no parameter of its own.
     missing = sorted(set(missing) & {name for name, _ in model.named_parameters()})
     if missing or unexpected:

@@ -72,9 +72,7 @@ class BoundOptimizer(Protocol):
         """The bytes of that state which an update reads and writes; two moments where it is not made yet."""
 
 
-def bind(
-    optimizer: Any, host: Host, store: LayerStore, state_dtype: str, computes: bool = True
-) -> BoundOptimizer:
+def bind(optimizer: Any, host: Host, store: LayerStore, state_dtype: str, computes: bool = True) -> BoundOptimizer:
     """Bind what `as_spec` gave. Raises ValueError for states that the optimizer cannot keep small.
 
     `computes` is False where updates are never run, so that nothing need be compiled for them.
@@ -204,9 +202,7 @@ class _Bound:
 
     def _update_fused(self, name: str, gradient: torch.Tensor, group: Mapping[str, Any], factor: float) -> None:
         master, state, rounded = self._store[name], self._state[name], self._store.rounded(name)
-        flat_state = {
-            key: value.view(-1) if isinstance(value, torch.Tensor) else value for key, value in state.items()
-        }
+        flat_state = {key: value.view(-1) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
         self._optimizer.update(
             master.view(-1),
             gradient.view(-1),
