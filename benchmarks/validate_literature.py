@@ -171,7 +171,7 @@ FAMILIES = (
     Family("BERT-Large in V100 memory", ("bert-pretrain-v100-32", "bert-squad-v100-32", "bert-ds-s128"),
            "bert-pretrain-v100-32", "Nothing is recomputed. bert-ds-s128 is simulated with `--software fused`.", bert),
     Family("llm.c on eight A100", ("gpt2-124m-a100", "gpt2-350m-a100"), "gpt2-124m-a100",
-           "An eighth of the batch on one device, `--software fused`; the exchange of gradients is in the factor.", llm_c),
+           "An eighth of the batch on one device, `--software fused`; exchanging gradients is in the factor.", llm_c),
     Family("Streamed Llama-8B (ml_dataflow)",
            ("stream-8b-3090-512", "stream-8b-3090-8192", "stream-8b-a100-512", "stream-8b-h100-8192"),
            "stream-8b-3090-512", "As many layers recompute as the source says (11 to 19 %), to the next whole one.",

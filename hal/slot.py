@@ -33,7 +33,7 @@ ALIGNMENT = 64
 """Bytes: tensors in a flat region start at multiples of it (a cache line, and a SIMD vector)."""
 
 
-CHUNK = 32 * 2**20
+CHUNK = 16 * 2**20
 """Bytes: a transfer longer than this is cut, so that small ones (activations) are not stuck behind it on the link."""
 
 

@@ -1,6 +1,7 @@
 """A simulation knows its model from a module, a configuration or a few numbers, or says why it cannot."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,26 @@ def test_a_hugging_face_configuration_gives_its_shape(tmp_path: Path) -> None:
     path.write_text(json.dumps({"hidden_size": 4096}))
     with pytest.raises(ShapeError, match="does not say layers"):
         shape_of_config(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "decodes", "causal"),
+    [("gpt2", None, True), ("llama", None, True), ("bert", False, False), ("xlm-roberta", None, False),
+     ("modernbert", None, False), ("esm", None, False), ("bert", True, True)],
+)  # fmt: skip
+def test_positions_of_an_encoder_see_those_after_them(
+    kind: str, decodes: bool | None, causal: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    config = {"model_type": kind, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2}
+    config |= {"vocab_size": 100} | ({} if decodes is None else {"is_decoder": decodes})
+    path.write_text(json.dumps(config))
+    shape = shape_of_config(path)
+    assert shape.causal == causal
+    options: dict[str, Any] = {"device": "rtx-4090", "sequence": 4096, "software": "fused"}
+    other = replace(shape, causal=not causal)
+    seconds = {one.causal: relay.simulate(one, **options).step_seconds for one in (shape, other)}
+    assert seconds[True] < seconds[False]
 
 
 SMALL = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
