@@ -77,11 +77,9 @@ def lay_out(tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> tuple[tup
     fields = []
     offset = 0
     for shape, dtype in tensors:
-        fields.append(Field(offset, shape, dtype))
-        size = dtype.itemsize
-        for extent in shape:
-            size *= extent
-        offset += -(-size // ALIGNMENT) * ALIGNMENT
+        place = Field(offset, shape, dtype)
+        fields.append(place)
+        offset += -(-place.size // ALIGNMENT) * ALIGNMENT
     return tuple(fields), offset
 
 

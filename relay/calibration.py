@@ -48,6 +48,7 @@ REPEATS = 5
 def calibrate(
     name: str,
     precision: str = "fp32",
+    tell: Callable[[str], None] = lambda text: None,
     rounds: int = REPEATS,
     between: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
@@ -63,6 +64,7 @@ def calibrate(
     device = registry.open(name)
     try:
         discrete = not device.info.unified
+        tell("kernels of layers")
         large = discrete and name.partition(":")[0] not in HOST_DEVICES
         programs = _programs(SHAPES + (LARGE if large else ()), precision, device.info)
         runs = [_Prepared(device, program, clock) for program in programs]
@@ -80,6 +82,7 @@ def calibrate(
         constants = fit(programs, [statistics.median(column) for column in zip(*times, strict=True)])
         copying, stepping, task = (statistics.median(column) for column in zip(*host_times, strict=True))
         memory, optimizer = 2 * CHUNK / copying, hosts.moved / stepping
+        tell("transfers")
         down, up, both, latency = _transfers(device)
         beside = _optimizer_beside_transfers(device, optimizer) if discrete else optimizer
         # What both draw on holds at least what each was seen to draw; less where they disturb each other.

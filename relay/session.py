@@ -112,9 +112,7 @@ class Session:
         self.store.take_edits()
         return self._lay_out(self.store, stations, wanted)
 
-    def _lay_out(
-        self, store: LayerStore, stations: Stations, wanted: Sequence[Sequence[Wanted]]
-    ) -> list[SlotContent]:
+    def _lay_out(self, store: LayerStore, stations: Stations, wanted: Sequence[Sequence[Wanted]]) -> list[SlotContent]:
         return [
             store.content(station.segment.name, group, gradient_fields(station), self.server.held)
             for station, group in zip(stations.stations, wanted, strict=True)
@@ -201,8 +199,9 @@ class Session:
         """
         ran = Ran(trace=self.trace)
         error: BaseException | None = None
-        with DeferredInterrupt() as interrupt, Watchdog(
-            self.stall_seconds, lambda: waited_for(ran, stash, self.pending, self._slots(), self.device)
+        with (
+            DeferredInterrupt() as interrupt,
+            Watchdog(self.stall_seconds, lambda: waited_for(ran, stash, self.pending, self._slots(), self.device)),
         ):
             try:
                 yield ran

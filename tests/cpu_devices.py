@@ -1,4 +1,4 @@
-"""The CPU devices, opened for a test: tensors placed and fetched, errors of events, threads that start at once.
+"""The CPU devices, opened for a test: tensors placed and fetched, errors of events.
 
 `conftest` makes fixtures of them: `device` is each of them in turn, `unified` and `discrete` are one alone.
 Nothing here compares a device with a reference; that is for the tests.
@@ -6,8 +6,7 @@ Nothing here compares a device with a reference; that is for the tests.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -57,24 +56,3 @@ def error_of(event: Event) -> BaseException:
     with pytest.raises(HalError) as caught:
         event.wait()
     return caught.value
-
-
-def at_once(count: int, work: Callable[[int], None]) -> None:
-    """Run `work` in that many threads that start together; raise what any of them raised."""
-    together = threading.Barrier(count)
-    failures: list[BaseException] = []
-
-    def start(number: int) -> None:
-        together.wait()
-        try:
-            work(number)
-        except BaseException as failure:
-            failures.append(failure)
-
-    threads = [threading.Thread(target=start, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]

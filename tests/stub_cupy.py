@@ -19,7 +19,7 @@ import torch
 import unregistered
 
 from backends import array_random
-from backends.array_ops import Arrays
+from backends.arrays import Arrays
 from backends.cupy_device import CupyBackend, CupyDevice
 from backends.cupy_runtime import CupyRuntime
 from backends.host_memory import self_test

@@ -6,12 +6,13 @@ import functools
 from contextlib import closing
 
 import torch
-from cpu_devices import at_once, error_of, fetch, opened, place, same_bits
+from cpu_devices import error_of, fetch, opened, place, same_bits
 from device_programs import captured_from, failing_lookup, module_and_inputs, numbers, run_program
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hal.conformance.gate import Gate
+from hal.conformance.threads import at_once
 from hal.device import Device, Queue
 from hal.event import Event
 from hal.host import Host

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slot_bench import FEATURES, SIZE, Bench, content_of, expected_output, same_gradients
 
-from hal.device import Buffer, Device, Queue, View
+from hal.device import Device, Queue, View
 from hal.errors import HalError
 from hal.event import Event
+from hal.faults import WrappedDevice
 from hal.host import Host
 from hal.kernel import Kernel
-from hal.memory import MemoryUse
 from hal.random import RandomKey
 from hal.slot import SlotContent
 
@@ -168,19 +168,15 @@ class WatchedQueue(Queue):
         return self._watched(self._queue.run(kernel, inputs, outputs, accumulate, key, wait), wait)
 
 
-class WatchedDevice(Device):
+class WatchedDevice(WrappedDevice):
     """A device whose queues are watched."""
 
     def __init__(self, device: Device) -> None:
-        self.info = device.info
-        self._device = device
-        self._queues: dict[str, WatchedQueue] = {}
+        super().__init__(device)
         self.before: dict[Event, list[Event]] = {}
 
-    def queue(self, name: str) -> Queue:
-        if name not in self._queues:
-            self._queues[name] = WatchedQueue(self._device.queue(name), self.before)
-        return self._queues[name]
+    def wrapped(self, queue: Queue) -> Queue:
+        return WatchedQueue(queue, self.before)
 
     def comes_after(self, event: Event, earlier: Event) -> bool:
         seen: set[Event] = set()
@@ -193,30 +189,6 @@ class WatchedDevice(Device):
                     seen.add(one)
                     stack.append(one)
         return False
-
-    def alloc(self, size: int, what: str = "buffer") -> Buffer:
-        return self._device.alloc(size, what)
-
-    def compile(self, program: object) -> Kernel:
-        return self._device.compile(program)  # type: ignore[arg-type]
-
-    def host(self, capacity: int | None = None) -> Host:
-        return self._device.host(capacity)
-
-    def memory(self) -> MemoryUse:
-        return self._device.memory()
-
-    def reset_peak(self) -> None:
-        self._device.reset_peak()
-
-    def adopt(self, tensor: torch.Tensor) -> View:
-        return self._device.adopt(tensor)
-
-    def host_tensor(self, view: View) -> torch.Tensor:
-        return self._device.host_tensor(view)
-
-    def close(self) -> None:
-        self._device.close()
 
 
 moves = st.lists(

@@ -99,8 +99,9 @@ class OnnxDevice(HostDevice):
         check(program, self.info)
         return OnnxKernel(program, self._provider, self.info.name)
 
-    def workspace(self, program: Program) -> int:
+    def workspace(self, kernel: Kernel) -> int:
         """Half precision and small integers are held wider than the program says: charged as if all values were."""
+        program = kernel.program
         ports = (*program.inputs, *program.outputs)
         widest = max((held(port.dtype).itemsize / port.dtype.itemsize for port in ports), default=1.0)
         return math.ceil(program.workspace * widest)
