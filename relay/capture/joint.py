@@ -42,6 +42,7 @@ from relay.capture.extraction import Extraction
 from relay.capture.keyed import draws_by_itself
 from relay.capture.layouts import Order, order_of, stored
 from relay.capture.reads import Reads, recorded_reads
+from relay.capture.states import put_back
 from relay.capture.traced import Traced, autocast
 from relay.errors import RelayError
 
@@ -154,6 +155,7 @@ def _trace(
             table = decompositions()
         if place != CPU:
             inputs = stack.enter_context(fakes_on(place, mode, module, inputs))
+        stack.enter_context(put_back(module))
         # In this order: to look at attributes would count as the module's code reading them all.
         plain = stack.enter_context(PlainTensors(module))
         reads = stack.enter_context(recorded_reads(module))
