@@ -181,9 +181,10 @@ class Trainer(RunState):
         self._check_usable()
         start = perf_counter()
         session = self._session
-        if active is not None and session.store.is_empty:
+        if active is not None and not session.knows_every_layer:
             session.contents(self._ready(batch).stations[0])  # every layer gets its place, as it will be used
         ready = self._ready(batch, active=active)
+        session.knows_every_layer = True
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         # With a loss scale an infinite loss is an overflow like any other: the step is skipped.
         judge = self._judge if self._scale is None else None
