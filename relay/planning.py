@@ -24,7 +24,7 @@ from hal.spec import Machine, machine
 from relay.ambient import as_if_alone
 from relay.errors import RelayError
 from relay.meta_models import MetaModel
-from relay.options import FIXED_SCALE
+from relay.options import fixed_scale
 from relay.shapes import BYTES, ModelShape
 from relay.simulated_step import RunShape, SimulatedRun
 from relay.simulation import Simulation, check_precision, default_precision, resolve, shortfalls, simulate
@@ -157,7 +157,7 @@ def plan(
     chosen, changed = search.settle(allowed)
     options = {name: getattr(chosen.run, name) for name in _OPTIONS}
     if precision == "fp16":
-        options["loss_scale"] = FIXED_SCALE if loss_scale == "fixed" else loss_scale
+        options["loss_scale"] = loss_scale if loss_scale == "dynamic" else fixed_scale(loss_scale)
     if clip_grad_norm is not None:
         options["clip_grad_norm"] = clip_grad_norm
     if capacity is not None:

@@ -61,8 +61,8 @@ class Trainer(RunState):
 
     `precision` `"bf16"` or `"fp16"` computes as PyTorch's autocast does, with master weights and optimizer state on
     the host in fp32. fp16 has a loss scale: `"dynamic"` keeps all gradients of a step on the host until they are known
-    to be finite, and skips the step if not; a number (a power of two) is fixed, updates each layer as soon as it may
-    be, and an overflow is an error (`GradientOverflow`).
+    to be finite, and skips the step if not; a number (a power of two; `"fixed"` is 65536) is fixed, updates each layer
+    as soon as it may be, and an overflow is an error (`GradientOverflow`).
     `state_dtype` is what the optimizer's moments are kept in:
     `"fp32"`, `"bf16"` or `"int8"`. `clip_grad_norm` and `clip_grad_value` are exact, as torch.nn.utils' are.
     `parameter_groups` are mappings with `params` (name patterns such as `"*.bias"`, or the parameters themselves)
