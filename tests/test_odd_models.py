@@ -530,6 +530,26 @@ def test_stochastic_depth_by_row_draws_the_promised_numbers(build: Build) -> Non
     reference.assert_same_state(ours.state_dict(), plain.state_dict())
 
 
+class AsksWhatIsTrained(Layers):
+    """It asks between layers whether what came so far is trained, and goes on in place."""
+
+    def __init__(self, frozen: int) -> None:
+        super().__init__()
+        for layer in self.layers[:frozen]:
+            layer.requires_grad_(False)
+
+    def run(self, value: Tensor) -> Tensor:
+        for layer in self.layers:
+            value = layer(value)
+            value += 0.1 if value.requires_grad else 0.2
+        return value
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+def test_a_model_learns_between_layers_what_is_trained(build: Build, frozen: int) -> None:
+    check(build, lambda: AsksWhatIsTrained(frozen), batches(2), microbatches=2)
+
+
 # **** what cannot be kept is refused ****
 
 
@@ -542,6 +562,16 @@ class HookOutside(Layers):
     def run(self, value: Tensor) -> Tensor:
         value = super().run(value)
         value.register_hook(lambda gradient: gradient * 0.5)
+        return value
+
+
+class HookWhereTrained(Layers):
+    """What is trained before the hook is the layers alone, and they are one op to the trace."""
+
+    def run(self, value: Tensor) -> Tensor:
+        value = super().run(value)
+        if value.requires_grad:
+            value.register_hook(lambda gradient: gradient * 0.5)
         return value
 
 
@@ -615,6 +645,7 @@ class DropsLayers(Layers):
     [
         (RoundedOutside, r"Rounded\.apply"),
         (HookOutside, "register_hook"),
+        (HookWhereTrained, "register_hook"),
         (HookOfParameter, r"layers\.1\.inner\.weight.*hook"),
         (HookAfterAccumulation, r"layers\.1\.inner\.weight.*hook"),
         (BackwardHookOfLayer, r"layers\.1.*backward hook"),
