@@ -147,7 +147,7 @@ class Trainer(RunState):
         store, server = build(host)
         session = Session(whole, opened, host, store, server, slots, stash, limit, build, precision, state_dtype)
         session.stall_seconds = stall_seconds
-        recorder.lowering, recorder.place = graphs_for(opened.info)
+        recorder.device, (recorder.lowering, recorder.place) = opened.info.name, graphs_for(opened.info)
         scheduled = RelayOptimizer(groups, defaults)
         super().__init__(recorder, session, scheduled, grouping, scale, fixed_scale, seed, chosen)
         self._on_nonfinite = on_nonfinite

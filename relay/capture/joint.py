@@ -37,7 +37,7 @@ from relay.capture.core import Lowering, attention, decompositions
 from relay.capture.dtypes import correct_statistics
 from relay.capture.eager import eager_programs
 from relay.capture.elsewhere import CPU, fakes_on, missing, spell_out
-from relay.capture.explain import HasEffect, explain, operation, reason, sparse_gradient
+from relay.capture.explain import HasEffect, explain_eager, operation, reason, sparse_gradient
 from relay.capture.extraction import Extraction
 from relay.capture.keyed import draws_by_itself
 from relay.capture.layouts import Order, order_of, stored
@@ -106,14 +106,13 @@ def capture(
             )
         except RelayError:
             raise
-        except Exception:
-            raise explain(failure, name) from failure
+        except Exception as second:
+            raise explain_eager(second, name, why) from failure
         where = f"layer {name!r}" + (" (or the loss, which runs with it)" if ends_in_loss else "")
         if lowering is Lowering.CORE:
             raise Unsupported(
-                f"{where} would have to run eagerly, op by op, since {why}; and this device takes graphs of known ops "
-                "only. Use a device that executes PyTorch, such as 'cpu' or 'cuda', or write the layer with fixed "
-                "shapes and control flow.",
+                f"{where} would have to run eagerly, op by op, since {why}. Use a device that executes PyTorch, such "
+                "as 'cpu' or 'cuda', or write the layer with fixed shapes and control flow.",
                 op=operation(failure),
             ) from failure
         warnings.warn(
