@@ -88,9 +88,9 @@ class SlotContent:
     """What a slot can hold: one segment, as it lies on the host.
 
     `pieces` are contiguous host tensors with the byte offset each goes to (one piece, one transfer); `tensors` are
-    the same memory as typed tensors, in the order of `fields`. `gradient_fields` is the layout of its gradients, and
-    `gradient_home`, where there is one, the host memory (bytes) in which they are kept; without one they only pass
-    through.
+    the same memory as typed tensors, in the order of `fields`. `gradient_fields` is the layout of its gradients.
+    Where they are kept on the host, `gradient_pieces` and `gradient_tensors` are that memory in the same two ways;
+    without it they only pass through.
     """
 
     name: str
@@ -100,7 +100,8 @@ class SlotContent:
     tensors: tuple[torch.Tensor, ...]
     gradient_fields: tuple[Field, ...]
     gradient_size: int
-    gradient_home: torch.Tensor | None = None
+    gradient_pieces: tuple[tuple[int, torch.Tensor], ...] = ()
+    gradient_tensors: tuple[torch.Tensor, ...] = ()
 
     def gradients_in(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The gradients as typed tensors over `flat`, host memory of at least `gradient_size` bytes."""
@@ -217,11 +218,12 @@ class DeviceSlot:
         """Forget the events of work that is known to have ended."""
         self._loaded, self._readers, self._writers, self._drained = [], [], [], []
 
-    def flat_gradients(self, content: SlotContent, flat: torch.Tensor) -> list[tuple[torch.Tensor, View]]:
-        """The gradient region of a content with the host memory (bytes) that it goes to, in chunks for `drain`."""
+    def flat_gradients(self, pieces: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[torch.Tensor, View]]:
+        """The gradients that `drain` sends: host memory (bytes), and the part of the region from each offset on."""
         return [
-            (part, self._gradients.view(start, part.shape, torch.uint8))
-            for start, part in _chunks(flat[: content.gradient_size])
+            (part, self._gradients.view(at + start, part.shape, torch.uint8))
+            for at, piece in pieces
+            for start, part in _chunks(piece)
         ]
 
     def free(self) -> None:
@@ -239,8 +241,8 @@ class DeviceSlot:
                 parameters = [self._device.adopt(tensor) for tensor in content.tensors]
             else:
                 parameters = [self._parameters.view(field.offset, field.shape, field.dtype) for field in content.fields]
-            if self._device.info.unified and content.gradient_home is not None:
-                gradients = [self._device.adopt(tensor) for tensor in content.gradients_in(content.gradient_home)]
+            if self._device.info.unified and content.gradient_tensors:
+                gradients = [self._device.adopt(tensor) for tensor in content.gradient_tensors]
             else:
                 gradients = [
                     self._gradients.view(place.offset, place.shape, place.dtype) for place in content.gradient_fields
