@@ -197,39 +197,52 @@ class FaultyHost(Host):
 
 
 class _Failed(Event):
-    """Ends when all that it waits for has, with the first error of those or its own."""
+    """Ends when all that it waits for has, with the first error of those or its own.
+
+    On a lost device these wait for each other by many ways, so what an event has once found out it does not ask
+    again.
+    """
 
     def __init__(self, wait: Sequence[Event], error: HalError) -> None:
-        self._wait = list(wait)
-        self._error = error
+        self._wait: Sequence[Event] = list(wait)
+        self._error: BaseException = error
+        self._ended = False
+        self._told = False
 
     def done(self) -> bool:
-        return all(event.done() for event in self._wait)
+        self._ended = self._ended or all(event.done() for event in self._wait)
+        return self._ended
 
     def wait(self) -> None:
-        error: BaseException | None = None
-        for event in self._wait:
-            try:
-                event.wait()
-            except Exception as failure:
-                error = error or failure
-        raise error or self._error
+        if not self._told:
+            first: BaseException | None = None
+            for event in self._wait:
+                try:
+                    event.wait()
+                except Exception as failure:
+                    first = first or failure
+            self._error = first or self._error
+            self._ended = self._told = True
+        raise self._error
 
     def span(self) -> tuple[float, float]:
         return 0.0, 0.0
 
 
 class _Delay(Event):
-    """Whoever waits for it sleeps a while."""
+    """Ends when somebody has waited for it, which takes that long."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
+        self._over = False
 
     def done(self) -> bool:
-        return False
+        return self._over
 
     def wait(self) -> None:
-        time.sleep(self._seconds)
+        if not self._over:
+            time.sleep(self._seconds)
+            self._over = True
 
     def span(self) -> tuple[float, float]:
         return 0.0, 0.0

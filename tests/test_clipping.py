@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import relay
+from backends.simulator.clock import SimulatedEvent
+from hal.event import Event
 from hal.worker import WorkerEvent
 from relay.models import GPT
 from relay.trace import Span
@@ -371,6 +373,18 @@ def test_a_held_update_that_fails_surfaces_and_ends_the_training(build: Build, t
             trainer.step(regression(seed=4))
 
 
+def _interrupting(wait: Callable[[Event], None], interrupted: list[Event]) -> Callable[[Event], None]:
+    """A `wait` that is interrupted the first time that anything is waited for."""
+
+    def interrupted_once(event: Event) -> None:
+        if not interrupted:
+            interrupted.append(event)
+            signal.raise_signal(signal.SIGINT)
+        wait(event)
+
+    return interrupted_once
+
+
 def test_an_interrupt_while_a_clipped_step_is_under_way_comes_after_the_whole_step(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,19 +395,13 @@ def test_an_interrupt_while_a_clipped_step_is_under_way_comes_after_the_whole_st
     losses = mixed_reference.train(plain, batches, loss=loss, clip_norm=0.1).losses
     trainer = build(modules, loss=loss, clip_grad_norm=0.1, device="cpu:discrete")
     assert trainer.step(batches[0]).loss == losses[0]
-    wait = WorkerEvent.wait
     interrupted = []
-
-    def interrupted_once(event: WorkerEvent) -> None:
-        if not interrupted:
-            interrupted.append(event)
-            signal.raise_signal(signal.SIGINT)
-        wait(event)
-
-    monkeypatch.setattr(WorkerEvent, "wait", interrupted_once)
+    for kind in (WorkerEvent, SimulatedEvent):
+        monkeypatch.setattr(kind, "wait", _interrupting(kind.wait, interrupted))
     with pytest.raises(KeyboardInterrupt):
         trainer.step(batches[1])
     monkeypatch.undo()
+    assert interrupted
     assert trainer.step(batches[2]).loss == losses[2]
     reference.assert_same_state(trainer.state_dict(), reference.state_of(plain))
 
