@@ -18,6 +18,7 @@ the same, since they are what a device of its own would need.
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -101,6 +102,21 @@ class SlotContent:
     gradient_size: int
     gradient_home: torch.Tensor | None = None
 
+    @functools.cached_property
+    def parts(self) -> tuple[tuple[int, torch.Tensor], ...]:
+        """The pieces as they are sent: cut into chunks, with the byte offset that each goes to."""
+        return tuple((at + start, part) for at, piece in self.pieces for start, part in _chunks(piece))
+
+    @functools.cached_property
+    def home_gradients(self) -> list[torch.Tensor]:
+        """The gradients where they are kept, as typed tensors; none where they only pass through."""
+        return [] if self.gradient_home is None else self.gradients_in(self.gradient_home)
+
+    @functools.cached_property
+    def gradient_sizes(self) -> tuple[int, ...]:
+        """Bytes of each gradient."""
+        return tuple(place.size for place in self.gradient_fields)
+
     def gradients_in(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The gradients as typed tensors over `flat`, host memory of at least `gradient_size` bytes."""
         return [
@@ -125,6 +141,8 @@ class DeviceSlot:
             self._parameters.free()
             raise
         self._views: dict[SlotContent, tuple[list[View], list[View]]] = {}
+        self._regions: dict[tuple[bool, int, int], View] = {}  # by whether of gradients, offset and bytes
+        self._fields: dict[tuple[bool, tuple[Field, ...]], list[View]] = {}
         self._loaded: list[Event] = []
         self._readers: list[Event] = []
         self._writers: list[Event] = []
@@ -146,11 +164,8 @@ class DeviceSlot:
             targets = [self._device.adopt(piece) for _, piece in content.pieces]
             sources = [piece for _, piece in content.pieces]
         else:
-            sources, targets = [], []
-            for at, piece in content.pieces:
-                for start, part in _chunks(piece):
-                    sources.append(part)
-                    targets.append(self._parameters.view(at + start, part.shape, part.dtype))
+            sources = [part for _, part in content.parts]
+            targets = [self._region(False, start, part) for start, part in content.parts]
         self._loaded = [queue.write(target, source, before) for target, source in zip(targets, sources, strict=True)]
         # Where nothing was overwritten the next load still waits for whoever reads.
         self._readers = [] if self._loaded else before
@@ -218,10 +233,7 @@ class DeviceSlot:
 
     def flat_gradients(self, content: SlotContent, flat: torch.Tensor) -> list[tuple[torch.Tensor, View]]:
         """The gradient region of a content with the host memory (bytes) that it goes to, in chunks for `drain`."""
-        return [
-            (part, self._gradients.view(start, part.shape, torch.uint8))
-            for start, part in _chunks(flat[: content.gradient_size])
-        ]
+        return [(part, self._region(True, start, part)) for start, part in _chunks(flat[: content.gradient_size])]
 
     def free(self) -> None:
         """Give the memory back."""
@@ -230,6 +242,26 @@ class DeviceSlot:
         self.state = SlotState.EMPTY
         self.content = None
         self._views.clear()
+        self._regions.clear()
+        self._fields.clear()
+
+    def _region(self, of_gradients: bool, start: int, part: torch.Tensor) -> View:
+        """The bytes that a chunk goes to, or comes from. Layers alike have the same ones."""
+        size = part.numel()
+        view = self._regions.get((of_gradients, start, size))
+        if view is None:
+            buffer = self._gradients if of_gradients else self._parameters
+            view = self._regions[(of_gradients, start, size)] = buffer.view(start, part.shape, part.dtype)
+        return view
+
+    def _views_in(self, of_gradients: bool, fields: tuple[Field, ...]) -> list[View]:
+        """A buffer's tensors by a layout, which layers alike have in common."""
+        views = self._fields.get((of_gradients, fields))
+        if views is None:
+            buffer = self._gradients if of_gradients else self._parameters
+            views = [buffer.view(field.offset, field.shape, field.dtype) for field in fields]
+            self._fields[(of_gradients, fields)] = views
+        return views
 
     def _views_of(self, content: SlotContent) -> tuple[list[View], list[View]]:
         views = self._views.get(content)
@@ -237,12 +269,10 @@ class DeviceSlot:
             if self._device.info.unified:
                 parameters = [self._device.adopt(tensor) for tensor in content.tensors]
             else:
-                parameters = [self._parameters.view(field.offset, field.shape, field.dtype) for field in content.fields]
+                parameters = self._views_in(False, content.fields)
             if self._device.info.unified and content.gradient_home is not None:
-                gradients = [self._device.adopt(tensor) for tensor in content.gradients_in(content.gradient_home)]
+                gradients = [self._device.adopt(tensor) for tensor in content.home_gradients]
             else:
-                gradients = [
-                    self._gradients.view(place.offset, place.shape, place.dtype) for place in content.gradient_fields
-                ]
+                gradients = self._views_in(True, content.gradient_fields)
             views = self._views[content] = (parameters, gradients)
         return views

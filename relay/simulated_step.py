@@ -34,7 +34,7 @@ from relay.session import Session
 from relay.shapes import ModelShape, ShapeError
 from relay.stash import Key, Stash, device_bytes, kept_bytes
 from relay.stations import Stations
-from relay.workspace import kernel_workspace, level_kept, plans_for, slot_sizes
+from relay.workspace import kernel_workspace, level_kept, slot_sizes
 
 UNLIMITED = 10**18
 
@@ -143,7 +143,8 @@ class SimulatedRun:
         self._side_key, self._side = self._host_side(shape)
         side = self._side
         self._server = side.server
-        self._session = Session(side.model, self._device, side.host, side.store, side.server, run.slots, run.stash, None)
+        parts = side.model, self._device, side.host, side.store, side.server
+        self._session = Session(*parts, run.slots, run.stash, None)
         if not side.contents:
             side.contents = self._session.contents(self._stations[0])
             side.plans = self._session.gradient_plans(self._stations[0])
@@ -179,7 +180,7 @@ class SimulatedRun:
 
     def memory(self) -> Memory:
         """The whole requirement, known before any step."""
-        plans = plans_for(self._stations, self.run.stash, True)
+        plans = self._stash.plans
         parameters, gradients = slot_sizes(self._contents)
         rows = {
             "slots: weights": self.run.slots * parameters,
