@@ -99,7 +99,9 @@ class View:
 
 def check_transfer(label: str, target: View | torch.Tensor, source: View | torch.Tensor) -> None:
     """Hold the two sides of a copy to each other: ValueError where dtypes or counts differ or a tensor has gaps."""
-    if target.dtype != source.dtype or math.prod(target.shape) != math.prod(source.shape):
+    if target.dtype != source.dtype or (
+        target.shape != source.shape and math.prod(target.shape) != math.prod(source.shape)
+    ):
         raise ValueError(
             f"{label} needs two sides alike; got {tuple(target.shape)} of {target.dtype} from {tuple(source.shape)} of "
             f"{source.dtype}"

@@ -18,6 +18,7 @@ the same, since they are what a device of its own would need.
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -103,6 +104,16 @@ class SlotContent:
     gradient_pieces: tuple[tuple[int, torch.Tensor], ...] = ()
     gradient_tensors: tuple[torch.Tensor, ...] = ()
 
+    @functools.cached_property
+    def parts(self) -> tuple[tuple[int, torch.Tensor], ...]:
+        """The pieces as they are sent: cut into chunks, with the byte offset that each goes to."""
+        return tuple((at + start, part) for at, piece in self.pieces for start, part in _chunks(piece))
+
+    @functools.cached_property
+    def gradient_sizes(self) -> tuple[int, ...]:
+        """Bytes of each gradient."""
+        return tuple(place.size for place in self.gradient_fields)
+
     def gradients_in(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The gradients as typed tensors over `flat`, host memory of at least `gradient_size` bytes."""
         return [
@@ -127,6 +138,8 @@ class DeviceSlot:
             self._parameters.free()
             raise
         self._views: dict[SlotContent, tuple[list[View], list[View]]] = {}
+        self._regions: dict[tuple[bool, int, int], View] = {}  # by whether of gradients, offset and bytes
+        self._fields: dict[tuple[bool, tuple[Field, ...]], list[View]] = {}
         self._loaded: list[Event] = []
         self._readers: list[Event] = []
         self._writers: list[Event] = []
@@ -148,11 +161,8 @@ class DeviceSlot:
             targets = [self._device.adopt(piece) for _, piece in content.pieces]
             sources = [piece for _, piece in content.pieces]
         else:
-            sources, targets = [], []
-            for at, piece in content.pieces:
-                for start, part in _chunks(piece):
-                    sources.append(part)
-                    targets.append(self._parameters.view(at + start, part.shape, part.dtype))
+            sources = [part for _, part in content.parts]
+            targets = [self._region(False, start, part) for start, part in content.parts]
         self._loaded = [queue.write(target, source, before) for target, source in zip(targets, sources, strict=True)]
         # Where nothing was overwritten the next load still waits for whoever reads.
         self._readers = [] if self._loaded else before
@@ -221,7 +231,7 @@ class DeviceSlot:
     def flat_gradients(self, pieces: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[torch.Tensor, View]]:
         """The gradients that `drain` sends: host memory (bytes), and the part of the region from each offset on."""
         return [
-            (part, self._gradients.view(at + start, part.shape, torch.uint8))
+            (part, self._region(True, at + start, part))
             for at, piece in pieces
             for start, part in _chunks(piece)
         ]
@@ -233,6 +243,26 @@ class DeviceSlot:
         self.state = SlotState.EMPTY
         self.content = None
         self._views.clear()
+        self._regions.clear()
+        self._fields.clear()
+
+    def _region(self, of_gradients: bool, start: int, part: torch.Tensor) -> View:
+        """The bytes that a chunk goes to, or comes from. Layers alike have the same ones."""
+        size = part.numel()
+        view = self._regions.get((of_gradients, start, size))
+        if view is None:
+            buffer = self._gradients if of_gradients else self._parameters
+            view = self._regions[(of_gradients, start, size)] = buffer.view(start, part.shape, part.dtype)
+        return view
+
+    def _views_in(self, of_gradients: bool, fields: tuple[Field, ...]) -> list[View]:
+        """A buffer's tensors by a layout, which layers alike have in common."""
+        views = self._fields.get((of_gradients, fields))
+        if views is None:
+            buffer = self._gradients if of_gradients else self._parameters
+            views = [buffer.view(field.offset, field.shape, field.dtype) for field in fields]
+            self._fields[(of_gradients, fields)] = views
+        return views
 
     def _views_of(self, content: SlotContent) -> tuple[list[View], list[View]]:
         views = self._views.get(content)
@@ -240,12 +270,10 @@ class DeviceSlot:
             if self._device.info.unified:
                 parameters = [self._device.adopt(tensor) for tensor in content.tensors]
             else:
-                parameters = [self._parameters.view(field.offset, field.shape, field.dtype) for field in content.fields]
+                parameters = self._views_in(False, content.fields)
             if self._device.info.unified and content.gradient_tensors:
                 gradients = [self._device.adopt(tensor) for tensor in content.gradient_tensors]
             else:
-                gradients = [
-                    self._gradients.view(place.offset, place.shape, place.dtype) for place in content.gradient_fields
-                ]
+                gradients = self._views_in(True, content.gradient_fields)
             views = self._views[content] = (parameters, gradients)
         return views

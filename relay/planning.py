@@ -23,6 +23,7 @@ from hal.memory import format_size, parse_size
 from hal.spec import Machine, machine
 from relay.ambient import as_if_alone
 from relay.errors import RelayError
+from relay.host_sides import HostSides
 from relay.meta_models import MetaModel
 from relay.options import fixed_scale
 from relay.planned_model import TABLE, as_table, caution
@@ -163,6 +164,7 @@ class _Search:
         self._shape = shape
         self._batch = batch
         self._fixed = fixed
+        self._sides = HostSides()
 
     @property
     def found(self) -> list[Simulation]:
@@ -178,7 +180,7 @@ class _Search:
         """Simulate a choice, once."""
         key = repr(sorted(options.items()))
         if key not in self.tried:
-            self.tried[key] = simulate(self._shape, **self._fixed, **options)
+            self.tried[key] = simulate(self._shape, sides=self._sides, **self._fixed, **options)
         return self.tried[key]
 
     def refine(self, start: Simulation) -> None:
@@ -250,7 +252,7 @@ class _Search:
         return best if _speed(best) > _speed(one) * (1 + TIE) else one
 
     def _fits(self, run: RunShape, like: Simulation) -> bool:
-        prepared = SimulatedRun(self._shape, run, like.machine)
+        prepared = SimulatedRun(self._shape, run, like.machine, self._sides)
         memory = prepared.memory()
         prepared.close()
         return not shortfalls(memory, like.device_capacity, like.host_capacity, like.machine.device.unified)

@@ -292,9 +292,10 @@ class Relay:
             for access in accesses:
                 access.finish(event)
             ran.compute.append(event)
-            # Layers built alike share a program, which bears the first one's name.
-            kind = one.program.name.rpartition(" ")[2]
-            ran.mark("compute", f"{visit.content.name} {kind} {microbatch}", event)
+            if ran.trace is not None:
+                # Layers built alike share a program, which bears the first one's name.
+                kind = one.program.name.rpartition(" ")[2]
+                ran.mark("compute", f"{visit.content.name} {kind} {microbatch}", event)
         self._send_buffers(visit, step.pieces[0].stations[visit.number], ran)
 
     def _send_buffers(self, visit: _Visit, station: Station, ran: Ran) -> None:

@@ -365,7 +365,8 @@ def _partition(
         if index == last and shape.tied:
             names["head.projection.weight"] = f"embedding.{words}"
         inputs = (0,) if index == 0 else (1 + index, 1) if index == last else (1 + index,)
-        alike, kind = ((module, "layer"), "layer") if inner else (None, None)
+        kind = "layer" if inner else None
+        alike = (module, kind or name)  # start and end too: other batches and other choices have the same ones
         segments.append(Segment(index, name, module, inputs, (2 + index,), names, {}, alike, kind))
     _, nothing = tensor_leaves(())
     return Partition(segments, values, (0, 1), True, (), nothing, None)

@@ -113,6 +113,7 @@ class _Bound:
         self._state_dtype = state_dtype
         self._state: dict[str, State] = {}
         self._waiting: dict[str, State] = {}
+        self._bytes: dict[str, int] = {}
         self._regions: list[tuple[set[str], torch.Tensor, str]] = []
 
     def allocate(self, names: Sequence[str], group: Mapping[str, Any]) -> None:
@@ -139,6 +140,7 @@ class _Bound:
         for label in self._optimizer.wide_states(group):
             self._allocate_flat(made, sizes, label, dtype)
         self._state.update(made)
+        self._bytes.update((name, _bytes_of(state)) for name, state in made.items())
         for name in names:
             if name in self._waiting:
                 _fill(made[name], self._waiting.pop(name))
@@ -152,6 +154,7 @@ class _Bound:
     def rename(self, names: Mapping[str, str | None]) -> None:
         moved = ((names.get(name, name), state) for name, state in self._state.items())
         self._state = {name: state for name, state in moved if name is not None}
+        self._bytes = {name: _bytes_of(state) for name, state in self._state.items()}
         waiting = ((names.get(name, name), state) for name, state in self._waiting.items())
         self._waiting = {name: state for name, state in waiting if name is not None}
         kept = []
@@ -243,11 +246,8 @@ class _Bound:
         return self._state.get(name) or self._waiting.get(name, {})
 
     def state_bytes(self, name: str) -> int:
-        total = 0
-        for value in self.state(name).values():
-            parts = (value.codes, value.scales) if isinstance(value, Int8State) else (value,)
-            total += sum(part.numel() * part.dtype.itemsize for part in parts)
-        return total
+        made = self._bytes.get(name)
+        return _bytes_of(self.state(name)) if made is None else made
 
     @property
     def kind(self) -> str:
@@ -266,6 +266,14 @@ class _Bound:
             self._waiting[name] = state
         else:
             self._waiting.pop(name, None)
+
+
+def _bytes_of(state: State) -> int:
+    total = 0
+    for value in state.values():
+        parts = (value.codes, value.scales) if isinstance(value, Int8State) else (value,)
+        total += sum(part.numel() * part.dtype.itemsize for part in parts)
+    return total
 
 
 def _fill(own: State, state: State) -> None:
