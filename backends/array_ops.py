@@ -230,6 +230,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
         "pow.Scalar": _scalar_power,
         "floor_divide.default": _binary("floor_divide"),
         "atan2.default": _binary("arctan2"),
+        "fmod.Tensor": _binary("fmod"),
         "fmod.Scalar": _binary("fmod"),
         "remainder.Scalar": _binary("remainder"),
         "where.self": _where,

@@ -33,16 +33,19 @@ ALIGNMENT = 64
 """Bytes: tensors in a flat region start at multiples of it (a cache line, and a SIMD vector)."""
 
 
-CHUNK = 16 * 2**20
+CHUNK = 32 * 2**20
 """Bytes: a transfer longer than this is cut, so that small ones (activations) are not stuck behind it on the link."""
+SHORT_CHUNK = 16 * 2**20
+"""Bytes that are worth a transfer: smaller layers, whose kernels are over sooner, are cut into pieces down to this."""
+PIECES = 24
+"""Pieces that a layer is cut into between those two limits."""
 
 
 def _chunks(flat: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """A flat tensor of bytes in pieces of CHUNK, with the offset of each."""
+    """A flat tensor of bytes in pieces, with the offset of each."""
     size = flat.numel()
-    if size <= CHUNK:
-        return [(0, flat)]
-    return [(start, flat[start : start + CHUNK]) for start in range(0, size, CHUNK)]
+    chunk = min(max(SHORT_CHUNK, -(-size // (PIECES * ALIGNMENT)) * ALIGNMENT), CHUNK)
+    return [(start, flat[start : start + chunk]) for start in range(0, size, chunk)] or [(0, flat)]
 
 
 class SlotState(enum.Enum):
@@ -85,9 +88,9 @@ class SlotContent:
     """What a slot can hold: one segment, as it lies on the host.
 
     `pieces` are contiguous host tensors with the byte offset each goes to (one piece, one transfer); `tensors` are
-    the same memory as typed tensors, in the order of `fields`. `gradient_fields` is the layout of its gradients, and
-    `gradient_home`, where there is one, the host memory (bytes) in which they are kept; without one they only pass
-    through.
+    the same memory as typed tensors, in the order of `fields`. `gradient_fields` is the layout of its gradients.
+    Where they are kept on the host, `gradient_pieces` and `gradient_tensors` are that memory in the same two ways;
+    without it they only pass through.
     """
 
     name: str
@@ -97,7 +100,8 @@ class SlotContent:
     tensors: tuple[torch.Tensor, ...]
     gradient_fields: tuple[Field, ...]
     gradient_size: int
-    gradient_home: torch.Tensor | None = None
+    gradient_pieces: tuple[tuple[int, torch.Tensor], ...] = ()
+    gradient_tensors: tuple[torch.Tensor, ...] = ()
 
     def gradients_in(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The gradients as typed tensors over `flat`, host memory of at least `gradient_size` bytes."""
@@ -214,11 +218,12 @@ class DeviceSlot:
         """Forget the events of work that is known to have ended."""
         self._loaded, self._readers, self._writers, self._drained = [], [], [], []
 
-    def flat_gradients(self, content: SlotContent, flat: torch.Tensor) -> list[tuple[torch.Tensor, View]]:
-        """The gradient region of a content with the host memory (bytes) that it goes to, in chunks for `drain`."""
+    def flat_gradients(self, pieces: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[torch.Tensor, View]]:
+        """The gradients that `drain` sends: host memory (bytes), and the part of the region from each offset on."""
         return [
-            (part, self._gradients.view(start, part.shape, torch.uint8))
-            for start, part in _chunks(flat[: content.gradient_size])
+            (part, self._gradients.view(at + start, part.shape, torch.uint8))
+            for at, piece in pieces
+            for start, part in _chunks(piece)
         ]
 
     def free(self) -> None:
@@ -236,8 +241,8 @@ class DeviceSlot:
                 parameters = [self._device.adopt(tensor) for tensor in content.tensors]
             else:
                 parameters = [self._parameters.view(field.offset, field.shape, field.dtype) for field in content.fields]
-            if self._device.info.unified and content.gradient_home is not None:
-                gradients = [self._device.adopt(tensor) for tensor in content.gradients_in(content.gradient_home)]
+            if self._device.info.unified and content.gradient_tensors:
+                gradients = [self._device.adopt(tensor) for tensor in content.gradient_tensors]
             else:
                 gradients = [
                     self._gradients.view(place.offset, place.shape, place.dtype) for place in content.gradient_fields

@@ -189,10 +189,7 @@ class Relay:
                 self._server.collect(
                     plan, visit.slot, self.drain_queue, ran.verdict, step.groups, step.unscale, ran.host
                 )
-        gradients = [
-            content.gradients_in(content.gradient_home) if content.gradient_home is not None else []
-            for content in step.contents
-        ]
+        gradients = [content.gradient_tensors for content in step.contents]
         self._server.conclude(step.plans, gradients, step.groups, step.unscale, ran.host)
         for event in ran.host.drains:
             ran.mark("drain", "gradients", event)

@@ -40,14 +40,12 @@ class LossScale(click.ParamType):
     name = "number, 'dynamic' or 'fixed'"
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> str | float:
-        from relay.options import FIXED_SCALE, fixed_scale
+        from relay.options import fixed_scale
 
         if value == "dynamic":
             return "dynamic"
-        if value == "fixed":
-            return FIXED_SCALE
         try:
-            return fixed_scale(float(value))
+            return fixed_scale(value if value == "fixed" else float(value))
         except ValueError:
             self.fail(f"{value!r} is neither 'dynamic', nor 'fixed', nor a power of two such as 65536.", param, context)
 

@@ -7,6 +7,7 @@ in a run file as on the command line.
 
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +140,15 @@ def train(context: click.Context, run_file: Path | None, plan: Path | None, as_j
       relay train --steps 20 --no-sample --json
       relay train --out runs/long --checkpoint-every 100 --resume
     """
+    cautions: list[Callable[[dict[str, Any]], str | None]] = []
     for file in (plan, run_file):
         if file is not None:
-            options |= _from_file(context, file)
+            options |= _from_file(context, file, cautions)
     _check_together(options)
+    for caution in cautions:
+        text = caution(options)
+        if text is not None:
+            click.echo(text, err=True)
     result = _run(options)
     if as_json:
         print_json(result)
@@ -150,13 +156,20 @@ def train(context: click.Context, run_file: Path | None, plan: Path | None, as_j
         click.echo(_summary(result))
 
 
-def _from_file(context: click.Context, run_file: Path) -> dict[str, Any]:
-    """The options that the file gives and the command line does not, checked as the command line's are."""
+def _from_file(
+    context: click.Context, run_file: Path, cautions: list[Callable[[dict[str, Any]], str | None]]
+) -> dict[str, Any]:
+    """The options that the file gives and the command line does not, checked as the command line's are.
+
+    Where the file says for which model it was planned, `cautions` gets what tells whether options build that one.
+    """
     with run_file.open("rb") as file:
         try:
             given = tomllib.load(file)
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as wrong:
             raise click.UsageError(f"'{run_file}' is not valid TOML: {wrong}", context) from wrong
+    if "planned" in given:
+        cautions.append(_caution_of(context, run_file, given.pop("planned")))
     known = {
         parameter.name: parameter
         for parameter in context.command.params
@@ -178,6 +191,16 @@ def _from_file(context: click.Context, run_file: Path) -> dict[str, Any]:
         if context.get_parameter_source(key) is click.core.ParameterSource.DEFAULT:
             chosen[key] = converted
     return chosen
+
+
+def _caution_of(context: click.Context, run_file: Path, table: Any) -> Callable[[dict[str, Any]], str | None]:
+    from relay.planned_model import caution, from_table
+
+    try:
+        planned = from_table(table)
+    except ValueError as wrong:
+        raise click.UsageError(f"'{run_file}': {wrong}", context) from wrong
+    return lambda options: caution(planned, options["layers"], options["hidden"], options["heads"])
 
 
 def _is_of_kind(value: Any, kind: click.ParamType) -> bool:

@@ -102,7 +102,8 @@ class Bench:
 
     def drain(self, target: torch.Tensor, wait: Sequence[Event] = (), queue: str = "drain") -> list[Event]:
         assert self.slot.content is not None
-        return self.slot.drain(self.device.queue(queue), self.slot.flat_gradients(self.slot.content, target), wait)
+        pieces = [(0, target[: self.slot.content.gradient_size])]
+        return self.slot.drain(self.device.queue(queue), self.slot.flat_gradients(pieces), wait)
 
     def fetch(self, view: View) -> torch.Tensor:
         back = torch.empty(view.shape, dtype=view.dtype)

@@ -171,6 +171,26 @@ def test_stochastic_depth_by_row_draws_the_promised_numbers(build: Build) -> Non
     reference.assert_same_state(ours.state_dict(), plain.state_dict())
 
 
+class AsksWhatIsTrained(Layers):
+    """It asks between layers whether what came so far is trained, and goes on in place."""
+
+    def __init__(self, frozen: int) -> None:
+        super().__init__()
+        for layer in self.layers[:frozen]:
+            layer.requires_grad_(False)
+
+    def run(self, value: Tensor) -> Tensor:
+        for layer in self.layers:
+            value = layer(value)
+            value += 0.1 if value.requires_grad else 0.2
+        return value
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+def test_a_model_learns_between_layers_what_is_trained(build: Build, frozen: int) -> None:
+    check(build, lambda: AsksWhatIsTrained(frozen), batches(2), microbatches=2)
+
+
 def test_custom_gradients_anywhere_are_kept_in_a_list_of_modules(build: Build) -> None:
     class Ending(nn.Module):
         def forward(self, value: Tensor) -> Tensor:

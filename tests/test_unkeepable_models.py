@@ -28,6 +28,16 @@ class HookOutside(Layers):
         return value
 
 
+class HookWhereTrained(Layers):
+    """What is trained before the hook is the layers alone, and they are one op to the trace."""
+
+    def run(self, value: Tensor) -> Tensor:
+        value = super().run(value)
+        if value.requires_grad:
+            value.register_hook(lambda gradient: gradient * 0.5)
+        return value
+
+
 class HookOfParameter(Layers):
     def __init__(self) -> None:
         super().__init__()
@@ -98,6 +108,7 @@ class DropsLayers(Layers):
     [
         (RoundedOutside, r"Rounded\.apply"),
         (HookOutside, "register_hook"),
+        (HookWhereTrained, "register_hook"),
         (HookOfParameter, r"layers\.1\.inner\.weight.*hook"),
         (HookAfterAccumulation, r"layers\.1\.inner\.weight.*hook"),
         (BackwardHookOfLayer, r"layers\.1.*backward hook"),

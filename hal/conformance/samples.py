@@ -295,6 +295,7 @@ def _register() -> None:
     _row("div.Scalar", _with_number(4.0))
     _row("pow.Tensor_Scalar", lambda m: [(m.numbers(3, 5, low=0.25), power) for power in (2.0, 3.0, -1.0, 0.5, -1.5)])
     _row("fmod.Scalar remainder.Scalar", _with_number(0.75))
+    _row("fmod.Tensor", _two(0.25, 2.0))
     _row("pow.Scalar", lambda m: [(2.0, m.numbers(3, 5, 7)), (0.5, m.numbers())])
     _row("eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar", _with_number(1.0), counted)
     _row(

@@ -174,12 +174,12 @@ class ParameterServer:
             gradients = [self._device.host_tensor(view) for view in slot.gradients]
             arrived = list(slot.computed)
         else:
-            home = content.gradient_home
-            flat = home if home is not None else self._staging[turn][: content.gradient_size]
-            wait = [] if home is not None else self._staging_free[turn]
-            arrived = slot.drain(queue, slot.flat_gradients(content, flat), wait)
+            pieces, gradients, wait = content.gradient_pieces, list(content.gradient_tensors), []
+            if not pieces:
+                flat = self._staging[turn][: content.gradient_size]
+                pieces, gradients, wait = ((0, flat),), content.gradients_in(flat), self._staging_free[turn]
+            arrived = slot.drain(queue, slot.flat_gradients(pieces), wait)
             record.drains += arrived
-            gradients = content.gradients_in(flat)
 
         def arrive() -> None:
             self._arrive(plan, gradients, unscale, record)
