@@ -1,4 +1,7 @@
-"""Why a capture failed, in words: which layer, which op, and what to do about it."""
+"""Why a capture failed, in words: which layer, which op, and what to do about it.
+
+It makes errors and raises none; whether a layer that cannot be captured may run eagerly is decided in `joint`.
+"""
 
 from __future__ import annotations
 
