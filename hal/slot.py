@@ -35,14 +35,17 @@ ALIGNMENT = 64
 
 CHUNK = 32 * 2**20
 """Bytes: a transfer longer than this is cut, so that small ones (activations) are not stuck behind it on the link."""
+SHORT_CHUNK = 16 * 2**20
+"""Bytes that are worth a transfer: smaller layers, whose kernels are over sooner, are cut into pieces down to this."""
+PIECES = 24
+"""Pieces that a layer is cut into between those two limits."""
 
 
 def _chunks(flat: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """A flat tensor of bytes in pieces of CHUNK, with the offset of each."""
+    """A flat tensor of bytes in pieces, with the offset of each."""
     size = flat.numel()
-    if size <= CHUNK:
-        return [(0, flat)]
-    return [(start, flat[start : start + CHUNK]) for start in range(0, size, CHUNK)]
+    chunk = min(max(SHORT_CHUNK, -(-size // (PIECES * ALIGNMENT)) * ALIGNMENT), CHUNK)
+    return [(start, flat[start : start + chunk]) for start in range(0, size, chunk)] or [(0, flat)]
 
 
 class SlotState(enum.Enum):
@@ -74,11 +77,9 @@ def lay_out(tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> tuple[tup
     fields = []
     offset = 0
     for shape, dtype in tensors:
-        fields.append(Field(offset, shape, dtype))
-        size = dtype.itemsize
-        for extent in shape:
-            size *= extent
-        offset += -(-size // ALIGNMENT) * ALIGNMENT
+        place = Field(offset, shape, dtype)
+        fields.append(place)
+        offset += -(-place.size // ALIGNMENT) * ALIGNMENT
     return tuple(fields), offset
 
 

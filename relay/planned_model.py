@@ -39,6 +39,8 @@ def caution(planned: ModelShape, layers: int, hidden: int, heads: int) -> str | 
         differs += [f"a vocabulary of {planned.vocabulary}", head]
     if planned.gated:
         differs.append("layers with gates, as Llama has them")
+    if not planned.causal:
+        differs.append("positions that see those after them")
     if planned.wide != 4 * planned.hidden:
         differs.append(f"feed-forward networks of {planned.wide}")
     if (planned.layers, planned.hidden, planned.heads) != (layers, hidden, heads):

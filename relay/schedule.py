@@ -204,9 +204,7 @@ class Relay:
             return [], [step.losses[microbatch]] if step.losses else [], []
 
         stations = step.pieces[0].stations
-        visits = [
-            _Visit(index, "forward", content, stations[index]) for index, content in enumerate(step.contents)
-        ]
+        visits = [_Visit(index, "forward", content, stations[index]) for index, content in enumerate(step.contents)]
         for visit in self._relay(visits, ran):
             self._visit(visit, step, ran, at_the_end if visit.number == last else None)
 

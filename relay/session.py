@@ -115,9 +115,7 @@ class Session:
         self.store.take_edits()
         return self._lay_out(self.store, stations, wanted)
 
-    def _lay_out(
-        self, store: LayerStore, stations: Stations, wanted: Sequence[Sequence[Wanted]]
-    ) -> list[SlotContent]:
+    def _lay_out(self, store: LayerStore, stations: Stations, wanted: Sequence[Sequence[Wanted]]) -> list[SlotContent]:
         fields = gradient_fields(stations)
         return [
             store.content(station.segment.name, group, gradients, self.server.held)
@@ -205,8 +203,9 @@ class Session:
         """
         ran = Ran(trace=self.trace)
         error: BaseException | None = None
-        with DeferredInterrupt() as interrupt, Watchdog(
-            self.stall_seconds, lambda: waited_for(ran, stash, self.pending, self._slots(), self.device)
+        with (
+            DeferredInterrupt() as interrupt,
+            Watchdog(self.stall_seconds, lambda: waited_for(ran, stash, self.pending, self._slots(), self.device)),
         ):
             try:
                 yield ran

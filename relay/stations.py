@@ -306,9 +306,7 @@ def _modes(module: nn.Module) -> Any:
     )
 
 
-def _station(
-    segment: Segment, captured: Captured, partition: Partition, training: bool, results: bool
-) -> Station:
+def _station(segment: Segment, captured: Captured, partition: Partition, training: bool, results: bool) -> Station:
     last = segment.index == len(partition.segments) - 1
 
     values = [value for value in segment.outputs if not partition.values[value].parts]

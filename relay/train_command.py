@@ -34,14 +34,10 @@ SAMPLE_BYTES = 300
 
 @click.command()
 @click.argument("run_file", required=False, metavar="[RUN.TOML]", type=click.Path(path_type=Path))
-@click.option(
-    "--data", type=click.Path(), help="A text file or a folder of them.  [default: Python's own library]"
-)
+@click.option("--data", type=click.Path(), help="A text file or a folder of them.  [default: Python's own library]")
 @click.option("--layers", default=6, show_default=True, type=AT_LEAST_ONE, help="How many blocks.")
 @click.option("--hidden", default=128, show_default=True, type=AT_LEAST_ONE, help="Width of the model.")
-@click.option(
-    "--heads", default=4, show_default=True, type=AT_LEAST_ONE, help="Attention heads; divides --hidden."
-)
+@click.option("--heads", default=4, show_default=True, type=AT_LEAST_ONE, help="Attention heads; divides --hidden.")
 @click.option("--seq", default=128, show_default=True, type=AT_LEAST_ONE, help="Bytes in a sequence.")
 @click.option("--batch", default=16, show_default=True, type=AT_LEAST_ONE, help="Sequences in a step.")
 @click.option(
@@ -102,9 +98,7 @@ SAMPLE_BYTES = 300
 @layers_per_slot_option
 @recompute_option
 @loss_scale_option
-@click.option(
-    "--capacity", type=Size(), help="Device memory to keep within, such as 256MB.  [default: all of it]"
-)
+@click.option("--capacity", type=Size(), help="Device memory to keep within, such as 256MB.  [default: all of it]")
 @click.option("--device", default="cpu", show_default=True, help="A name from `relay devices`.")
 @click.option(
     "--seed",
@@ -113,9 +107,7 @@ SAMPLE_BYTES = 300
     type=click.IntRange(0, 2**63 - 1),
     help="Of weights, data, dropout.",
 )
-@click.option(
-    "--out", default=DEFAULT_FOLDER, show_default=True, type=click.Path(), help="Folder for the result."
-)
+@click.option("--out", default=DEFAULT_FOLDER, show_default=True, type=click.Path(), help="Folder for the result.")
 @click.option(
     "--trace",
     type=click.Path(dir_okay=False),
@@ -130,9 +122,7 @@ SAMPLE_BYTES = 300
 @click.option(
     "--resume/--no-resume", default=False, help="Go on from the newest whole checkpoint in --out, if there is one."
 )
-@click.option(
-    "--sample/--no-sample", default=True, show_default=True, help="Let the model write some text at the end."
-)
+@click.option("--sample/--no-sample", default=True, show_default=True, help="Let the model write some text at the end.")
 @click.option("--plan", type=click.Path(path_type=Path), help="A run file as `relay plan --out` writes it.")
 @json_option
 @click.pass_context

@@ -5,12 +5,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import core_cases
 import devices
 import pytest
-import test_core_lowering as lowering
 import torch
 import torch.nn.functional as F
-from test_core_lowering import Of, real, whole
+from core_cases import Of, real, whole
 from torch import Tensor, nn
 
 from hal.errors import Unsupported
@@ -214,14 +214,14 @@ def test_values_and_gradients_on_numpy_are_pytorchs(case: str) -> None:
     for tensor in [*inputs, *module.parameters()]:
         tensor.grad = None
     (expected,) = module(*inputs)
-    given = lowering.given_to(module, core, inputs)
+    given = core_cases.given_to(module, core, inputs)
     assert core.backward is not None
     (seed,) = [port for port in core.backward.inputs if port.role.value == "seed"]
-    expected.backward(lowering.given_to(module, core, inputs)[seed.role][seed.index])
+    expected.backward(core_cases.given_to(module, core, inputs)[seed.role][seed.index])
     wanted = {"value gradient": [x.grad for x in inputs], "parameter gradient": [p.grad for p in module.parameters()]}
-    found = lowering.run("numpy", core.forward, given)
+    found = core_cases.run("numpy", core.forward, given)
     torch.testing.assert_close(found[-1], expected.detach(), rtol=2e-5, atol=2e-6, equal_nan=True)
-    gradients = lowering.run("numpy", core.backward, given)
+    gradients = core_cases.run("numpy", core.backward, given)
     for port, gradient in zip(core.backward.outputs, gradients, strict=True):
         theirs = wanted[port.role.value][port.index]
         torch.testing.assert_close(gradient, theirs, rtol=5e-5, atol=5e-6, equal_nan=True)
@@ -240,10 +240,12 @@ def test_other_core_devices_give_what_numpy_gives(case: str, name: str) -> None:
     function, inputs = CASES[case]
     module = Of(function)
     core = capture(module, inputs, case, lowering=Lowering.CORE)
-    given = lowering.given_to(module, core, inputs)
+    given = core_cases.given_to(module, core, inputs)
     for program in (core.forward, core.backward):
         assert program is not None
-        for ours, theirs in zip(lowering.run(name, program, given), lowering.run("numpy", program, given), strict=True):
+        for ours, theirs in zip(
+            core_cases.run(name, program, given), core_cases.run("numpy", program, given), strict=True
+        ):
             torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
 
 
@@ -255,7 +257,7 @@ def margins(x: Tensor) -> Tensor:
 def test_what_pytorch_takes_apart_wrongly_is_refused() -> None:
     program = capture(Of(margins), [INSIDE], "margins", lowering=Lowering.CORE).forward
     with pytest.raises(Unsupported, match="multilabel_margin_loss_forward"):
-        check(program, lowering.CHIP)
+        check(program, core_cases.CHIP)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +275,7 @@ def test_what_has_no_core_form_is_refused_by_name_before_it_runs(function: Calla
         core = capture(Of(function), [INSIDE], "odd", lowering=Lowering.CORE)
         for program in (core.forward, core.backward):
             assert program is not None
-            check(program, lowering.CHIP)
+            check(program, core_cases.CHIP)
 
     with pytest.raises((Unsupported, CaptureError), match=op) as refused:
         compile_both()
@@ -284,9 +286,9 @@ def test_what_pytorch_takes_apart_wrongly_is_right_where_pytorch_runs_it() -> No
     captured = capture(Of(margins), [INSIDE], "margins")
     expected = margins(INSIDE)
     (gradient,) = torch.autograd.grad(expected, INSIDE)
-    given = lowering.given_to(nn.Identity(), captured, [INSIDE])
+    given = core_cases.given_to(nn.Identity(), captured, [INSIDE])
     assert captured.backward is not None
     (seed,) = [port for port in captured.backward.inputs if port.role.value == "seed"]
     given[seed.role] = [torch.ones(seed.shape)]
-    assert torch.equal(lowering.run("cpu", captured.forward, given)[-1], expected.detach())
-    assert torch.equal(lowering.run("cpu", captured.backward, given)[0], gradient)
+    assert torch.equal(core_cases.run("cpu", captured.forward, given)[-1], expected.detach())
+    assert torch.equal(core_cases.run("cpu", captured.backward, given)[0], gradient)

@@ -103,10 +103,10 @@ def _two(low: float = -2.0, high: float = 2.0) -> Build:
     ]
 
 
-def _with_number(number: Any, low: float = -2.0, high: float = 2.0) -> Build:
+def _with_number(number: Any) -> Build:
     def build(make: Maker) -> list[tuple[Any, ...]]:
         value = number if make.dtype.is_floating_point else int(number)
-        return [(make.numbers(*shape, low=low, high=high), value) for shape in ((), (3, 5, 7), (515,))]
+        return [(make.numbers(*shape, low=-2.0, high=2.0), value) for shape in ((), (3, 5, 7), (515,))]
 
     return build
 

@@ -108,8 +108,7 @@ def eager_programs(
             for tensor, like in zip(made_up(inputs), inputs, strict=True)
         ]
         leaves = [
-            tensor.requires_grad_(wanted)
-            for tensor, wanted in zip(made_up(parameters), segment.trainable, strict=True)
+            tensor.requires_grad_(wanted) for tensor, wanted in zip(made_up(parameters), segment.trainable, strict=True)
         ]
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             before = made_up(buffers)
@@ -180,9 +179,7 @@ def eager_programs(
                 laid(Role.VALUE_GRADIENT, number, values[number], layouts.gradients, True)
                 for number in call.value_gradients
             ]
-        taken = [
-            Port(Role.VALUE, len(values) + place, port.shape, port.dtype) for place, port in enumerate(copies)
-        ]
+        taken = [Port(Role.VALUE, len(values) + place, port.shape, port.dtype) for place, port in enumerate(copies)]
         if kind != "backward":
             taken = []
         return _one_node(call, f"{name} {kind}", [*ports, *taken, *taken_seeds], results, saved)

@@ -61,9 +61,7 @@ def explain(failure: Exception, layer: str) -> RelayError:
             by_data=True,
         )
     text = str(failure).strip().splitlines()
-    return CaptureError(
-        f"layer {layer!r} cannot be captured: {kind}: {text[0] if text else ''}", layer=layer, op=op
-    )
+    return CaptureError(f"layer {layer!r} cannot be captured: {kind}: {text[0] if text else ''}", layer=layer, op=op)
 
 
 def reason(failure: Exception, layer: str) -> str | None:

@@ -268,9 +268,7 @@ class ParameterServer:
 
         return update
 
-    def _work(
-        self, plan: GradientPlan, gradients: Sequence[torch.Tensor], arrives: bool, updates: bool
-    ) -> HostWork:
+    def _work(self, plan: GradientPlan, gradients: Sequence[torch.Tensor], arrives: bool, updates: bool) -> HostWork:
         """The host memory that `_arrive` and `_update` read and write: each operand once each way."""
         moved = 0
         if arrives:
