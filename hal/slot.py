@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import enum
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -126,7 +127,10 @@ class DeviceSlot:
         except BaseException:
             self._parameters.free()
             raise
-        self._views: dict[SlotContent, tuple[list[View], list[View]]] = {}
+        # For as long as somebody else has a use for the content.
+        self._views: weakref.WeakKeyDictionary[SlotContent, tuple[list[View], list[View]]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._loaded: list[Event] = []
         self._readers: list[Event] = []
         self._writers: list[Event] = []
