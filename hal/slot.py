@@ -20,6 +20,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -137,7 +138,10 @@ class DeviceSlot:
         except BaseException:
             self._parameters.free()
             raise
-        self._views: dict[SlotContent, tuple[list[View], list[View]]] = {}
+        # For as long as somebody else has a use for the content.
+        self._views: weakref.WeakKeyDictionary[SlotContent, tuple[list[View], list[View]]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._regions: dict[tuple[bool, int, int], View] = {}  # by whether of gradients, offset and bytes
         self._fields: dict[tuple[bool, tuple[Field, ...]], list[View]] = {}
         self._loaded: list[Event] = []

@@ -38,6 +38,27 @@ class HookWhereTrained(Layers):
         return value
 
 
+class HooksOfSeveral(Layers):
+    def run(self, value: Tensor) -> Tensor:
+        value = super().run(value)
+        torch.autograd.graph.register_multi_grad_hook([value], lambda gradients: None)
+        return value
+
+
+class HookOfTheBackward(Layers):
+    def run(self, value: Tensor) -> Tensor:
+        value = super().run(value)
+        if value.grad_fn is not None:
+            value.grad_fn.register_hook(lambda given, _: tuple(one * 0.5 for one in given))
+        return value
+
+
+class HookOfParameterEachTime(Layers):
+    def run(self, value: Tensor) -> Tensor:
+        self.layers[0].inner.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        return super().run(value)
+
+
 class HookOfParameter(Layers):
     def __init__(self) -> None:
         super().__init__()
@@ -109,6 +130,9 @@ class DropsLayers(Layers):
         (RoundedOutside, r"Rounded\.apply"),
         (HookOutside, "register_hook"),
         (HookWhereTrained, "register_hook"),
+        (HooksOfSeveral, "grad_fn"),
+        (HookOfTheBackward, "grad_fn"),
+        (HookOfParameterEachTime, "register_post_accumulate_grad_hook"),
         (HookOfParameter, r"layers\.1\.inner\.weight.*hook"),
         (HookAfterAccumulation, r"layers\.1\.inner\.weight.*hook"),
         (BackwardHookOfLayer, r"layers\.1.*backward hook"),

@@ -11,6 +11,7 @@ held twice and always shows the current weights. Invariant: a name has one place
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,10 @@ GRADIENTS = "gradients"
 
 TRIM_EVERY = 16 << 20
 """Bytes that move in between two times that freed memory is given back to the system."""
+
+CONTENTS = 1024
+"""Descriptions of what slots hold that are kept (more for a model with more tensors): steps with other layers each time
+make new ones without end."""
 
 Wanted = tuple[str, torch.dtype]
 """A parameter or buffer and the dtype it is taken in."""
@@ -66,7 +71,7 @@ class LayerStore:
         self._master: dict[str, torch.dtype] = {}
         self._copies: dict[str, list[torch.Tensor]] = {}
         self._contents: dict[tuple[object, ...], SlotContent] = {}
-        self._names_of: dict[SlotContent, tuple[str, ...]] = {}
+        self._names_of: weakref.WeakKeyDictionary[SlotContent, tuple[str, ...]] = weakref.WeakKeyDictionary()
         self._homes: dict[GradientField, _Stored] = {}
         self._home_flats: list[torch.Tensor] = []
         self._seen: dict[str, tuple[torch.Tensor, int]] = {}
@@ -204,10 +209,13 @@ class LayerStore:
         shares a slot with: the layers of a step may be others than those of the step before.
         """
         key = (name, *tensors, *gradients, keeps_gradients)
-        content = self._contents.get(key)
+        content = self._contents.pop(key, None)
         if content is None:
-            content = self._contents[key] = self._lay_out_content(name, tensors, gradients, keeps_gradients)
+            content = self._lay_out_content(name, tensors, gradients, keeps_gradients)
             self._names_of[content] = tuple(tensor for tensor, _ in tensors)
+        self._contents[key] = content  # behind the others: those not asked for go first
+        while len(self._contents) > max(CONTENTS, 4 * len(self._stored)):
+            del self._contents[next(iter(self._contents))]
         return content
 
     def homes_beyond(self, other: LayerStore) -> int:
