@@ -300,7 +300,7 @@ class Captures:
 def _modes(module: nn.Module) -> Any:
     """What of a module may change after it was captured."""
     return (
-        tuple(one.training for one in module.modules()),
+        tuple((type(one), one.training) for one in module.modules()),
         tuple((one.shape, one.dtype, one.requires_grad) for one in module.parameters()),
         tuple((one.shape, one.dtype) for one in module.buffers()),
     )

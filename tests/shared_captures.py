@@ -22,7 +22,14 @@ def share(trainer: relay.Trainer) -> relay.Trainer:
     return trainer
 
 
+class SharedCaptures(Captures):
+    """They stay when one of the trainers that look in them lets go of its own."""
+
+    def clear(self) -> None:
+        """Others go on with them."""
+
+
 @functools.cache
-def _captures(compute: torch.dtype, lowering: Lowering, place: torch.device) -> Captures:
+def _captures(compute: torch.dtype, lowering: Lowering, place: torch.device) -> SharedCaptures:
     """For what a trainer captures for: the same for all of its layers."""
-    return Captures()
+    return SharedCaptures()

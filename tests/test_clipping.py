@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import matrix
 import mixed_reference
 import pytest
 import reference
@@ -41,6 +42,9 @@ def linears(count: int = 4, width: int = 8) -> list[nn.Module]:
     return [nn.Linear(6, width), *layers, nn.Linear(width, 3)]
 
 
+DEVICES = ["cpu", "cpu:discrete"]
+
+
 def regression(batch: int = 10, seed: int = 1) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(batch, 6, generator=generator), torch.randn(batch, 3, generator=generator)
@@ -63,9 +67,9 @@ def plainly_trained(precision: str, clipping: str) -> tuple[mixed_reference.Plai
     return found, reference.state_of(model)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("clipping", CLIPPINGS)
-@pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
+@pytest.mark.parametrize(
+    ("precision", "clipping", "device"), matrix.in_turn(DEVICES, ["fp32", "bf16", "fp16"], CLIPPINGS)
+)
 def test_losses_norms_and_parameters_are_those_of_torch_clipping_to_the_last_bit(
     build: Build, device: str, clipping: str, precision: str
 ) -> None:
@@ -122,9 +126,7 @@ OPTIMIZERS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
+@pytest.mark.parametrize(("name", "precision", "device"), matrix.in_turn(DEVICES, OPTIMIZERS, ["fp32", "bf16"]))
 def test_every_optimizer_takes_clipped_gradients_as_torch_optim_does(
     build: Build, device: str, precision: str, name: str
 ) -> None:
