@@ -5,6 +5,8 @@ everything else goes to standard error; the exit code is 0, 1 (asked rightly, bu
 wrongly); an expected failure is one message, never a traceback.
 """
 
+import atexit
+import gc
 import json
 import math
 import sys
@@ -49,6 +51,8 @@ class Commands(click.Group):
     """A group that turns failures into one clear message and, with `--json`, into one object."""
 
     def main(self, args: Sequence[str] | None = None, *positional: Any, **settings: Any) -> Any:
+        if args is None:  # as a process of its own, which at its end would go through all of PyTorch's objects again
+            atexit.register(gc.freeze)
         # Read here, because a command asked wrongly never gets as far as its own --json.
         arguments = list(sys.argv[1:] if args is None else args)
         return super().main(arguments, *positional, obj={"json": "--json" in arguments}, **settings)

@@ -135,13 +135,15 @@ def partition_list(
         last = index == len(taking_part) - 1
         with autocast(compute):
             fakes = call.outputs_of(fakes, f"{name} ({type(module).__name__})")
-        sources, alike = current, (module, tree.spec, tree.constants)
+        sources = current
+        alike: tuple[Any, ...] = (module, tree.spec, tree.constants)
         if last and target_tree is not None:
             assert loss is not None
             weight = find_loss_weight(
                 functools.partial(_call_loss, loss, call.output_tree, target_tree), fakes, fake_targets, len(inputs)
             )
             ending = LossCall(call, loss, target_tree, len(current))
+            alike = ([module, loss], tree.spec, tree.constants, target_tree.spec, target_tree.constants)
             segment_module: nn.Module = ending
             sources = (*current, *batch_targets)
             run_fake(_LossAlone(ending, len(fakes)), [*fakes, *fake_targets], "loss")
@@ -158,7 +160,7 @@ def partition_list(
                 outputs,
                 _own_names(segment_module, module, f"{name}.", names, buffers=False),
                 _own_names(segment_module, module, f"{name}.", names, buffers=True),
-                None if last else alike,
+                alike,
                 None if last else type(module),
             )
         )

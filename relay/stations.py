@@ -301,8 +301,9 @@ class Captures:
 def _modes(module: nn.Module) -> Any:
     """What of a module may change after it was captured."""
     return (
-        tuple(one.training for one in module.modules()),
-        tuple(parameter.requires_grad for parameter in module.parameters()),
+        tuple((type(one), one.training) for one in module.modules()),
+        tuple((one.shape, one.dtype, one.requires_grad) for one in module.parameters()),
+        tuple((one.shape, one.dtype) for one in module.buffers()),
     )
 
 

@@ -8,6 +8,7 @@ The environment is set before numpy and torch are imported, here and in the proc
 on one thread. Two test processes that each spin on all cores wait for each other most of the time.
 """
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -54,6 +55,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_collection_finish() -> None:
+    """All is imported. Tracing makes and drops objects by the hundred thousand; to look for cycles among them, and
+    among all of PyTorch's, every few hundred would take a tenth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000)
+
+
 @pytest.fixture(autouse=True)
 def adversary(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With `--adversary`, a simulated device wherever the CPU is opened."""
@@ -75,13 +84,15 @@ def adversary(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def build() -> Iterator[Callable[..., Any]]:
-    """Makes trainers and closes them after the test."""
+    """Makes trainers and closes them after the test. Trainers of models built alike share what was captured."""
+    from shared_captures import share
+
     import relay
 
     made: list[relay.Trainer] = []
 
     def make(*arguments: Any, **options: Any) -> relay.Trainer:
-        made.append(relay.Trainer(*arguments, **options))
+        made.append(share(relay.Trainer(*arguments, **options)))
         return made[-1]
 
     yield make

@@ -36,6 +36,15 @@ def nth(options: Mapping[str, Sequence[Any]], number: int) -> Case:
     return {name: case[name] for name in options}
 
 
+def in_turn(last: Sequence[Any], *others: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """The whole product of the other options, each case with one value of the last, in turn: with it every value meets
+    every value (of two others, where the last has two values)."""
+    places = itertools.product(*(list(enumerate(values)) for values in others))
+    return [
+        (*(value for _, value in case), last[sum(place for place, _ in case) % len(last)]) for case in places
+    ]
+
+
 def combinations(case: Mapping[str, Any], size: int) -> set[tuple[tuple[str, Any], ...]]:
     """The values of a case, `size` at a time, each with its option."""
     return set(itertools.combinations(case.items(), size))

@@ -2,9 +2,10 @@
 
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
+
+import ready_processes
 
 ROOT = Path(__file__).parent.parent
 
@@ -21,8 +22,6 @@ def run(words: list[str], folder: Path, site: Path) -> str:
         words = [sys.executable, "-m", "pip", "install", *options, *words[2:]]
     elif words[0] == "python":
         words = [sys.executable, *words[1:]]
-    result = subprocess.run(
-        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    result = ready_processes.run(words, folder, environment, timeout=300)
     assert result.returncode == 0, f"{shlex.join(words)}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
     return result.stdout

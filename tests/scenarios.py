@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import reference
 import torch
+from shared_captures import share
 from torch import Tensor, nn
 
 import relay
@@ -279,7 +280,7 @@ def observed(name: str, device: str) -> tuple[Seen, dict[str, Tensor]]:
     """What a scenario's run saw on a device, and the weights, buffers and optimizer states that it ended with."""
     scenario = SCENARIOS[name]
     torch.manual_seed(0)
-    trainer = relay.Trainer(scenario.make(), device=device, **scenario.options)
+    trainer = share(relay.Trainer(scenario.make(), device=device, **scenario.options))
     trainer._recorder.cache = _captures(name)
     try:
         seen = scenario.run(trainer)

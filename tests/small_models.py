@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import reference
 import torch
 import torch.nn.functional as F
+from shared_captures import share
 from torch import Tensor, nn
 
 import relay
@@ -224,10 +225,10 @@ def plain(which: str, optimizer: str, steps: int) -> Trained:
         stepper.zero_grad()
         pieces = reference.cut(batch, MICROBATCHES)
         total = 0.0
-        for number, (piece, share) in enumerate(zip(pieces, reference.by_targets(pieces), strict=True)):
+        for number, (piece, weight) in enumerate(zip(pieces, reference.by_targets(pieces), strict=True)):
             for dropout in dropouts:
                 dropout.now = (step, number)
-            loss = model(**piece).loss * share
+            loss = model(**piece).loss * weight
             loss.backward()
             total += loss.item()
         losses.append(total)
@@ -253,8 +254,9 @@ def relayed(which: str, optimizer: str, steps: int, device: str, **options: Any)
     """The relay on a device. Gradients are read off the weights, with the optimizer `steep` and one step."""
     model = build(which)
     before = reference.copy_of(model.state_dict())
-    trainer = relay.Trainer(
-        model, device=device, optimizer=OPTIMIZERS[optimizer][0], microbatches=MICROBATCHES, seed=SEED, **options
+    spec = OPTIMIZERS[optimizer][0]
+    trainer = share(
+        relay.Trainer(model, device=device, optimizer=spec, microbatches=MICROBATCHES, seed=SEED, **options)
     )
     try:
         losses = tuple(trainer.step(batch).loss for batch in batches(which, steps))

@@ -2,20 +2,18 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import ready_processes
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
 
 
 def kill(folder: Path, kills: int, seed: int) -> dict[str, int]:
-    script = Path(__file__).with_name("chaos.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder), str(kills), str(seed)], capture_output=True, text=True, check=False
-    )
+    words = [sys.executable, str(Path(__file__).with_name("chaos.py")), str(folder), str(kills), str(seed)]
+    done = ready_processes.run(words, folder, os.environ, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ready_processes
 import torch
 from click.testing import CliRunner, Result
 from tqdm import tqdm
@@ -345,7 +346,7 @@ def test_the_module_form_trains_and_samples_with_a_clean_standard_output(tiny: l
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "relay", *arguments]
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+        return ready_processes.run(command, tmp_path, environment, timeout=300)
 
     trained = run("train", *tiny, "--json")
     assert trained.returncode == 0, trained.stderr

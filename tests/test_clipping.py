@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import matrix
 import mixed_reference
 import pytest
 import reference
@@ -24,6 +25,7 @@ STEPS = 6
 NORM = 0.05
 VALUE = 2e-3
 CLIPPINGS = {"norm": {"norm": NORM}, "value": {"value": VALUE}, "both": {"norm": NORM, "value": VALUE}}
+DEVICES = ["cpu", "cpu:discrete"]
 
 
 def ours(clipping: str) -> dict[str, float]:
@@ -43,9 +45,9 @@ def plainly_trained(precision: str, clipping: str) -> tuple[mixed_reference.Plai
     return found, reference.state_of(model)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("clipping", CLIPPINGS)
-@pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
+@pytest.mark.parametrize(
+    ("precision", "clipping", "device"), matrix.in_turn(DEVICES, ["fp32", "bf16", "fp16"], CLIPPINGS)
+)
 def test_losses_norms_and_parameters_are_those_of_torch_clipping_to_the_last_bit(
     build: Build, device: str, clipping: str, precision: str
 ) -> None:
@@ -102,9 +104,7 @@ OPTIMIZERS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
+@pytest.mark.parametrize(("name", "precision", "device"), matrix.in_turn(DEVICES, OPTIMIZERS, ["fp32", "bf16"]))
 def test_every_optimizer_takes_clipped_gradients_as_torch_optim_does(
     build: Build, device: str, precision: str, name: str
 ) -> None:

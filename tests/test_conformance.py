@@ -10,6 +10,7 @@ from typing import Any
 import broken_backends
 import devices
 import pytest
+import ready_processes
 from click.testing import CliRunner
 
 from hal.gaps import Gap
@@ -34,10 +35,7 @@ WITHOUT_FLOAT64 = {"numpy", "sim", "sim:generic,order=late,poison=on"}
 def run(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
     environment.pop("PYTEST_ADDOPTS", None)
-    command = [sys.executable, *words]
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False
-    )
+    return ready_processes.run([sys.executable, *words], folder, environment, timeout=900)
 
 
 def answer(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:

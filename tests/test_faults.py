@@ -14,6 +14,7 @@ import devices
 import pytest
 import reference
 import torch
+from shared_captures import share
 from torch import nn
 
 import relay
@@ -38,7 +39,7 @@ def make(monkeypatch: pytest.MonkeyPatch, faults: Faults) -> Iterator[Make]:
     made: list[relay.Trainer] = []
 
     def build(**options: Any) -> relay.Trainer:
-        made.append(relay.Trainer(layers(), nn.functional.mse_loss, **{"microbatches": 2, **options}))
+        made.append(share(relay.Trainer(layers(), nn.functional.mse_loss, **{"microbatches": 2, **options})))
         return made[-1]
 
     yield build

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import matrix
 import pytest
 import reference
 import torch
@@ -51,14 +52,16 @@ NEEDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("device", "stash"), [("cpu", "device"), ("cpu:discrete", "host")])
-@pytest.mark.parametrize("options", NEEDS.values(), ids=NEEDS)
-@pytest.mark.parametrize("model", ["gpt", "statistics"])
+PLACES = [("cpu", "device"), ("cpu:discrete", "host")]
+ENOUGH = [(which, *place, model) for which, place, model in matrix.in_turn(["gpt", "statistics"], NEEDS, PLACES)]
+
+
+@pytest.mark.parametrize(("which", "device", "stash", "model"), ENOUGH)
 def test_what_is_needed_is_enough_and_one_byte_less_is_refused_before_anything_is_touched(
-    build: Build, model: str, options: dict[str, Any], device: str, stash: str
+    build: Build, model: str, which: str, device: str, stash: str
 ) -> None:
     def make(**more: Any) -> tuple[relay.Trainer, Any]:
-        common = {"device": device, "stash": stash, **options, **more}
+        common = {"device": device, "stash": stash, **NEEDS[which], **more}
         if model == "gpt":
             return build(gpt(), **common), reference.text_batches(1)[0]
         return build(statistics(), loss=nn.functional.mse_loss, **common), regression()

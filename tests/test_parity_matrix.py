@@ -7,7 +7,7 @@ tied weights with several micro-batches (gradients to 1e-6 relative), and small 
 
 import functools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import matrix
@@ -114,22 +114,13 @@ def relay_groups(model: nn.Module, case: Case) -> list[dict[str, Any]]:
     return [{"params": vectors, "weight_decay": 0.0}, {"params": pattern, "lr": 1e-3}]
 
 
-@pytest.fixture
-def trainers() -> Iterator[list[relay.Trainer]]:
-    """Closes what the test put in."""
-    made: list[relay.Trainer] = []
-    yield made
-    for trainer in made:
-        trainer.close()
-
-
 def name_of(case: Case) -> str:
     words = {"tied": "tied", "groups": "groups", "recompute": "recompute"}
     return "-".join(words.get(name, "") if value is True else str(value) for name, value in case.items() if value)
 
 
 @pytest.mark.parametrize("case", matrix.cases(OPTIONS, few()), ids=name_of)
-def test_the_relay_is_plain_pytorch(trainers: list[relay.Trainer], case: Case) -> None:
+def test_the_relay_is_plain_pytorch(build: Callable[..., relay.Trainer], case: Case) -> None:
     model, plain = gpt(case["tied"]), gpt(case["tied"])
     batches = reference.text_batches(STEPS)
     stepper = plain_optimizer(plain, case["optimizer"], case["groups"])
@@ -155,7 +146,7 @@ def test_the_relay_is_plain_pytorch(trainers: list[relay.Trainer], case: Case) -
         **{f"clip_{name}": limit for name, limit in clip.items()},
     )
     assert not any(found.skipped)
-    trainer = relay.Trainer(
+    trainer = build(
         model if whole else model.as_list(),
         loss=None if whole else cross_entropy,
         optimizer=RELAYS[case["optimizer"]],
@@ -163,7 +154,6 @@ def test_the_relay_is_plain_pytorch(trainers: list[relay.Trainer], case: Case) -
         **{name: case[name] for name in PASSED_ON},
         **{f"clip_grad_{name}": limit for name, limit in clip.items()},
     )
-    trainers.append(trainer)
     metrics = []
     for number, one in enumerate(data):
         metrics.append(trainer.step(one))

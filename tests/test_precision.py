@@ -5,6 +5,7 @@ import functools
 import itertools
 from collections.abc import Callable
 
+import matrix
 import mixed_reference
 import pytest
 import reference
@@ -29,10 +30,10 @@ def plainly_trained(whole: bool, precision: str) -> tuple[list[float], dict[str,
     return found.losses, reference.state_of(modules)
 
 
-@pytest.mark.parametrize("precision", MIXED)
-@pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
-@pytest.mark.parametrize("stash", ["device", "host"])
-@pytest.mark.parametrize("form", ["whole", "list"])
+@pytest.mark.parametrize(
+    ("form", "stash", "precision", "device"),
+    matrix.in_turn(["cpu", "cpu:discrete"], ["whole", "list"], ["device", "host"], MIXED),
+)
 def test_mixed_precision_with_a_ragged_last_piece_is_autocast_to_the_last_bit(
     build: Build, form: str, stash: str, device: str, precision: str
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 import pytest
+import ready_processes
 
 from relay.cli import main
 
@@ -38,9 +39,7 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     environment = dict(os.environ)
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
     environment["PYTHONPATH"] = str(ROOT)
-    result = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    result = ready_processes.run(command, folder, environment, timeout=120)
     assert result.returncode == 0, f"{shlex.join(command)}\n{result.stdout}\n{result.stderr}"
     return result
 

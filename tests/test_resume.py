@@ -12,6 +12,7 @@ import pytest
 import reference
 import torch
 from click.testing import CliRunner, Result
+from shared_captures import share
 from torch.utils.data import DataLoader, TensorDataset
 
 import relay
@@ -28,7 +29,7 @@ BATCHES = reference.text_batches(8, batch=2, vocabulary=32)
 
 @pytest.fixture
 def trainer() -> Iterator[relay.Trainer]:
-    with relay.Trainer(gpt(), microbatches=1) as made:
+    with share(relay.Trainer(gpt(), microbatches=1)) as made:
         yield made
 
 
