@@ -95,7 +95,6 @@ class Memory:
     device: dict[str, int]
     host: list[tuple[str, str, int]]
     page_locked: int
-    largest_layer: int
     parameters: int
 
     @property
@@ -193,7 +192,7 @@ class SimulatedRun:
         ledger = self._session.host.ledger.rows()
         host = [(state, str(dtype).removeprefix("torch."), size) for state, dtype, size in ledger]
         locked = self._session.host.page_locked
-        return Memory(rows, host, locked, max(content.size for content in self._contents), self._side.parameters)
+        return Memory(rows, host, locked, self._side.parameters)
 
     def record(self) -> None:
         """Keep a span of every call from now on."""
