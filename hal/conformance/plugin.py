@@ -1,7 +1,8 @@
 """The suite's options for pytest, and what becomes of a backend's gaps. It does nothing in other test runs.
 
 Gaps are expected failures that are not run. With `--verify-gaps` they are, strictly: one that passes fails the run, and
-so does one that speaks of no test. With `--samples` as well, one may pass: its shape may be among those not tried. Nothing heavy is imported before a run of the suite asks for it.
+so does one that speaks of no test. With `--samples` as well one may pass, for what fails may be among the shapes that
+are not tried. Nothing heavy is imported before a run of the suite asks for it.
 """
 
 from __future__ import annotations
