@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from relay.collecting import SeldomCollected
 from relay.console import Size, json_option, print_json
 from relay.shared_options import (
     AT_LEAST_ONE,
@@ -50,7 +51,7 @@ SWEPT = (
 )  # fmt: skip
 
 
-@click.command()
+@click.command(cls=SeldomCollected)
 @click.option("--model", help="A model by name, such as llama-3-8b.")
 @click.option("--config", type=click.Path(), help="A Hugging Face config.json.")
 @click.option("--layers", type=AT_LEAST_ONE, help="How many blocks.")

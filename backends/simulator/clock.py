@@ -25,9 +25,9 @@ DOWN, UP, COMPUTE, HOST = range(4)
 class Cost:
     """What a call asks for: `seconds` were it alone, and the bytes it moves over each shared rate meanwhile.
 
-    `launch` is the part of `seconds` that is neither arithmetic nor bytes; `flops` is told on, not used. `demand` is the
-    bytes a second it wants of host memory, device memory and link. A cost that many calls have is made once for all of
-    them: the clock remembers by it how calls share.
+    `launch` is the part of `seconds` that is neither arithmetic nor bytes; `flops` is told on, not used. `demand` is
+    the bytes a second it wants of host memory, device memory and link. A cost that many calls have is made once for
+    all of them: the clock remembers by it how calls share.
     """
 
     seconds: float = 0.0

@@ -182,10 +182,7 @@ class ParameterServer:
             record.drains += arrived
 
         def arrive() -> None:
-            if flat is None:
-                gradients = [device.host_tensor(view) for view in views]
-            else:
-                gradients = content.gradients_in(flat)
+            gradients = [device.host_tensor(view) for view in views] if flat is None else content.gradients_in(flat)
             self._arrive(plan, gradients, unscale, record)
             if not self.held:
                 if unscale != 1.0 and not all(
