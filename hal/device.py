@@ -49,7 +49,6 @@ NATIVE = "native"
 HOST_CORES = "host-cores"
 """Tag: kernels run on the cores that the host's tasks need too, so the two gain nothing from running at once."""
 
-
 SIMULATED = "simulated"
 """Tag: there is no such hardware here. Numbers are computed on the host, and time is that of a model."""
 

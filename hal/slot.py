@@ -36,14 +36,17 @@ ALIGNMENT = 64
 
 CHUNK = 32 * 2**20
 """Bytes: a transfer longer than this is cut, so that small ones (activations) are not stuck behind it on the link."""
+SHORT_CHUNK = 16 * 2**20
+"""Bytes that are worth a transfer: smaller layers, whose kernels are over sooner, are cut into pieces down to this."""
+PIECES = 24
+"""Pieces that a layer is cut into between those two limits."""
 
 
 def _chunks(flat: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """A flat tensor of bytes in pieces of CHUNK, with the offset of each."""
+    """A flat tensor of bytes in pieces, with the offset of each."""
     size = flat.numel()
-    if size <= CHUNK:
-        return [(0, flat)]
-    return [(start, flat[start : start + CHUNK]) for start in range(0, size, CHUNK)]
+    chunk = min(max(SHORT_CHUNK, -(-size // (PIECES * ALIGNMENT)) * ALIGNMENT), CHUNK)
+    return [(start, flat[start : start + chunk]) for start in range(0, size, chunk)] or [(0, flat)]
 
 
 class SlotState(enum.Enum):
@@ -75,11 +78,9 @@ def lay_out(tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> tuple[tup
     fields = []
     offset = 0
     for shape, dtype in tensors:
-        fields.append(Field(offset, shape, dtype))
-        size = dtype.itemsize
-        for extent in shape:
-            size *= extent
-        offset += -(-size // ALIGNMENT) * ALIGNMENT
+        place = Field(offset, shape, dtype)
+        fields.append(place)
+        offset += -(-place.size // ALIGNMENT) * ALIGNMENT
     return tuple(fields), offset
 
 
@@ -88,9 +89,9 @@ class SlotContent:
     """What a slot can hold: one segment, as it lies on the host.
 
     `pieces` are contiguous host tensors with the byte offset each goes to (one piece, one transfer); `tensors` are
-    the same memory as typed tensors, in the order of `fields`. `gradient_fields` is the layout of its gradients, and
-    `gradient_home`, where there is one, the host memory (bytes) in which they are kept; without one they only pass
-    through.
+    the same memory as typed tensors, in the order of `fields`. `gradient_fields` is the layout of its gradients.
+    Where they are kept on the host, `gradient_pieces` and `gradient_tensors` are that memory in the same two ways;
+    without it they only pass through.
     """
 
     name: str
@@ -100,17 +101,13 @@ class SlotContent:
     tensors: tuple[torch.Tensor, ...]
     gradient_fields: tuple[Field, ...]
     gradient_size: int
-    gradient_home: torch.Tensor | None = None
+    gradient_pieces: tuple[tuple[int, torch.Tensor], ...] = ()
+    gradient_tensors: tuple[torch.Tensor, ...] = ()
 
     @functools.cached_property
     def parts(self) -> tuple[tuple[int, torch.Tensor], ...]:
         """The pieces as they are sent: cut into chunks, with the byte offset that each goes to."""
         return tuple((at + start, part) for at, piece in self.pieces for start, part in _chunks(piece))
-
-    @functools.cached_property
-    def home_gradients(self) -> list[torch.Tensor]:
-        """The gradients where they are kept, as typed tensors; none where they only pass through."""
-        return [] if self.gradient_home is None else self.gradients_in(self.gradient_home)
 
     @functools.cached_property
     def gradient_sizes(self) -> tuple[int, ...]:
@@ -231,9 +228,11 @@ class DeviceSlot:
         """Forget the events of work that is known to have ended."""
         self._loaded, self._readers, self._writers, self._drained = [], [], [], []
 
-    def flat_gradients(self, content: SlotContent, flat: torch.Tensor) -> list[tuple[torch.Tensor, View]]:
-        """The gradient region of a content with the host memory (bytes) that it goes to, in chunks for `drain`."""
-        return [(part, self._region(True, start, part)) for start, part in _chunks(flat[: content.gradient_size])]
+    def flat_gradients(self, pieces: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[torch.Tensor, View]]:
+        """The gradients that `drain` sends: host memory (bytes), and the part of the region from each offset on."""
+        return [
+            (part, self._region(True, at + start, part)) for at, piece in pieces for start, part in _chunks(piece)
+        ]
 
     def free(self) -> None:
         """Give the memory back."""
@@ -270,8 +269,8 @@ class DeviceSlot:
                 parameters = [self._device.adopt(tensor) for tensor in content.tensors]
             else:
                 parameters = self._views_in(False, content.fields)
-            if self._device.info.unified and content.gradient_home is not None:
-                gradients = [self._device.adopt(tensor) for tensor in content.home_gradients]
+            if self._device.info.unified and content.gradient_tensors:
+                gradients = [self._device.adopt(tensor) for tensor in content.gradient_tensors]
             else:
                 gradients = self._views_in(True, content.gradient_fields)
             views = self._views[content] = (parameters, gradients)

@@ -189,7 +189,7 @@ class Relay:
                 self._server.collect(
                     plan, visit.slot, self.drain_queue, ran.verdict, step.groups, step.unscale, ran.host
                 )
-        gradients = [content.home_gradients for content in step.contents]
+        gradients = [content.gradient_tensors for content in step.contents]
         self._server.conclude(step.plans, gradients, step.groups, step.unscale, ran.host)
         for event in ran.host.drains:
             ran.mark("drain", "gradients", event)
@@ -204,9 +204,7 @@ class Relay:
             return [], [step.losses[microbatch]] if step.losses else [], []
 
         stations = step.pieces[0].stations
-        visits = [
-            _Visit(index, "forward", content, stations[index]) for index, content in enumerate(step.contents)
-        ]
+        visits = [_Visit(index, "forward", content, stations[index]) for index, content in enumerate(step.contents)]
         for visit in self._relay(visits, ran):
             self._visit(visit, step, ran, at_the_end if visit.number == last else None)
 

@@ -43,8 +43,8 @@ UNLIMITED = 10**18
 class RunShape:
     """How a model is to be trained: what `relay.Trainer` takes, by the same names and within the same limits.
 
-    `loss_scale` "dynamic" keeps all gradients of a fp16 step until they are known to be finite, a power of two
-    (whichever, or "fixed") updates at once. `sequence` is tokens in a sequence, `batch` sequences in a step.
+    `loss_scale` "dynamic" keeps all gradients of a fp16 step until they are known to be finite, a power of two,
+    or "fixed" for 65536, updates at once. `sequence` is tokens in a sequence, `batch` sequences in a step.
     Raises ValueError where the trainer would.
     """
 
@@ -62,8 +62,7 @@ class RunShape:
     optimizer: Any = field(default_factory=AdamW)
 
     def __post_init__(self) -> None:
-        given = vars(self) | {"loss_scale": 1.0} if self.loss_scale == "fixed" else vars(self)
-        options.check(given)
+        options.check(vars(self))
 
     @property
     def tokens(self) -> int:

@@ -1,7 +1,7 @@
 """What a run would need and cost on hardware that is not here: fits, how fast, how many joules, what to change.
 
 The figures come from the real schedule on a virtual clock (`relay.simulated_step`); this file asks it the right
-questions and says what the answers mean. It prints nothing: that is `relay.simulate_report`.
+questions and says what the answers mean. It prints nothing: that is `relay.simulation_report`.
 
 Every figure rests on the machine's description: specification sheets, presets, or a calibration. Energy is a range,
 because board power says little about the power drawn (published comparisons are 27 to 37 % off).

@@ -47,9 +47,9 @@ class Lowering:
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
-    def buffer(self, count: int, dtype: torch.dtype, scratch: int = 0) -> Buffer:
+    def buffer(self, count: int, dtype: torch.dtype) -> Buffer:
         """A new piece of the workspace."""
-        return Buffer("workspace", 0, dtype, count, scratch=scratch)
+        return Buffer("workspace", 0, dtype, count)
 
     def realize(self, value: Value, target: Stored | None = None, output: int | None = None) -> Stored:
         """The value in memory."""

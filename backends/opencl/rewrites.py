@@ -76,7 +76,7 @@ def _scan(kind: str) -> Callable[..., Value]:
     return function
 
 
-def _calc(op: str, dtype: torch.dtype, *args: Any) -> Value:
+def _calculated(op: str, dtype: torch.dtype, *args: Any) -> Value:
     return elementwise(op, args, {}, dtype)
 
 
@@ -85,7 +85,7 @@ def _prepared(low: Lowering, x: Value) -> tuple[Value, torch.dtype]:
     if isinstance(x, Computed) and x.cost > CHEAP:
         x = low.realize(x)
     wide = torch.float32 if x.dtype.itemsize == 2 else x.dtype
-    return (_calc("_to_copy", wide, x) if wide is not x.dtype else x), wide
+    return (_calculated("_to_copy", wide, x) if wide is not x.dtype else x), wide
 
 
 def _softmax(safe: bool, logarithm: bool) -> Callable[..., Value]:
@@ -99,20 +99,20 @@ def _softmax(safe: bool, logarithm: bool) -> Callable[..., Value]:
         wide, kind = _prepared(low, x)
         most: Value = low.reduce("max", wide, (dim,))
         if safe:
-            nothing = _calc("eq", torch.bool, most, -math.inf)
+            nothing = _calculated("eq", torch.bool, most, -math.inf)
             zero = Computed((), kind, lambda scope, place: number(0, kind))
-            most = _calc("where", kind, nothing, zero, most)
-        shifted = _calc("sub", kind, wide, most)
-        weights = _calc("exp", kind, shifted)
+            most = _calculated("where", kind, nothing, zero, most)
+        shifted = _calculated("sub", kind, wide, most)
+        weights = _calculated("exp", kind, shifted)
         total: Value = low.reduce("sum", weights, (dim,))
         if logarithm:
-            result = _calc("sub", kind, shifted, low.realize(_calc("log", kind, total)))
+            result = _calculated("sub", kind, shifted, low.realize(_calculated("log", kind, total)))
         else:
             if safe:
-                total = _calc("add", kind, total, _calc("_to_copy", kind, nothing))
-            result = _calc("div", kind, weights, total)
+                total = _calculated("add", kind, total, _calculated("_to_copy", kind, nothing))
+            result = _calculated("div", kind, weights, total)
         if kind is not dtype:
-            result = _calc("_to_copy", dtype, result)
+            result = _calculated("_to_copy", dtype, result)
         return values.view(result, tuple(node.meta["val"].shape))
 
     return function
@@ -126,16 +126,16 @@ def _layer_norm(
     dims = tuple(range(len(x.shape) - len(shape), len(x.shape)))
     wide, kind = _prepared(low, x)
     mean = low.realize(_mean_of(low, wide, dims))
-    centred = _calc("sub", kind, wide, mean)
-    variance = _mean_of(low, _calc("mul", kind, centred, centred), dims)
-    scale = low.realize(_calc("rsqrt", kind, _calc("add", kind, variance, small)))
-    result = _calc("mul", kind, centred, scale)
+    centred = _calculated("sub", kind, wide, mean)
+    variance = _mean_of(low, _calculated("mul", kind, centred, centred), dims)
+    scale = low.realize(_calculated("rsqrt", kind, _calculated("add", kind, variance, small)))
+    result = _calculated("mul", kind, centred, scale)
     for op, factor in (("mul", weight), ("add", bias)):
         if factor is not None:
-            result = _calc(op, kind, result, _calc("_to_copy", kind, factor))
+            result = _calculated(op, kind, result, _calculated("_to_copy", kind, factor))
     parts = [result, mean, scale]
     # It is used again in the gradient as often as not, and costs a pass over memory either way.
-    return tuple(_calc("_to_copy", dtype, part) if kind is not dtype else part for part in parts)
+    return tuple(_calculated("_to_copy", dtype, part) if kind is not dtype else part for part in parts)
 
 
 # -- products -----------------------------------------------------------------------------------------------------
@@ -188,8 +188,8 @@ def _plain_product(low: Lowering, x: Value, y: Value, bias: Value | None) -> Val
     shape = (batch, rows, y.shape[2], depth)
     left = values.expand(values.unsqueeze(x, 2), shape)
     right = values.expand(values.unsqueeze(values.permute(y, (0, 2, 1)), 1), shape)
-    result = values.view(low.reduce("sum", _calc("mul", x.dtype, left, right), (3,)), shape[:3])
-    return result if bias is None else _calc("add", x.dtype, result, bias)
+    result = values.view(low.reduce("sum", _calculated("mul", x.dtype, left, right), (3,)), shape[:3])
+    return result if bias is None else _calculated("add", x.dtype, result, bias)
 
 
 # -- creation and order -------------------------------------------------------------------------------------------

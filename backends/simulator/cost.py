@@ -69,7 +69,7 @@ class CostModel:
             flops += op.flops
             if op.flops:
                 rate = self._rate(op, target, program) * (self._device["attention"] if op.attention else 1.0)
-                busy = max((op.flops + self._ramp) / rate, op_bytes / self.bandwidth)
+                busy = max((op.done + self._ramp) / rate, op_bytes / self.bandwidth)
             else:
                 op_bytes *= self._pointwise
                 busy = op_bytes / self.bandwidth

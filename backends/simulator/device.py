@@ -24,7 +24,7 @@ from backends.simulator.host import POISON, SimulatedHost
 from backends.simulator.orders import make_order
 from backends.torch_program import lower
 from hal.device import HOST_CORES, NATIVE, SIMULATED, UNIFIED, Buffer, DeviceInfo, Queue, View, check_transfer
-from hal.dtypes import check_ports
+from hal.dtypes import ALL, INTEGERS, check_ports
 from hal.errors import HalError
 from hal.event import Event
 from hal.host import Host, HostWork
@@ -33,8 +33,7 @@ from hal.random import RandomKey
 from hal.spec import Machine
 from hal.virtual import Timeline, VirtualDevice
 
-_ALWAYS = frozenset({torch.float32, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
-_DTYPES = _ALWAYS | {torch.float64, torch.bfloat16, torch.float16}
+_ALWAYS = INTEGERS | {torch.float32}
 _KINDS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -230,7 +229,7 @@ class SimulatedDevice(AccountedDevice[SimulatedQueue], VirtualDevice, Owner):
         # A device whose matrix units know no float32 has vector units that do, as losses need.
         compute = _ALWAYS | frozenset(_KINDS[kind] for kind in _KINDS if spec.computes(kind))
         memory = int(spec["memory"] - spec["reserved"])
-        info = DeviceInfo(name, f"simulated {spec.title}", frozenset(tags), _DTYPES, compute, memory)
+        info = DeviceInfo(name, f"simulated {spec.title}", frozenset(tags), ALL, compute, memory)
         super().__init__(info, memory if capacity is None else min(capacity, memory))
         self.machine = machine
         self.options = options

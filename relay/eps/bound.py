@@ -16,7 +16,7 @@ import torch
 
 from hal.host import Host
 from relay.eps import fused
-from relay.eps.optimizers import State, _Optimizer
+from relay.eps.optimizers import HostOptimizer, State
 from relay.eps.small_states import GROUP, Int8State, group_count
 from relay.eps.store import LayerStore
 from relay.eps.torch_optimizer import TorchOptimizer
@@ -72,9 +72,7 @@ class BoundOptimizer(Protocol):
         """The bytes of that state which an update reads and writes; two moments where it is not made yet."""
 
 
-def bind(
-    optimizer: Any, host: Host, store: LayerStore, state_dtype: str, computes: bool = True
-) -> BoundOptimizer:
+def bind(optimizer: Any, host: Host, store: LayerStore, state_dtype: str, computes: bool = True) -> BoundOptimizer:
     """Bind what `as_spec` gave. Raises ValueError for states that the optimizer cannot keep small.
 
     `computes` is False where updates are never run, so that nothing need be compiled for them.
@@ -97,7 +95,7 @@ def as_spec(optimizer: Any) -> Any:
     made_by = optimizer.func if isinstance(optimizer, functools.partial) else None
     if isinstance(made_by, type) and issubclass(made_by, torch.optim.Optimizer):
         return TorchOptimizer(optimizer)
-    if isinstance(optimizer, _Optimizer):
+    if isinstance(optimizer, HostOptimizer):
         return optimizer
     raise TypeError(
         f"optimizer={optimizer!r} is not an optimizer for the relay. Give relay.AdamW(lr=...), Adam, SGD, LAMB or "
@@ -108,7 +106,7 @@ def as_spec(optimizer: Any) -> Any:
 class _Bound:
     """States of a layer lie in one flat region each, in the layer's own order."""
 
-    def __init__(self, optimizer: _Optimizer, host: Host, store: LayerStore, state_dtype: str) -> None:
+    def __init__(self, optimizer: HostOptimizer, host: Host, store: LayerStore, state_dtype: str) -> None:
         self._optimizer = optimizer
         self._host = host
         self._store = store
@@ -207,9 +205,7 @@ class _Bound:
 
     def _update_fused(self, name: str, gradient: torch.Tensor, group: Mapping[str, Any], factor: float) -> None:
         master, state, rounded = self._store[name], self._state[name], self._store.rounded(name)
-        flat_state = {
-            key: value.view(-1) if isinstance(value, torch.Tensor) else value for key, value in state.items()
-        }
+        flat_state = {key: value.view(-1) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
         self._optimizer.update(
             master.view(-1),
             gradient.view(-1),

@@ -175,14 +175,18 @@ class ParameterServer:
         if self._device.info.unified:
             arrived = list(slot.computed)
         else:
-            home = content.gradient_home
-            flat = home if home is not None else self._staging[turn][: content.gradient_size]
-            wait = [] if home is not None else self._staging_free[turn]
-            arrived = slot.drain(queue, slot.flat_gradients(content, flat), wait)
+            pieces, wait = content.gradient_pieces, []
+            if not pieces:
+                flat = self._staging[turn][: content.gradient_size]
+                pieces, wait = ((0, flat),), self._staging_free[turn]
+            arrived = slot.drain(queue, slot.flat_gradients(pieces), wait)
             record.drains += arrived
 
         def arrive() -> None:
-            gradients = [device.host_tensor(view) for view in views] if flat is None else content.gradients_in(flat)
+            if device.info.unified:
+                gradients = [device.host_tensor(view) for view in views]
+            else:
+                gradients = list(content.gradient_tensors) if flat is None else content.gradients_in(flat)
             self._arrive(plan, gradients, unscale, record)
             if not self.held:
                 if unscale != 1.0 and not all(

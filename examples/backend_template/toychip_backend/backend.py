@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from backends.array_ops import stored_dtype
 from backends.array_program import lower
+from backends.arrays import stored_dtype
 from backends.host_memory import self_test
 from backends.numpy_device import as_array, numpy_arrays
 from hal.device import Backend, Buffer, Device, DeviceInfo, Probe, Queue, View, check_transfer
