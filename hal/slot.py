@@ -235,9 +235,7 @@ class DeviceSlot:
     def flat_gradients(self, pieces: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[torch.Tensor, View]]:
         """The gradients that `drain` sends: host memory (bytes), and the part of the region from each offset on."""
         return [
-            (part, self._region(True, at + start, part))
-            for at, piece in pieces
-            for start, part in _chunks(piece)
+            (part, self._region(True, at + start, part)) for at, piece in pieces for start, part in _chunks(piece)
         ]
 
     def free(self) -> None:

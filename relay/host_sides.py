@@ -71,10 +71,8 @@ class HostSides:
         """What of the stations decides how weights and gradients lie."""
         found = self._laid_out.get(stations)
         if found is None:
-            found = self._laid_out[stations] = tuple(
-                (station.segment.name, tuple(wanted), tuple(gradients))
-                for station, wanted, gradients in zip(
-                    stations.stations, wanted_of(stations), gradient_fields(stations), strict=True
-                )
-            )
+            names = [station.segment.name for station in stations.stations]
+            rows = zip(names, wanted_of(stations), gradient_fields(stations), strict=True)
+            found = tuple((name, tuple(wanted), tuple(gradients)) for name, wanted, gradients in rows)
+            self._laid_out[stations] = found
         return found

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from relay.collecting import SeldomCollected
 from relay.console import json_option, print_json
 from relay.shared_options import (
     AT_LEAST_ONE,
@@ -21,7 +22,7 @@ from relay.shared_options import (
 )
 
 
-@click.command()
+@click.command(cls=SeldomCollected)
 @model_options
 @precision_option
 @click.option(

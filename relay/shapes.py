@@ -330,7 +330,7 @@ def stations_of(
 @functools.lru_cache(maxsize=4)
 def _captures(shape: ModelShape, compute: torch.dtype, lowering: Lowering, place: torch.device) -> Captures:
     """What was captured of the shape's layers in that dtype and for that device, for whichever batches."""
-    return Captures()
+    return Captures(keeps_traces=True)
 
 
 def _templates(

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from relay.collecting import SeldomCollected
 from relay.console import json_option, print_json
 from relay.shared_options import (
     AT_LEAST_ONE,
@@ -50,7 +51,7 @@ SWEPT = (
 )  # fmt: skip
 
 
-@click.command()
+@click.command(cls=SeldomCollected)
 @model_options
 @click.option("--microbatches", default=None, type=AT_LEAST_ONE, help="Pieces of a batch.  [default: one a sequence]")
 @precision_option

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -149,8 +149,8 @@ def build_stations(
         keep = training and not last and segment.index >= recomputing(recompute, count)
         examples = {index: _example(partition.values[segment.outputs[index]], seeds[index]) for index in seeds}
         described = [(tuple(one.shape), one.dtype, one.requires_grad, order_of(one)) for one in inputs]
-        signature = [keep, described, dict(seeds), dict(gradients)]
-        captured = captures.find(segment, signature)
+        traced, cut = [described, dict(seeds)], (dict(gradients), keep)
+        captured = captures.find(segment, traced, cut)
         if captured is None:
             ends_in_loss = last and partition.has_loss
             captured = capture(
@@ -158,7 +158,7 @@ def build_stations(
                 gradients,
             )  # fmt: skip
             if captured.eager is None:
-                captures.add(segment, signature, captured)
+                captured = captures.add(segment, traced, cut, captured)
             elif presences is not None:
                 captured.eager.presence = presences.setdefault(segment.name, captured.eager.presence)
         return captured
@@ -263,35 +263,48 @@ def _add_kept(segment: Segment, captured: Captured, partition: Partition) -> Non
 
 
 class Captures:
-    """What has been captured, found again for a segment built alike, whichever partition it is of."""
+    """What has been captured, found again for a segment built alike, whichever partition it is of.
 
-    def __init__(self, limit: int = 512) -> None:
+    With `keeps_traces` one trace serves those that differ in what they keep, too; graphs as traced then stay in memory.
+    """
+
+    def __init__(self, limit: int = 512, keeps_traces: bool = False) -> None:
         self._limit = limit
-        self._known: list[tuple[Segment, Any, Any, Captured]] = []
+        self._keeps_traces = keeps_traces
+        self._known: list[tuple[Segment, Any, Any, Any, Captured]] = []
 
-    def find(self, segment: Segment, signature: Any) -> Captured | None:
-        """What serves the segment too, or None."""
+    def find(self, segment: Segment, traced: Any, cut: Any) -> Captured | None:
+        """What serves the segment too, or None. `traced` is what a trace is made for, `cut` what is cut out of it."""
         if segment.alike is None:
             return None
         modes = _modes(segment.module)
-        for other, other_signature, other_state, captured in self._known:
+        source: Captured | None = None
+        for other, other_traced, other_cut, other_state, captured in self._known:
             if (
-                other_signature == signature
+                other_traced == traced
+                and (other_cut == cut or captured.again is not None)
                 and _modes(other.module) == modes
                 and other_state == (modes, plain_attributes(other.module))  # as it was when it was captured
                 and other.alike[1:] == segment.alike[1:]
                 and same_structure(other.alike[0], segment.alike[0], captured.reads)
                 and tie_pattern(other.module) == tie_pattern(segment.module)
             ):
-                return captured
-        return None
+                if other_cut == cut:
+                    return captured
+                source = captured
+        if source is None or source.again is None:
+            return None
+        return self.add(segment, traced, cut, source.again(segment.name, *cut))
 
-    def add(self, segment: Segment, signature: Any, captured: Captured) -> None:
-        """Keep a capture; the oldest goes where there are too many."""
+    def add(self, segment: Segment, traced: Any, cut: Any, captured: Captured) -> Captured:
+        """Keep a capture, which is returned; the oldest goes where there are too many."""
+        if not self._keeps_traces:
+            captured = replace(captured, again=None)
         if segment.alike is not None:
             state = (_modes(segment.module), plain_attributes(segment.module))
-            self._known.append((segment, signature, state, captured))
+            self._known.append((segment, traced, cut, state, captured))
             del self._known[: -self._limit]
+        return captured
 
     def clear(self) -> None:
         """Let go of all, and of the layers they were made from."""

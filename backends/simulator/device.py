@@ -305,18 +305,15 @@ class SimulatedDevice(AccountedDevice[SimulatedQueue], VirtualDevice, Owner):
             self.check_open()
             self._arrivals.take_in()
             event = SimulatedEvent(self, self._numbered(), lane, label, cost)
-            parents = list(wait)
-            alike = after is not None and after.told
-            if alike and parents == alike:
+            if after is not None and after.told and after.told == list(wait):
                 # Told to wait for what the call before it waits for still: that one's end says all. Chunks of a layer
                 # are many such calls, each with many waits.
-                assert after is not None
-                parents, pending = alike, [after]
+                parents, pending = after.told, [after]
                 awaited = [*parents, after]
             else:
                 parents = [
                     one if isinstance(one, SimulatedEvent) and one.owner is self else self._stand_in(one)
-                    for one in parents
+                    for one in wait
                 ]
                 awaited = parents if after is None else [*parents, after]
                 pending = [one for one in awaited if not one.finished]
@@ -327,9 +324,8 @@ class SimulatedDevice(AccountedDevice[SimulatedQueue], VirtualDevice, Owner):
                 event.told = parents
             self.clock.submit(event, awaited, pending)
             # Without numbers a call has run at once, unless it waits for something that may still fail.
-            if self.options.numerics or (
-                self._strangers and any(not one.ran or one.error is not None for one in awaited)
-            ):
+            unsure = self._strangers and any(not one.ran or one.error is not None for one in awaited)
+            if self.options.numerics or unsure:
                 event.call = call
                 self._order.submitted(event)
             else:

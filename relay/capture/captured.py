@@ -5,7 +5,7 @@ Plain data: made by `joint`, read by `relay.stations`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from hal.kernel import Port, Program
@@ -31,6 +31,9 @@ class Captured:
 
     Ports of values, their gradients and seeds have the shape of the memory that holds them; `output_orders`,
     `seed_orders` and `gradient_orders` (of inputs) say in which order of dimensions where it is not as written.
+
+    `again`, where the trace was kept, cuts the programs out of it under another name, for gradients of inputs in other
+    orders, or the other way as to keeping: what `capture` would have made, without tracing.
     """
 
     parameter_names: tuple[tuple[str, ...], ...]
@@ -47,3 +50,4 @@ class Captured:
     output_orders: Mapping[int, Order] = field(default_factory=dict)
     seed_orders: Mapping[int, Order] = field(default_factory=dict)
     gradient_orders: Mapping[int, Order] = field(default_factory=dict)
+    again: Callable[[str, Mapping[int, Order], bool], Captured] | None = None

@@ -6,6 +6,7 @@ descriptors that tracing gives it. A program is copied from what its results nee
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -141,6 +142,12 @@ class Extraction:
                 gradient = self.gradients.get(node)
                 if gradient is not None and gradient.meta["val"].layout is not torch.strided:
                     raise sparse_gradient(self.name, parameter)
+
+    def named(self, name: str) -> Extraction:
+        """The same of a segment built alike."""
+        other = copy.copy(self)
+        other.name = name
+        return other
 
     def captured(self, asked: Mapping[int, Order], ends_in_loss: bool, keep: bool) -> Captured:
         """Cut out the programs. `asked` are the orders in which gradients of inputs are wanted."""

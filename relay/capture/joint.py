@@ -125,8 +125,15 @@ def capture(
     if lowering is not Lowering.CORE:
         correct_statistics(traced.graph, place)
     extraction = Extraction(module, traced, name, wants_gradients, compute, lowering, orders, strides)
-    captured = extraction.captured(dict(gradients or {}), ends_in_loss, keep and not ends_in_loss)
-    return replace(captured, reads=reads)
+    return _cut(extraction, reads, ends_in_loss, name, gradients or {}, keep)
+
+
+def _cut(
+    extraction: Extraction, reads: Reads, ends_in_loss: bool, name: str, gradients: Mapping[int, Order], keep: bool
+) -> Captured:
+    """The programs of a trace; the trace stays as it is."""
+    captured = extraction.named(name).captured(dict(gradients), ends_in_loss, keep and not ends_in_loss)
+    return replace(captured, reads=reads, again=functools.partial(_cut, extraction, reads, ends_in_loss))
 
 
 def _trace(
