@@ -202,18 +202,24 @@ class _Failed(Event):
     def __init__(self, wait: Sequence[Event], error: HalError) -> None:
         self._wait = list(wait)
         self._error = error
+        # Remembered: on a lost device each call waits for several that failed, and those for others, many deep.
+        self._ended = False
+        self._first: BaseException | None = None
 
     def done(self) -> bool:
-        return all(event.done() for event in self._wait)
+        self._ended = self._ended or all(event.done() for event in self._wait)
+        return self._ended
 
     def wait(self) -> None:
-        error: BaseException | None = None
-        for event in self._wait:
-            try:
-                event.wait()
-            except Exception as failure:
-                error = error or failure
-        raise error or self._error
+        if self._first is None:
+            error: BaseException | None = None
+            for event in self._wait:
+                try:
+                    event.wait()
+                except Exception as failure:
+                    error = error or failure
+            self._first = error or self._error
+        raise self._first
 
     def span(self) -> tuple[float, float]:
         return 0.0, 0.0
