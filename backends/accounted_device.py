@@ -1,7 +1,7 @@
-"""The bookkeeping of an opened device: queues by name, kernels by fingerprint, bytes in an account, and its end.
+"""The bookkeeping of an opened device: buffers, queues by name, kernels by fingerprint, bytes in an account, its end.
 
-A backend says how a buffer, a queue and a kernel are made, and how its queues end. It knows nothing of memory, threads
-or streams. Invariant: what is handed out is accounted before it exists, queues and kernels are made once, whoever asks
+A backend says what memory, a queue and a kernel are, and how its queues end. Nothing here knows of drivers, threads or
+streams. Invariant: what is handed out is accounted before it exists, queues and kernels are made once, whoever asks
 first, and after `close` nothing is accounted any more.
 """
 
@@ -10,14 +10,46 @@ from __future__ import annotations
 import abc
 import threading
 import weakref
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
 
-from hal.device import Buffer, Device, DeviceInfo, Queue
+import torch
+
+from hal.device import Buffer, Device, DeviceInfo, Queue, View
 from hal.errors import HalError, OutOfMemory, Unsupported
 from hal.kernel import Kernel, Program
 from hal.memory import MemoryAccount, MemoryUse
 
 AnyQueue = TypeVar("AnyQueue", bound=Queue)
+Memory = TypeVar("Memory")
+
+
+class AccountedBuffer(Buffer, Generic[Memory]):
+    """Charged before its memory exists, which a backend puts into `memory`; freed with the last that refers to it."""
+
+    memory: Memory | None = None
+
+    def __init__(self, account: MemoryAccount, size: int, what: str) -> None:
+        account.charge(size, what)
+        self.size = size
+        self._account = account
+
+    @abc.abstractmethod
+    def place(self, memory: Memory, offset: int, view: View) -> Any:
+        """The handle of a view that begins `offset` bytes into the memory."""
+
+    def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> View:
+        if self.memory is None:
+            raise HalError("this buffer was freed; allocate a new one")
+        view = View(None, tuple(shape), dtype)
+        view.check_place(offset, self.size)
+        view.native = self.place(self.memory, offset, view)
+        return view
+
+    def free(self) -> None:
+        if self.memory is not None:
+            self.memory = None  # views, and calls that are queued, hold what they use
+            self._account.release(self.size)
 
 
 class AccountedDevice(Device, Generic[AnyQueue]):
@@ -50,9 +82,12 @@ class AccountedDevice(Device, Generic[AnyQueue]):
     def end_queues(self) -> None:
         """Wait for queued work and stop the queues; `queues` has them. Called once."""
 
-    def workspace(self, program: Program) -> int:
-        """Bytes that a run of the program needs beside its inputs and outputs."""
-        return program.workspace
+    def workspace(self, kernel: Kernel) -> int:
+        """Bytes that a run of the kernel needs beside its inputs and outputs."""
+        return kernel.program.workspace
+
+    def load(self, kernel: Kernel) -> None:
+        """Put what a new kernel holds for good onto the device, and charge it. Raises OutOfMemory."""
 
     def spare(self) -> bool:
         """Give up memory that is taken for speed alone, where something else needs it; whether there was any."""
@@ -89,9 +124,10 @@ class AccountedDevice(Device, Generic[AnyQueue]):
             if kernel is None:
                 # One kernel runs at a time, so the largest workspace serves all.
                 kernel = self.make_kernel(program)
-                growth = self.workspace(program) - self._workspace
+                growth = self.workspace(kernel) - self._workspace
                 if growth > 0:
                     self._charge_workspace(growth, program.name)
+                self.load(kernel)
                 self._kernels[program.fingerprint] = kernel
             return kernel
 

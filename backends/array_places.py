@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from backends.array_ops import Arrays
-
+from backends.arrays import Arrays
 
 # -- views --------------------------------------------------------------------------------------------------------
 

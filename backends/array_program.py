@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from backends.array_ops import FUNCTIONS, Arrays
+from backends.array_ops import FUNCTIONS
+from backends.arrays import Arrays
 from hal.kernel import Program, Role
 from hal.ops import Spec, name_of, spec_of
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from hal.window_rules import windows
-
-if TYPE_CHECKING:
-    from backends.array_ops import Arrays
+from backends.arrays import Arrays
+from hal.window_rules import transposed_windows, windows
 
 
 def _window(point: Sequence[int], stride: Sequence[int], dilation: Sequence[int], out: Sequence[int]) -> Any:
@@ -95,8 +93,8 @@ def convolution(
     """As `torch.nn.functional.conv2d` and `conv_transpose2d`, in any number of dimensions."""
     grouped, kernels = _grouped(x, groups), _split_weight(weight, groups)
     if transposed:
-        parts = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, output_padding, strict=True)
-        extents = [(n - 1) * step - 2 * pad + far * (k - 1) + extra + 1 for n, k, step, pad, far, extra in parts]
+        least = transposed_windows(x.shape[2:], weight.shape[2:], stride, padding, dilation)
+        extents = [extent + extra for extent, extra in zip(least, output_padding, strict=True)]
         result = _spread(a, grouped, kernels, extents, stride, padding, dilation)
     else:
         out = windows(x.shape[2:], weight.shape[2:], stride, padding, dilation)

@@ -17,6 +17,7 @@ import torch
 
 from backends.host_memory import HostDevice, HostQueue, describe_processor, memory_size, self_test
 from backends.torch_program import lower
+from hal import dtypes
 from hal.device import HOST_CORES, NATIVE, UNIFIED, Backend, Device, DeviceInfo, Probe, View
 from hal.errors import Unavailable
 from hal.kernel import Kernel, Program
@@ -25,11 +26,6 @@ from hal.random import RandomKey
 
 NUMA_NODES = Path("/sys/devices/system/node")
 """Where Linux lists them."""
-
-_DTYPES = frozenset(
-    {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16}
-    | {torch.int8, torch.uint8, torch.bool}
-)
 
 
 class CpuKernel(Kernel):
@@ -49,10 +45,6 @@ class CpuKernel(Kernel):
 class CpuQueue(HostQueue):
     """A worker thread that runs torch."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self._threads = 0
-
     def prepare(
         self,
         kernel: Kernel,
@@ -67,17 +59,7 @@ class CpuQueue(HostQueue):
         if kernel.program.draws:
             arguments.append(key)
         arguments += [view.native for view in outputs]
-        # The caller's number of threads decides, as it would had the caller run the ops: other numbers cut sums
-        # differently, and results would differ in the last bit.
-        threads = torch.get_num_threads()
-
-        def call() -> None:
-            if threads != self._threads:
-                torch.set_num_threads(threads)
-                self._threads = threads
-            function(*arguments)
-
-        return call
+        return self.as_its_caller(lambda: function(*arguments))
 
 
 class CpuDevice(HostDevice):
@@ -85,7 +67,7 @@ class CpuDevice(HostDevice):
 
     def __init__(self, name: str, unified: bool, capacity: int | None) -> None:
         tags = {NATIVE, HOST_CORES, UNIFIED} if unified else {NATIVE}
-        info = DeviceInfo(name, describe_processor(), frozenset(tags), _DTYPES, _DTYPES, memory_size())
+        info = DeviceInfo(name, describe_processor(), frozenset(tags), dtypes.ALL, dtypes.ALL, memory_size())
         super().__init__(info, capacity)
 
     def make_queue(self, name: str) -> HostQueue:

@@ -18,15 +18,16 @@ import numpy as np
 import torch
 
 from backends import cupy_runtime
-from backends.accounted_device import AccountedDevice
-from backends.array_ops import stored_dtype
+from backends.accounted_device import AccountedBuffer, AccountedDevice
 from backends.array_program import lower
+from backends.arrays import stored_dtype
 from backends.cupy_runtime import CupyRuntime
 from backends.host_memory import self_test
 from backends.numpy_device import as_array, numpy_arrays
 from backends.streams import StreamQueue, allocate, end
+from hal import dtypes
 from hal.device import Backend, Buffer, Device, DeviceInfo, Probe, View, check_transfer
-from hal.errors import HalError, Unavailable, Unsupported
+from hal.errors import Unavailable, Unsupported
 from hal.event import Event
 from hal.host import Host
 from hal.kernel import Kernel, Program
@@ -36,35 +37,20 @@ from hal.random import RandomKey
 
 logger = logging.getLogger(__name__)
 
-_INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
-_STORAGE = _INTEGERS | {torch.float32, torch.float64, torch.float16, torch.bfloat16}
 
-
-class CupyBuffer(Buffer):
+class CupyBuffer(AccountedBuffer[Any]):
     """Device memory from CuPy's pool. It returns there with the last reference: a view's, or a queue's."""
 
     def __init__(self, device: CupyDevice, size: int, what: str) -> None:
+        super().__init__(device.account, size, what)
         self._runtime = device.runtime
-        self._account = device.account
-        self._account.charge(size, what)
-        self.size = size
         try:
-            self._memory: Any = allocate(lambda: device.runtime.allocate(size), device.runtime, device.queues)
+            self.memory = allocate(lambda: device.runtime.allocate(size), device.runtime, device.queues)
         except MemoryError as failure:
-            raise self._account.refused(size, what) from failure
+            raise device.account.refused(size, what) from failure
 
-    def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> View:
-        if self._memory is None:
-            raise HalError("this buffer was freed; allocate a new one")
-        view = View(None, tuple(shape), dtype)
-        view.check_place(offset, self.size)
-        view.native = self._runtime.array(self._memory, offset, view.shape, stored_dtype(dtype))
-        return view
-
-    def free(self) -> None:
-        if self._memory is not None:
-            self._memory = None
-            self._account.release(self.size)
+    def place(self, memory: Any, offset: int, view: View) -> Any:
+        return self._runtime.array(memory, offset, view.shape, stored_dtype(view.dtype))
 
 
 class CupyKernel(Kernel):
@@ -141,9 +127,9 @@ class CupyDevice(AccountedDevice[CupyQueue]):
 
     def __init__(self, name: str, runtime: CupyRuntime, capacity: int | None) -> None:
         self.runtime = runtime
-        compute = _INTEGERS | {torch.float32}
+        compute = dtypes.INTEGERS | {torch.float32}
         description, memory = runtime.description(), runtime.memory_size()
-        super().__init__(DeviceInfo(name, description, frozenset(), _STORAGE, compute, memory), capacity)
+        super().__init__(DeviceInfo(name, description, frozenset(), dtypes.ALL, compute, memory), capacity)
 
     def make_buffer(self, size: int, what: str) -> Buffer:
         return CupyBuffer(self, size, what)
@@ -156,8 +142,8 @@ class CupyDevice(AccountedDevice[CupyQueue]):
         _check_sums_by_index(program, self.info.name)
         return CupyKernel(program, self.runtime)
 
-    def workspace(self, program: Program) -> int:
-        return 2 * program.workspace  # halves are held as float32 inside
+    def workspace(self, kernel: Kernel) -> int:
+        return 2 * kernel.program.workspace  # halves are held as float32 inside
 
     def host(self, capacity: int | None = None, pinned: int | None = None) -> Host:
         self.check_open()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from backends import array_random
-from backends.array_ops import Arrays
+from backends.arrays import Arrays
 from backends.streams import Streams
 from hal.pages import PageLocker
 

@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 from backends.accounted_device import AccountedDevice
+from backends.tensor_memory import TensorBuffer, TensorTransfers
 from hal.conformance.programs import GraphBuilder, for_device
-from hal.device import Backend, Buffer, Probe, Queue, View, check_transfer
-from hal.errors import HalError
+from hal.device import Backend, Buffer, Probe, View
 from hal.event import Event
 from hal.host import Host
 from hal.kernel import Kernel
@@ -34,47 +34,24 @@ COMPUTE = "compute"
 """The queue that kernels run on, and the host's tasks with them."""
 
 
-class HostBuffer(Buffer):
-    """A flat tensor of bytes, charged to the device's account."""
+class HostBuffer(TensorBuffer):
+    """Host memory, charged to the device's account."""
 
     def __init__(self, account: MemoryAccount, size: int, what: str) -> None:
-        account.charge(size, what)
-        self.size = size
-        self._account = account
+        super().__init__(account, size, what)
         try:
-            self._memory: torch.Tensor | None = torch.empty(size, dtype=torch.uint8)
+            self.memory = torch.empty(size, dtype=torch.uint8)
         except RuntimeError as failure:
             raise account.refused(size, what) from failure
 
-    def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> View:
-        if self._memory is None:
-            raise HalError("this buffer was freed; allocate a new one")
-        view = View(None, tuple(shape), dtype)
-        view.check_place(offset, self.size)
-        view.native = self._memory[offset : offset + view.size].view(dtype).view(view.shape)
-        return view
 
-    def free(self) -> None:
-        if self._memory is not None:
-            self._memory = None  # queued calls hold their own views of it
-            self._account.release(self.size)
-
-
-class HostQueue(Queue):
+class HostQueue(TensorTransfers):
     """A worker thread. See `hal.device.Queue` for the contracts; how a kernel is called is the backend's."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.worker = Worker(name, on_start=_enter_thread)
-
-    def write(self, target: View, source: torch.Tensor, wait: Sequence[Event] = ()) -> Event:
-        return self._transfer(target.native, source, wait, "write")
-
-    def read(self, target: torch.Tensor, source: View, wait: Sequence[Event] = ()) -> Event:
-        return self._transfer(target, source.native, wait, "read")
-
-    def copy(self, target: View, source: View, wait: Sequence[Event] = ()) -> Event:
-        return self._transfer(target.native, source.native, wait, "copy")
+        self._threads = 0
 
     def fill(self, target: View, value: float, wait: Sequence[Event] = ()) -> Event:
         tensor: torch.Tensor = target.native
@@ -105,8 +82,22 @@ class HostQueue(Queue):
     ) -> Callable[[], None]:
         """The call that runs a kernel; the arguments are those of `run`, checked."""
 
-    def _transfer(self, target: torch.Tensor, source: torch.Tensor, wait: Sequence[Event], label: str) -> Event:
-        check_transfer(label, target, source)
+    def as_its_caller(self, call: Callable[[], None]) -> Callable[[], None]:
+        """`call` on as many threads as torch has where this is called.
+
+        As if the caller ran the ops: other numbers cut sums differently, and results would differ in the last bit.
+        """
+        threads = torch.get_num_threads()
+
+        def with_threads() -> None:
+            if threads != self._threads:
+                torch.set_num_threads(threads)
+                self._threads = threads
+            call()
+
+        return with_threads
+
+    def submit_copy(self, target: torch.Tensor, source: torch.Tensor, wait: Sequence[Event], label: str) -> Event:
         if target.data_ptr() == source.data_ptr():
             return self.worker.submit(_nothing, wait, label)
         flat, other = target.view(-1), source.view(-1)

@@ -14,24 +14,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from backends.array_ops import Arrays, stored_dtype
 from backends.array_program import lower
+from backends.arrays import Arrays, stored_dtype
 from backends.host_memory import HostDevice, HostQueue, describe_processor, memory_size, self_test
 from hal import random as counter_random
 from hal.compiled import compiled
 from hal.device import Backend, Device, DeviceInfo, Probe, View
+from hal.dtypes import ALL, INTEGERS
 from hal.errors import Unavailable
 from hal.gaps import Gap
 from hal.kernel import Kernel, Program
 from hal.ops import check
 from hal.random import RandomKey
 
-_STORAGE = frozenset(
-    {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16}
-    | {torch.int8, torch.uint8, torch.bool}
-)
 _ADVICE = {torch.float64: "Use 'numpy:float64', which does, or float32."}
-_INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
 
 
 def as_array(tensor: torch.Tensor) -> Any:
@@ -122,9 +118,9 @@ class NumpyDevice(HostDevice):
 
     def __init__(self, name: str, real: type[np.floating[Any]], capacity: int | None) -> None:
         self._arrays = numpy_arrays(real)
-        compute = _INTEGERS | {torch.float64 if real is np.float64 else torch.float32}
+        compute = INTEGERS | {torch.float64 if real is np.float64 else torch.float32}
         description = f"numpy {np.__version__} in {np.dtype(real).name}, {describe_processor()}"
-        super().__init__(DeviceInfo(name, description, frozenset(), _STORAGE, compute, memory_size()), capacity)
+        super().__init__(DeviceInfo(name, description, frozenset(), ALL, compute, memory_size()), capacity)
 
     def make_queue(self, name: str) -> HostQueue:
         return NumpyQueue(name)
@@ -133,8 +129,9 @@ class NumpyDevice(HostDevice):
         check(program, self.info, advice=_ADVICE)
         return NumpyKernel(program, self._arrays)
 
-    def workspace(self, program: Program) -> int:
+    def workspace(self, kernel: Kernel) -> int:
         """Floating-point values are held wider than the program says: charged as if all of them were."""
+        program = kernel.program
         dtypes = {port.dtype for port in (*program.inputs, *program.outputs) if port.dtype.is_floating_point}
         widest = max((self._arrays.real.itemsize / stored_dtype(dtype).itemsize for dtype in dtypes), default=1.0)
         return math.ceil(program.workspace * max(widest, 1.0))

@@ -155,9 +155,7 @@ class StreamQueue(Queue):
         event.bind(self.worker.submit(hand_over, (), label))
         return event
 
-    def _give(
-        self, event: StreamEvent, call: Callable[[], Any], wait: Sequence[Event], label: str, uses: Any
-    ) -> None:
+    def _give(self, event: StreamEvent, call: Callable[[], Any], wait: Sequence[Event], label: str, uses: Any) -> None:
         streams = self._streams
         self._let_go()
         for other in wait:  # one after another, so that the first error is the first of the list

@@ -16,6 +16,7 @@ import torch
 
 from backends.streams import Streams
 from backends.torch_graphs import Recorder
+from hal.dtypes import ALL
 from hal.pages import PageLocker
 
 
@@ -49,11 +50,9 @@ class Accelerator(Streams):
 
     def dtypes(self) -> frozenset[torch.dtype]:
         """What it stores and computes in."""
-        dtypes = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int16}
-        dtypes |= {torch.int8, torch.uint8, torch.bool}
         if getattr(self._module, "is_bf16_supported", lambda: True)():
-            dtypes.add(torch.bfloat16)
-        return frozenset(dtypes)
+            return ALL
+        return ALL - {torch.bfloat16}
 
     def enter_thread(self) -> None:
         """Make the device the thread's own."""
@@ -196,8 +195,7 @@ class MpsAccelerator(Accelerator):
         return int(torch.mps.recommended_max_memory())
 
     def dtypes(self) -> frozenset[torch.dtype]:
-        integers = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
-        return frozenset({torch.float32, torch.float16, torch.bfloat16} | integers)
+        return ALL - {torch.float64}
 
     def enter_thread(self) -> None:
         """There is one device."""

@@ -21,12 +21,13 @@ import torch
 from backends.accounted_device import AccountedDevice
 from backends.host_memory import self_test
 from backends.streams import StreamQueue, allocate, end, lost
+from backends.tensor_memory import TensorBuffer, TensorTransfers
 from backends.torch_accelerator import FAMILIES, Accelerator
 from backends.torch_graphs import RECORDS, Recordings, reason_against
 from backends.torch_program import lower
-from hal.device import NATIVE, Backend, Buffer, Device, DeviceInfo, Probe, View, check_transfer
+from hal.device import NATIVE, Backend, Buffer, Device, DeviceInfo, Probe, View
 from hal.dtypes import check_ports
-from hal.errors import HalError, Unavailable
+from hal.errors import Unavailable
 from hal.event import Event
 from hal.host import Host
 from hal.kernel import Kernel, Program
@@ -39,38 +40,23 @@ PLAIN = "plain"
 """What a device string says, after a comma, of a device that records no launches."""
 
 
-class TorchBuffer(Buffer):
-    """A flat tensor of bytes on the device. Its memory goes with the last reference: a view's, or a queue's."""
+class TorchBuffer(TensorBuffer):
+    """Memory of the device's, from PyTorch's allocator."""
 
     def __init__(self, device: TorchDevice, size: int, what: str) -> None:
+        super().__init__(device.account, size, what)
         accelerator = device.accelerator
-        self.size = size
-        self._account = device.account
-        self._account.charge(size, what)
 
         def get() -> torch.Tensor:
             return torch.empty(size, dtype=torch.uint8, device=accelerator.device)
 
         try:
-            self._memory: torch.Tensor | None = allocate(get, accelerator, device.queues)
+            self.memory = allocate(get, accelerator, device.queues)
         except RuntimeError as failure:
             if accelerator.lost(failure):
-                self._account.release(size)
+                device.account.release(size)
                 raise lost(failure) from failure
-            raise self._account.refused(size, what) from failure
-
-    def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> View:
-        if self._memory is None:
-            raise HalError("this buffer was freed; allocate a new one")
-        view = View(None, tuple(shape), dtype)
-        view.check_place(offset, self.size)
-        view.native = self._memory[offset : offset + view.size].view(dtype).view(view.shape)
-        return view
-
-    def free(self) -> None:
-        if self._memory is not None:
-            self._memory = None
-            self._account.release(self.size)
+            raise device.account.refused(size, what) from failure
 
 
 class TorchKernel(Kernel):
@@ -91,7 +77,7 @@ class TorchKernel(Kernel):
             return function
 
 
-class TorchQueue(StreamQueue):
+class TorchQueue(TensorTransfers, StreamQueue):
     """A stream of the accelerator's, and what was recorded on it."""
 
     def __init__(self, device: TorchDevice, name: str) -> None:
@@ -100,15 +86,6 @@ class TorchQueue(StreamQueue):
         self._accelerator = accelerator
         recorder = accelerator.recorder() if RECORDS in device.info.tags else None
         self.recordings = None if recorder is None else Recordings(recorder, self.stream, device.account)
-
-    def write(self, target: View, source: torch.Tensor, wait: Sequence[Event] = ()) -> Event:
-        return self._transfer(target.native, source, wait, "write")
-
-    def read(self, target: torch.Tensor, source: View, wait: Sequence[Event] = ()) -> Event:
-        return self._transfer(target, source.native, wait, "read")
-
-    def copy(self, target: View, source: View, wait: Sequence[Event] = ()) -> Event:
-        return self._transfer(target.native, source.native, wait, "copy")
 
     def fill(self, target: View, value: float, wait: Sequence[Event] = ()) -> Event:
         tensor: torch.Tensor = target.native
@@ -138,8 +115,7 @@ class TorchQueue(StreamQueue):
             )
         return self._on_stream(lambda: function(*arguments), wait, program.name, arguments)
 
-    def _transfer(self, target: torch.Tensor, source: torch.Tensor, wait: Sequence[Event], label: str) -> Event:
-        check_transfer(label, target, source)
+    def submit_copy(self, target: torch.Tensor, source: torch.Tensor, wait: Sequence[Event], label: str) -> Event:
         flat, other = target.view(-1), source.view(-1)
         return self._on_stream(lambda: flat.copy_(other, non_blocking=True), wait, label, (target, source))
 

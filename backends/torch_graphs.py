@@ -135,9 +135,7 @@ class Recordings:
             self._replays.popitem(last=False)
         return True
 
-    def _recorded(
-        self, key: _Key, program: Program, call: Callable[[], Any]
-    ) -> tuple[Callable[[], Any], int] | None:
+    def _recorded(self, key: _Key, program: Program, call: Callable[[], Any]) -> tuple[Callable[[], Any], int] | None:
         assert self._recorder is not None
         growth = max(0, program.workspace - self._pool)
         try:

@@ -32,9 +32,7 @@ from relay.eps.small_states import Int8State
 from relay.eps.threads import work_through
 
 BYTES_A_PARAMETER = 28
-PAUSE = (
-    0.02  # seconds in which the last contestant's threads stop spinning for more work and free their cores
-)
+PAUSE = 0.02  # seconds in which the last contestant's threads stop spinning for more work and free their cores
 OPTIONS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 TARGETS = {"of memory": 0.85, "over torch": 1.5, "over deepspeed": 2.5}
 
@@ -150,12 +148,8 @@ def measure(size: int, rounds: int) -> dict[str, Any]:
         for name, function in contestants.items():
             times[name].append(timed(function))
         if problem.step == 1 and not torch.equal(*problem.weights):
-            raise SystemExit(
-                "The fused AdamW and torch's gave different weights: the figures would mean nothing."
-            )
-    times = {
-        name: values[1:] for name, values in times.items()
-    }  # the first round compiles and touches memory
+            raise SystemExit("The fused AdamW and torch's gave different weights: the figures would mean nothing.")
+    times = {name: values[1:] for name, values in times.items()}  # the first round compiles and touches memory
     speeds = {name: [size * named / t / 1e9 for t in times[name]] for name, (_, named) in candidates.items()}
     best = max(speeds, key=lambda name: statistics.median(speeds[name]))
     ours = [size * BYTES_A_PARAMETER / t / 1e9 for t in times["relay"]]
@@ -186,16 +180,12 @@ def _paired(numerators: list[float], denominators: list[float]) -> float:
 
 def report(figures: dict[str, Any]) -> None:
     """The figures for people."""
-    print(
-        f"{figures['parameters']:,} parameters, {figures['threads']} threads, {figures['rounds']} rounds, medians"
-    )
+    print(f"{figures['parameters']:,} parameters, {figures['threads']} threads, {figures['rounds']} rounds, medians")
     for name, seconds in figures["seconds"].items():
         print(f"  {name:<12} {seconds * 1e3:8.1f} ms")
     memory = ", ".join(f"{name} {speed:.1f}" for name, speed in figures["memory_gb_per_second"].items())
     print(f"memory, GB/s: {memory}; yardstick: {figures['memory_yardstick']}")
-    print(
-        f"AdamW bf16 to bf16: {figures['adamw_gb_per_second']:.1f} GB/s at {BYTES_A_PARAMETER} bytes a parameter"
-    )
+    print(f"AdamW bf16 to bf16: {figures['adamw_gb_per_second']:.1f} GB/s at {BYTES_A_PARAMETER} bytes a parameter")
     for name, ratio in figures["ratios"].items():
         print(f"  {ratio:5.2f} {name} (target {TARGETS[name]})")
     if figures["deepspeed_missing"]:
@@ -205,9 +195,7 @@ def report(figures: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=int, default=64_000_000)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, help="write the figures to this file")

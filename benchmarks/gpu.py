@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from gpu_sections import SECTIONS, Setting
+from gpu_sections import SECTIONS
+from gpu_settings import Setting
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """What cuBLAS wants to be told before it starts, to give the same bits each time."""

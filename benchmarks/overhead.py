@@ -109,9 +109,7 @@ def main() -> None:
         model, optimizer=relay.AdamW(lr=1e-3), microbatches=options.microbatches, stash=options.stash
     )
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(
-        0, 256, (options.samples * options.microbatches, options.sequence + 1), generator=generator
-    )
+    ids = torch.randint(0, 256, (options.samples * options.microbatches, options.sequence + 1), generator=generator)
     batch = {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
 
     ratios, plain_times, relay_times = [], [], []

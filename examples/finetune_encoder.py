@@ -55,9 +55,7 @@ def load_model() -> nn.Module:
     )
 
 
-def batches(
-    steps: int, rows: int = 16, length: int = 32, held_out: bool = False
-) -> Iterator[dict[str, torch.Tensor]]:
+def batches(steps: int, rows: int = 16, length: int = 32, held_out: bool = False) -> Iterator[dict[str, torch.Tensor]]:
     """Tokenized batches in an order that a seed decides, of the sentences that are held out or of the others."""
     from transformers import AutoTokenizer
 

@@ -40,9 +40,7 @@ def compiled(
     except Exception as problem:
         # No place to write to, a full disk, a damaged entry. If compiling itself is at fault, the second attempt
         # says so.
-        logger.info(
-            "%s is compiled anew in each process, for want of a cache: %s", function.__name__, problem
-        )
+        logger.info("%s is compiled anew in each process, for want of a cache: %s", function.__name__, problem)
         return numba.njit(list(signatures), **options)(function)
 
 

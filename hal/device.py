@@ -49,7 +49,6 @@ NATIVE = "native"
 HOST_CORES = "host-cores"
 """Tag: kernels run on the cores that the host's tasks need too, so the two gain nothing from running at once."""
 
-
 SIMULATED = "simulated"
 """Tag: there is no such hardware here. Numbers are computed on the host, and time is that of a model."""
 
@@ -100,7 +99,9 @@ class View:
 
 def check_transfer(label: str, target: View | torch.Tensor, source: View | torch.Tensor) -> None:
     """Hold the two sides of a copy to each other: ValueError where dtypes or counts differ or a tensor has gaps."""
-    if target.dtype != source.dtype or math.prod(target.shape) != math.prod(source.shape):
+    if target.dtype != source.dtype or (
+        target.shape != source.shape and math.prod(target.shape) != math.prod(source.shape)
+    ):
         raise ValueError(
             f"{label} needs two sides alike; got {tuple(target.shape)} of {target.dtype} from {tuple(source.shape)} of "
             f"{source.dtype}"

@@ -1,4 +1,4 @@
-"""Whether a device has the dtypes of a program: asked where a program is compiled, of what the device says it has.
+"""The dtypes there are, and whether a device has those of a program: asked when compiling, of what the device says.
 
 A device's storage and compute dtypes are two sets (contract 6). A number may be computed with in a wider dtype of its
 kind (half precision in float32, int8 in int32) and rounded when it is stored; never in a narrower one, which would be
@@ -15,6 +15,15 @@ import torch
 from hal.device import DeviceInfo
 from hal.errors import Unsupported
 from hal.kernel import Program
+
+INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
+"""Whole numbers, truths among them."""
+
+HALVES = frozenset({torch.float16, torch.bfloat16})
+"""What is at least stored, and computed with in float32 where there is no native arithmetic."""
+
+ALL = INTEGERS | HALVES | {torch.float32, torch.float64}
+"""What a model may be made of."""
 
 NO_ADVICE: Mapping[torch.dtype, str] = MappingProxyType({})
 

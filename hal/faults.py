@@ -7,6 +7,7 @@ the wrapped device's own; calls are counted in the order of submission, which a 
 
 from __future__ import annotations
 
+import abc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -70,31 +71,31 @@ class Faults:
         return call(wait), number == self.poison_at
 
 
-class FaultyDevice(Device):
-    """A device with faults."""
+class WrappedDevice(Device):
+    """A device that hands everything on to the one that it wraps, but for its queues: what stands for them is said."""
 
-    def __init__(self, device: Device, faults: Faults) -> None:
+    def __init__(self, device: Device) -> None:
         self.info = device.info
-        self.faults = faults
         self._device = device
-        self._queues: dict[str, FaultyQueue] = {}
+        self._queues: dict[str, Queue] = {}
+
+    @abc.abstractmethod
+    def wrapped(self, queue: Queue) -> Queue:
+        """What stands for a queue of the device's."""
 
     def alloc(self, size: int, what: str = "buffer") -> Buffer:
-        capacity, in_use = self.faults.capacity, self._device.memory().in_use
-        if capacity is not None and in_use + size > capacity:
-            raise OutOfMemory(what, size, in_use, capacity)
         return self._device.alloc(size, what)
 
     def queue(self, name: str) -> Queue:
         if name not in self._queues:
-            self._queues[name] = FaultyQueue(self._device.queue(name), name, self.faults)
+            self._queues[name] = self.wrapped(self._device.queue(name))
         return self._queues[name]
 
     def compile(self, program: Program) -> Kernel:
         return self._device.compile(program)
 
     def host(self, capacity: int | None = None, pinned: int | None = None) -> Host:
-        return FaultyHost(self._device.host(capacity, pinned), self.faults)
+        return self._device.host(capacity, pinned)
 
     def memory(self) -> MemoryUse:
         return self._device.memory()
@@ -112,11 +113,31 @@ class FaultyDevice(Device):
         self._device.close()
 
 
+class FaultyDevice(WrappedDevice):
+    """A device with faults."""
+
+    def __init__(self, device: Device, faults: Faults) -> None:
+        super().__init__(device)
+        self.faults = faults
+
+    def wrapped(self, queue: Queue) -> Queue:
+        return FaultyQueue(queue, self.faults)
+
+    def alloc(self, size: int, what: str = "buffer") -> Buffer:
+        capacity, in_use = self.faults.capacity, self.memory().in_use
+        if capacity is not None and in_use + size > capacity:
+            raise OutOfMemory(what, size, in_use, capacity)
+        return super().alloc(size, what)
+
+    def host(self, capacity: int | None = None, pinned: int | None = None) -> Host:
+        return FaultyHost(super().host(capacity, pinned), self.faults)
+
+
 class FaultyQueue(Queue):
     """A queue with faults."""
 
-    def __init__(self, queue: Queue, name: str, faults: Faults) -> None:
-        self.name = name
+    def __init__(self, queue: Queue, faults: Faults) -> None:
+        self.name = queue.name
         self._queue = queue
         self._faults = faults
 
@@ -197,45 +218,52 @@ class FaultyHost(Host):
 
 
 class _Failed(Event):
-    """Ends when all that it waits for has, with the first error of those or its own."""
+    """Ends when all that it waits for has, with the first error of those or its own.
+
+    On a lost device these wait for each other by many ways, so what an event has once found out it does not ask
+    again.
+    """
 
     def __init__(self, wait: Sequence[Event], error: HalError) -> None:
-        self._wait = list(wait)
-        self._error = error
-        # Remembered: on a lost device each call waits for several that failed, and those for others, many deep.
+        self._wait: Sequence[Event] = list(wait)
+        self._error: BaseException = error
         self._ended = False
-        self._first: BaseException | None = None
+        self._told = False
 
     def done(self) -> bool:
         self._ended = self._ended or all(event.done() for event in self._wait)
         return self._ended
 
     def wait(self) -> None:
-        if self._first is None:
-            error: BaseException | None = None
+        if not self._told:
+            first: BaseException | None = None
             for event in self._wait:
                 try:
                     event.wait()
                 except Exception as failure:
-                    error = error or failure
-            self._first = error or self._error
-        raise self._first
+                    first = first or failure
+            self._error = first or self._error
+            self._ended = self._told = True
+        raise self._error
 
     def span(self) -> tuple[float, float]:
         return 0.0, 0.0
 
 
 class _Delay(Event):
-    """Whoever waits for it sleeps a while."""
+    """Ends when somebody has waited for it, which takes that long."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
+        self._over = False
 
     def done(self) -> bool:
-        return False
+        return self._over
 
     def wait(self) -> None:
-        time.sleep(self._seconds)
+        if not self._over:
+            time.sleep(self._seconds)
+            self._over = True
 
     def span(self) -> tuple[float, float]:
         return 0.0, 0.0

@@ -23,11 +23,10 @@ from hal.worker import Worker
 
 @dataclass(frozen=True)
 class HostWork:
-    """What a host task costs: `bytes` read and written in host memory, and `flops`. A hint for hosts that model time;
-    hosts that run tasks do not look at it."""
+    """What a host task costs: `bytes` read and written in host memory. A hint for hosts that model time; hosts that run
+    tasks do not look at it."""
 
     bytes: int = 0
-    flops: int = 0
 
 
 class Ledger:

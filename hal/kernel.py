@@ -23,6 +23,7 @@ keeps no state between runs.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -56,10 +57,7 @@ class Port:
     @property
     def size(self) -> int:
         """Bytes."""
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False)

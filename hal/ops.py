@@ -156,7 +156,7 @@ def _rows() -> list[Op]:
     add(Kind.ELEMENTWISE, rules.bits, "bitwise_not.default bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor")
     add(Kind.ELEMENTWISE, rules.binary, "add.Tensor sub.Tensor mul.Tensor maximum.default minimum.default")
     add(Kind.ELEMENTWISE, rules.binary, "floor_divide.default")
-    add(Kind.ELEMENTWISE, rules.binary_floating, "div.Tensor pow.Tensor_Tensor atan2.default")
+    add(Kind.ELEMENTWISE, rules.binary_floating, "div.Tensor pow.Tensor_Tensor atan2.default fmod.Tensor")
     add(Kind.ELEMENTWISE, rules.compare, "eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor")
     add(Kind.ELEMENTWISE, rules.scalar, "add.Scalar mul.Scalar div.Scalar pow.Tensor_Scalar")
     add(Kind.ELEMENTWISE, rules.scalar, "fmod.Scalar remainder.Scalar")

@@ -75,7 +75,6 @@ UNIFORM_STEP = 2.0**-24
 CHUNK_ELEMENTS = 2**15  # words and float64 intermediates of one chunk stay in a core's own cache
 
 
-
 @dataclass(frozen=True, slots=True)
 class RandomKey:
     """Names the randomness of one segment running one micro-batch in one training step.

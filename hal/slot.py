@@ -18,7 +18,9 @@ the same, since they are what a device of its own would need.
 from __future__ import annotations
 
 import enum
+import functools
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,14 +37,17 @@ ALIGNMENT = 64
 
 CHUNK = 32 * 2**20
 """Bytes: a transfer longer than this is cut, so that small ones (activations) are not stuck behind it on the link."""
+SHORT_CHUNK = 16 * 2**20
+"""Bytes that are worth a transfer: smaller layers, whose kernels are over sooner, are cut into pieces down to this."""
+PIECES = 24
+"""Pieces that a layer is cut into between those two limits."""
 
 
 def _chunks(flat: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """A flat tensor of bytes in pieces of CHUNK, with the offset of each."""
+    """A flat tensor of bytes in pieces, with the offset of each."""
     size = flat.numel()
-    if size <= CHUNK:
-        return [(0, flat)]
-    return [(start, flat[start : start + CHUNK]) for start in range(0, size, CHUNK)]
+    chunk = min(max(SHORT_CHUNK, -(-size // (PIECES * ALIGNMENT)) * ALIGNMENT), CHUNK)
+    return [(start, flat[start : start + chunk]) for start in range(0, size, chunk)] or [(0, flat)]
 
 
 class SlotState(enum.Enum):
@@ -74,11 +79,9 @@ def lay_out(tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> tuple[tup
     fields = []
     offset = 0
     for shape, dtype in tensors:
-        fields.append(Field(offset, shape, dtype))
-        size = dtype.itemsize
-        for extent in shape:
-            size *= extent
-        offset += -(-size // ALIGNMENT) * ALIGNMENT
+        place = Field(offset, shape, dtype)
+        fields.append(place)
+        offset += -(-place.size // ALIGNMENT) * ALIGNMENT
     return tuple(fields), offset
 
 
@@ -87,9 +90,9 @@ class SlotContent:
     """What a slot can hold: one segment, as it lies on the host.
 
     `pieces` are contiguous host tensors with the byte offset each goes to (one piece, one transfer); `tensors` are
-    the same memory as typed tensors, in the order of `fields`. `gradient_fields` is the layout of its gradients, and
-    `gradient_home`, where there is one, the host memory (bytes) in which they are kept; without one they only pass
-    through.
+    the same memory as typed tensors, in the order of `fields`. `gradient_fields` is the layout of its gradients.
+    Where they are kept on the host, `gradient_pieces` and `gradient_tensors` are that memory in the same two ways;
+    without it they only pass through.
     """
 
     name: str
@@ -99,7 +102,18 @@ class SlotContent:
     tensors: tuple[torch.Tensor, ...]
     gradient_fields: tuple[Field, ...]
     gradient_size: int
-    gradient_home: torch.Tensor | None = None
+    gradient_pieces: tuple[tuple[int, torch.Tensor], ...] = ()
+    gradient_tensors: tuple[torch.Tensor, ...] = ()
+
+    @functools.cached_property
+    def parts(self) -> tuple[tuple[int, torch.Tensor], ...]:
+        """The pieces as they are sent: cut into chunks, with the byte offset that each goes to."""
+        return tuple((at + start, part) for at, piece in self.pieces for start, part in _chunks(piece))
+
+    @functools.cached_property
+    def gradient_sizes(self) -> tuple[int, ...]:
+        """Bytes of each gradient."""
+        return tuple(place.size for place in self.gradient_fields)
 
     def gradients_in(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The gradients as typed tensors over `flat`, host memory of at least `gradient_size` bytes."""
@@ -124,7 +138,12 @@ class DeviceSlot:
         except BaseException:
             self._parameters.free()
             raise
-        self._views: dict[SlotContent, tuple[list[View], list[View]]] = {}
+        # For as long as somebody else has a use for the content.
+        self._views: weakref.WeakKeyDictionary[SlotContent, tuple[list[View], list[View]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._regions: dict[tuple[bool, int, int], View] = {}  # by whether of gradients, offset and bytes
+        self._fields: dict[tuple[bool, tuple[Field, ...]], list[View]] = {}
         self._loaded: list[Event] = []
         self._readers: list[Event] = []
         self._writers: list[Event] = []
@@ -146,11 +165,8 @@ class DeviceSlot:
             targets = [self._device.adopt(piece) for _, piece in content.pieces]
             sources = [piece for _, piece in content.pieces]
         else:
-            sources, targets = [], []
-            for at, piece in content.pieces:
-                for start, part in _chunks(piece):
-                    sources.append(part)
-                    targets.append(self._parameters.view(at + start, part.shape, part.dtype))
+            sources = [part for _, part in content.parts]
+            targets = [self._region(False, start, part) for start, part in content.parts]
         self._loaded = [queue.write(target, source, before) for target, source in zip(targets, sources, strict=True)]
         # Where nothing was overwritten the next load still waits for whoever reads.
         self._readers = [] if self._loaded else before
@@ -216,11 +232,12 @@ class DeviceSlot:
         """Forget the events of work that is known to have ended."""
         self._loaded, self._readers, self._writers, self._drained = [], [], [], []
 
-    def flat_gradients(self, content: SlotContent, flat: torch.Tensor) -> list[tuple[torch.Tensor, View]]:
-        """The gradient region of a content with the host memory (bytes) that it goes to, in chunks for `drain`."""
+    def flat_gradients(self, pieces: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[torch.Tensor, View]]:
+        """The gradients that `drain` sends: host memory (bytes), and the part of the region from each offset on."""
         return [
-            (part, self._gradients.view(start, part.shape, torch.uint8))
-            for start, part in _chunks(flat[: content.gradient_size])
+            (part, self._region(True, at + start, part))
+            for at, piece in pieces
+            for start, part in _chunks(piece)
         ]
 
     def free(self) -> None:
@@ -230,6 +247,26 @@ class DeviceSlot:
         self.state = SlotState.EMPTY
         self.content = None
         self._views.clear()
+        self._regions.clear()
+        self._fields.clear()
+
+    def _region(self, of_gradients: bool, start: int, part: torch.Tensor) -> View:
+        """The bytes that a chunk goes to, or comes from. Layers alike have the same ones."""
+        size = part.numel()
+        view = self._regions.get((of_gradients, start, size))
+        if view is None:
+            buffer = self._gradients if of_gradients else self._parameters
+            view = self._regions[(of_gradients, start, size)] = buffer.view(start, part.shape, part.dtype)
+        return view
+
+    def _views_in(self, of_gradients: bool, fields: tuple[Field, ...]) -> list[View]:
+        """A buffer's tensors by a layout, which layers alike have in common."""
+        views = self._fields.get((of_gradients, fields))
+        if views is None:
+            buffer = self._gradients if of_gradients else self._parameters
+            views = [buffer.view(field.offset, field.shape, field.dtype) for field in fields]
+            self._fields[(of_gradients, fields)] = views
+        return views
 
     def _views_of(self, content: SlotContent) -> tuple[list[View], list[View]]:
         views = self._views.get(content)
@@ -237,12 +274,10 @@ class DeviceSlot:
             if self._device.info.unified:
                 parameters = [self._device.adopt(tensor) for tensor in content.tensors]
             else:
-                parameters = [self._parameters.view(field.offset, field.shape, field.dtype) for field in content.fields]
-            if self._device.info.unified and content.gradient_home is not None:
-                gradients = [self._device.adopt(tensor) for tensor in content.gradients_in(content.gradient_home)]
+                parameters = self._views_in(False, content.fields)
+            if self._device.info.unified and content.gradient_tensors:
+                gradients = [self._device.adopt(tensor) for tensor in content.gradient_tensors]
             else:
-                gradients = [
-                    self._gradients.view(place.offset, place.shape, place.dtype) for place in content.gradient_fields
-                ]
+                gradients = self._views_in(True, content.gradient_fields)
             views = self._views[content] = (parameters, gradients)
         return views

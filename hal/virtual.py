@@ -85,8 +85,5 @@ class VirtualBackend(Backend):
     """A backend that opens machines from their description."""
 
     @abc.abstractmethod
-    def open_machine(self, machine: Machine, capacity: int | None = None, numerics: bool = True) -> VirtualDevice:
-        """Open a described machine. Without `numerics` nothing is computed and nothing is allocated.
-
-        `capacity` is a limit in bytes below the machine's own memory.
-        """
+    def open_machine(self, machine: Machine, numerics: bool = True) -> VirtualDevice:
+        """Open a described machine. Without `numerics` nothing is computed and nothing is allocated."""

@@ -1,4 +1,7 @@
-"""The shape and dtype rules of convolution and pooling, and their FLOPs. Rules are as in `hal.op_rules`."""
+"""The shape and dtype rules of convolution and pooling, and their FLOPs. Rules are as in `hal.op_rules`.
+
+Backends take the number of windows from here. Space may have any number of dimensions; nothing is computed.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,19 @@ from hal.op_rules import Spec, int64, one_dtype, require
 
 
 def windows(extents: Sequence[int], kernel: Sequence[int], stride: Any, pad: Any, dilation: Any) -> tuple[int, ...]:
+    """How many windows fit into a padded input, in each dimension of space."""
     return tuple(
         (extent + 2 * padding - spread * (size - 1) - 1) // step + 1
+        for extent, size, step, padding, spread in zip(extents, kernel, stride, pad, dilation, strict=True)
+    )
+
+
+def transposed_windows(
+    extents: Sequence[int], kernel: Sequence[int], stride: Any, pad: Any, dilation: Any
+) -> tuple[int, ...]:
+    """The extents of a transposed convolution's output, without output padding: the least with so many windows."""
+    return tuple(
+        (extent - 1) * step - 2 * padding + spread * (size - 1) + 1
         for extent, size, step, padding, spread in zip(extents, kernel, stride, pad, dilation, strict=True)
     )
 
@@ -34,12 +48,8 @@ def convolution(
     if transposed:
         require(x.shape[1] == weight.shape[0], f"{x.shape} under {weight.shape}")
         channels = weight.shape[1] * groups
-        extents = tuple(
-            (extent - 1) * step - 2 * pad + spread * (size - 1) + extra + 1
-            for extent, size, step, pad, spread, extra in zip(
-                x.shape[2:], kernel, stride, padding, dilation, output_padding, strict=True
-            )
-        )
+        least = transposed_windows(x.shape[2:], kernel, stride, padding, dilation)
+        extents = tuple(extent + extra for extent, extra in zip(least, output_padding, strict=True))
     else:
         require(x.shape[1] == weight.shape[1] * groups, f"{x.shape} under {weight.shape} in {groups} groups")
         channels = weight.shape[0]

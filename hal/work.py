@@ -2,7 +2,8 @@
 
 FLOPs are multiplications and additions of matrix products and attention (2 a multiply-add), as
 torch.utils.flop_counter counts them; the CPU's fused attention, which it leaves out, is counted here. Causal attention
-counts in full. Bytes are operands and results, each once.
+counts in full, as the field counts it, but its kernels leave out what is masked: `done` is what they do. Bytes are
+operands and results, each once.
 """
 
 from __future__ import annotations
@@ -19,12 +20,17 @@ aten = torch.ops.aten
 _FREE = {operator.getitem, aten._unsafe_view.default, aten.detach.default, aten.alias.default}
 _ATTENTION = ("attention", "sdpa")
 
+TILE = 128
+"""Rows of queries that a fused kernel takes at a time: causal attention is computed up to the end of each such tile's
+diagonal (64 or 128 in FlashAttention-2, arXiv 2307.08691, section 3.3; 32 to 256 on PyTorch's CPU)."""
+
 
 @dataclass(frozen=True)
 class OpWork:
     """`flops` is 0 for ops that only move bytes; `attention` tells which kind of product it is."""
 
     flops: float
+    done: float
     moved: float
     attention: bool
     dtype: torch.dtype
@@ -39,7 +45,8 @@ def work_of(node: fx.Node) -> OpWork | None:
     moved = float(sum(value.numel() * value.dtype.itemsize for value in [*operands, *results]))
     flops, attention = _flops_of(node)
     tensors = operands or results
-    return OpWork(flops, moved, attention, tensors[0].dtype if tensors else torch.float32)
+    done = flops * _unmasked(node) if attention else flops
+    return OpWork(flops, done, moved, attention, tensors[0].dtype if tensors else torch.float32)
 
 
 def _flops_of(node: fx.Node) -> tuple[float, bool]:
@@ -55,6 +62,16 @@ def _flops_of(node: fx.Node) -> tuple[float, bool]:
             return float(sdpa_backward_flop_count(*shapes[:4])), True  # type: ignore[no-untyped-call]
         return float(sdpa_flop_count(*shapes[:3])), True  # type: ignore[no-untyped-call]
     return 0.0, attention
+
+
+def _unmasked(node: fx.Node) -> float:
+    """The share of the scores that a fused attention computes."""
+    for place, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name == "is_causal":
+            causal = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name, False)
+            length = next(value.meta["val"].shape[-2] for value in node.args if isinstance(value, fx.Node))
+            return min(1.0, (1 + TILE / length) / 2) if causal else 1.0
+    return 1.0
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:

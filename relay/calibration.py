@@ -198,7 +198,7 @@ def fit(programs: Sequence[Program], seconds: Sequence[float]) -> dict[str, floa
                 float(len(works)),
                 sum(work.flops for work in products),
                 float(len([work for work in works if work.flops])),
-                sum(work.flops for work in works if work.attention),
+                sum(work.done for work in works if work.attention),
                 sum(work.moved for work in works if not work.flops),
             ]
         )

@@ -253,9 +253,7 @@ class _Cut:
             used.update(dict.fromkeys(node for node in self.results if node not in inside))
         states = [node for node in used if node in self.state_nodes]
         sources = [node for node in used if node not in self.state_nodes]
-        results = (
-            self.results if last else [node for node in nodes if any(user not in inside for user in node.users)]
-        )
+        results = self.results if last else [node for node in nodes if any(user not in inside for user in node.users)]
         results = [node for node in results if last or isinstance(node.meta.get("val"), torch.Tensor)]
         graph = self._stage_graph(nodes, states, sources, results, last)
         held = [self.state_nodes[node] for node in states]

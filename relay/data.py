@@ -38,9 +38,7 @@ def load_text(path: str | Path | None = None) -> np.ndarray:
     if path.is_dir():
         return _join(_text_files(path), f"the folder '{path}'")
     if not path.exists():
-        raise DataError(
-            f"There is no file or folder '{path}'. Give an existing text file or a folder of them."
-        )
+        raise DataError(f"There is no file or folder '{path}'. Give an existing text file or a folder of them.")
     if not path.is_file():
         raise DataError(f"'{path}' is neither a file nor a folder. Give a text file or a folder of them.")
     if path.stat().st_size == 0:

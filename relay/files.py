@@ -1,17 +1,28 @@
-"""Files that are there whole or not at all: written beside their place, and renamed."""
+"""Files that are there whole or not at all: written beside their place, brought to the disk, and renamed.
+
+It knows no format. Invariant: whatever interrupts the writing, the file is the old one or the new one.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
+
+
+def put_in_place(path: str | Path, write: Callable[[Path], object]) -> None:
+    """Let `write` make a file, under another name beside `path`, which it then takes. Raises OSError."""
+    target = Path(path)
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        write(beside)
+        with beside.open("rb+") as file:
+            os.fsync(file.fileno())
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def write_whole(path: str | Path, text: str) -> None:
     """Write a text file in UTF-8, in place of one that is there. Raises OSError, with what was there untouched."""
-    target = Path(path)
-    beside = target.with_name(f".{target.name}.part")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(target)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+    put_in_place(path, lambda beside: beside.write_text(text, encoding="utf-8"))

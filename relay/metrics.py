@@ -1,4 +1,7 @@
-"""What a step tells its caller."""
+"""What a step tells its caller.
+
+Plain figures, read off events that have ended: nothing here waits or measures.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ class Metrics:
     evaluation). `device_peak_bytes` is the peak of the device's account, `host_bytes` all that the host's ledger
     holds. `compute_seconds`, `transfer_seconds` and `optimizer_seconds` are sums over the calls of each kind; they
     overlap, so they may add up to more than `seconds`. `weight_bytes` is what was sent down as weights. With held
-    updates (clipping, fp16) `optimizer_seconds` are those of the step before. `skipped` says that fp16 gradients
-    overflowed and nothing of the step was applied.
+    updates (clipping, fp16) `optimizer_seconds` are those of the step before. `skipped` says that nothing of the step
+    was applied: its loss, or under clipping or a dynamic loss scale its gradients, were not finite.
     """
 
     loss: float

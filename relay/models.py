@@ -48,11 +48,14 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then a feed-forward network, each normalised before and added to the stream."""
+    """One layer: attention, then a feed-forward network, each normalised before and added to the stream.
 
-    def __init__(self, hidden: int, heads: int, dropout: float) -> None:
+    With `causal`, positions see themselves and those before them; otherwise all, as in an encoder."""
+
+    def __init__(self, hidden: int, heads: int, dropout: float, causal: bool = True) -> None:
         super().__init__()
         self.heads = heads
+        self.causal = causal
         self.attention_norm = nn.LayerNorm(hidden)
         self.attention_in = nn.Linear(hidden, 3 * hidden)
         self.attention_out = nn.Linear(hidden, hidden)
@@ -71,7 +74,7 @@ class Block(nn.Module):
         B, T, H = states.shape
         joint = self.attention_in(states).view(B, T, 3, self.heads, H // self.heads)  # (B, T, 3, A, H/A)
         query, key, value = joint.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, A, T, H/A)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)  # (B, A, T, H/A)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)  # (B, A, T, H/A)
         return self.attention_out(mixed.transpose(1, 2).reshape(B, T, H))  # (B, T, H)
 
 

@@ -76,8 +76,13 @@ def fixed_scale(scale: str | float) -> float:
     """The number that a loss scale stays at; 1 for a dynamic one."""
     if scale == "dynamic":
         return 1.0
+    if scale == "fixed":
+        return FIXED_SCALE
     if not isinstance(scale, Real) or not scale > 0 or math.frexp(scale)[0] != 0.5:
-        raise ValueError(f"loss_scale={scale!r} must be 'dynamic' or a power of two, so that unscaling is exact")
+        raise ValueError(
+            f"loss_scale={scale!r} must be 'dynamic', 'fixed' (at {FIXED_SCALE:g}), or the power of two to fix it at: "
+            "so unscaling is exact"
+        )
     return float(scale)
 
 

@@ -138,9 +138,7 @@ def outputs(session: Session, pieces: Batch, stations: Sequence[Stations], seed:
     return partition.result_tree.fill(together)
 
 
-def metrics_of(
-    session: Session, outcome: Outcome, pieces: Batch, start: float, updates: Sequence[Event]
-) -> Metrics:
+def metrics_of(session: Session, outcome: Outcome, pieces: Batch, start: float, updates: Sequence[Event]) -> Metrics:
     """The figures of a pass that began at `start`; `updates` are the optimizer's work that goes to its account."""
     ran = outcome.ran
     return Metrics(

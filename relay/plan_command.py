@@ -10,29 +10,20 @@ from typing import Any
 
 import click
 
-from relay.console import Size, json_option, print_json
+from relay.console import json_option, print_json
 from relay.shared_options import (
     AT_LEAST_ONE,
     clip_option,
-    ffn_option,
     loss_scale_option,
-    tied_option,
-    vocabulary_option,
+    machine_options,
+    model_options,
+    precision_option,
 )
 
 
 @click.command()
-@click.option("--model", help="A model by name, such as llama-3-8b.")
-@click.option("--config", type=click.Path(), help="A Hugging Face config.json.")
-@click.option("--layers", type=AT_LEAST_ONE, help="How many blocks.")
-@click.option("--hidden", type=AT_LEAST_ONE, help="Width of the model.")
-@click.option("--heads", type=AT_LEAST_ONE, help="Attention heads.  [default: hidden / 128]")
-@ffn_option
-@vocabulary_option
-@tied_option
-@click.option("--seq", default=1024, show_default=True, type=AT_LEAST_ONE, help="Tokens in a sequence.")
-@click.option("--batch", default=8, show_default=True, type=AT_LEAST_ONE, help="Sequences in a step.")
-@click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="[default: bf16, else fp16]")
+@model_options
+@precision_option
 @click.option(
     "--state-dtype",
     "state_dtypes",
@@ -48,12 +39,7 @@ from relay.shared_options import (
 )
 @clip_option
 @loss_scale_option
-@click.option("--device", default="generic", show_default=True, help="A preset, or a .toml or .json file.")
-@click.option("--link", help="A preset or file.  [default: the device's own]")
-@click.option("--host", help="A preset or file.  [default: the device's own]")
-@click.option("--software", default="eager", show_default=True, type=click.Choice(["eager", "compiled", "fused"]))
-@click.option("--host-memory", type=Size(), help="Such as 512GB.  [default: the host preset's]")
-@click.option("--capacity", type=Size(), help="Device memory to keep within.  [default: all of it]")
+@machine_options
 @click.option("--out", type=click.Path(path_type=Path), help="Write a run file for `relay train --plan`.")
 @json_option
 @click.pass_context
@@ -62,7 +48,7 @@ def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any
 
     \b
     Examples:
-      relay plan --layers 62 --hidden 8192 --device v100-sxm2-16gb --host-memory 512GB
+      relay plan --layers 62 --hidden 8192 --device v100-sxm2-16gb --host-memory 512GB --loss-scale fixed
       relay plan --model llama-3-8b --device rtx-4090 --batch 32
       relay plan --layers 12 --hidden 768 --vocab 256 --seq 512 --device t4 --out plan.toml
       relay train --plan plan.toml

@@ -23,9 +23,11 @@ from hal.memory import format_size, parse_size
 from hal.spec import Machine, machine
 from relay.ambient import as_if_alone
 from relay.errors import RelayError
+from relay.host_sides import HostSides
 from relay.meta_models import MetaModel
-from relay.options import FIXED_SCALE
-from relay.shapes import BYTES, ModelShape
+from relay.options import fixed_scale
+from relay.planned_model import TABLE, as_table, caution
+from relay.shapes import ModelShape
 from relay.simulated_step import RunShape, SimulatedRun
 from relay.simulation import Simulation, check_precision, default_precision, resolve, shortfalls, simulate
 
@@ -59,24 +61,11 @@ class Plan:
         """What `relay train` would train otherwise than it was planned; None for the model that it builds."""
         shape = self.expected.shape
         assert isinstance(shape, ModelShape)
-        wide = 4 * shape.hidden
-        if shape.vocabulary == BYTES and shape.tied and not shape.gated and shape.wide == wide:
-            return None
-        head = "an embedding that the head shares" if shape.tied else "a head of its own"
-        differs = [f"a vocabulary of {shape.vocabulary}", head]
-        if shape.gated:
-            differs.append("layers with gates, as Llama has them")
-        if shape.wide != wide:
-            differs.append(f"feed-forward networks of {shape.wide}")
-        return (
-            f"This plan is for a model with {', '.join(differs)}. `relay train` would train another one with it: a GPT "
-            f"over bytes (a vocabulary of {BYTES}, embedding and head shared) of {shape.layers} layers x hidden "
-            f"{shape.hidden}, for which neither speed nor memory holds. Give the options to relay.Trainer for the "
-            f"model that was meant; or plan with --layers, --hidden, --heads and --vocab {BYTES} for `relay train`."
-        )
+        return caution(shape, shape.layers, shape.hidden, shape.heads)
 
     def as_toml(self) -> str:
-        """A run file for `relay train`; where that builds another model, it begins with the `caution`."""
+        """A run file for `relay train`, which holds the model too: where another is built, both it and the command say
+        the `caution`."""
         shape, run = self.expected.shape, self.expected.run
         assert isinstance(shape, ModelShape)
         rows: dict[str, Any] = {
@@ -92,6 +81,8 @@ class Plan:
         lines = [] if self.caution is None else [*textwrap.wrap(self.caution, 110), ""]
         lines = [f"# {line}".rstrip() for line in [*lines, *self.reasons]]
         lines += [f"{key} = {json.dumps(value)}" for key, value in rows.items()]
+        lines += ["", f"[{TABLE}]"]
+        lines += [f"{key} = {json.dumps(value)}" for key, value in as_table(shape).items()]
         return "\n".join(lines) + "\n"
 
 
@@ -157,7 +148,7 @@ def plan(
     chosen, changed = search.settle(allowed)
     options = {name: getattr(chosen.run, name) for name in _OPTIONS}
     if precision == "fp16":
-        options["loss_scale"] = FIXED_SCALE if loss_scale == "fixed" else loss_scale
+        options["loss_scale"] = loss_scale if loss_scale == "dynamic" else fixed_scale(loss_scale)
     if clip_grad_norm is not None:
         options["clip_grad_norm"] = clip_grad_norm
     if capacity is not None:
@@ -173,6 +164,7 @@ class _Search:
         self._shape = shape
         self._batch = batch
         self._fixed = fixed
+        self._sides = HostSides()
 
     @property
     def found(self) -> list[Simulation]:
@@ -188,7 +180,7 @@ class _Search:
         """Simulate a choice, once."""
         key = repr(sorted(options.items()))
         if key not in self.tried:
-            self.tried[key] = simulate(self._shape, **self._fixed, **options)
+            self.tried[key] = simulate(self._shape, sides=self._sides, **self._fixed, **options)
         return self.tried[key]
 
     def refine(self, start: Simulation) -> None:
@@ -260,7 +252,7 @@ class _Search:
         return best if _speed(best) > _speed(one) * (1 + TIE) else one
 
     def _fits(self, run: RunShape, like: Simulation) -> bool:
-        prepared = SimulatedRun(self._shape, run, like.machine)
+        prepared = SimulatedRun(self._shape, run, like.machine, self._sides)
         memory = prepared.memory()
         prepared.close()
         return not shortfalls(memory, like.device_capacity, like.host_capacity, like.machine.device.unified)

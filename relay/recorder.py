@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hal.errors import Unsupported
 from relay.architecture import chosen_layers, layer_names
 from relay.batches import Batch, take_apart, weigh, without_empty
 from relay.blocks import plain_attributes, undisturbed
@@ -43,8 +44,8 @@ class Ready:
 
 class Recorder:
     """A model, whole or as a list of modules with a loss, and what was recorded of it. `modules` is None for a whole
-    one. `programs` is how many shapes (and modes) are kept, `lowering` which graphs the device wants and
-    `place` what native ones are traced for."""
+    one. `programs` is how many shapes (and modes) are kept, `lowering` which graphs the `device` wants (the name is
+    for errors) and `place` what native ones are traced for."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class Recorder:
         self._loss = loss
         self._microbatches = microbatches
         self._compute = compute
-        self.lowering, self.place = Lowering.NATIVE, torch.device("cpu")
+        self.device, self.lowering, self.place = "cpu", Lowering.NATIVE, torch.device("cpu")
         self._buckets = buckets
         self._shared_inputs = tuple(shared_inputs)
         self._layers_per_slot = layers_per_slot
@@ -172,7 +173,11 @@ class Recorder:
                     self.modules, self._loss, inputs, batch.tree, targets, batch.target_tree, self._compute, active
                 )
             partition = merge_layers(partition, self._layers_per_slot)
-            return build_stations(
-                partition, training, results, self._compute, self._presences, self.lowering, self._captures,
-                self._recompute, self.place,
-            )  # fmt: skip
+            try:
+                return build_stations(
+                    partition, training, results, self._compute, self._presences, self.lowering, self._captures,
+                    self._recompute, self.place,
+                )  # fmt: skip
+            except Unsupported as refused:
+                what = f"device {self.device!r} takes graphs of known ops only: {refused}"
+                raise Unsupported(what, op=refused.op, dtype=refused.dtype, device=self.device) from refused

@@ -5,9 +5,8 @@ either the old one or the new one, whole; never half-written, whatever interrupt
 """
 
 import json
-import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import safetensors.torch
 import torch
 
 from relay.errors import RelayError
+from relay.files import put_in_place, write_whole
 from relay.models import GPT
 
 WEIGHTS = "model.safetensors"
@@ -47,8 +47,8 @@ def save(folder: Path, state: Mapping[str, torch.Tensor], configuration: Mapping
             stored.add(place)
             distinct[name] = tensor.detach().cpu().contiguous()
     text = json.dumps(dict(configuration), indent=2) + "\n"
-    _replace(folder / CONFIGURATION, lambda path: path.write_text(text, encoding="utf-8"))
-    _replace(folder / WEIGHTS, lambda path: safetensors.torch.save_file(distinct, path))
+    write_whole(folder / CONFIGURATION, text)
+    put_in_place(folder / WEIGHTS, lambda path: safetensors.torch.save_file(distinct, path))
 
 
 def load(folder: Path) -> GPT:
@@ -67,9 +67,7 @@ def load(folder: Path) -> GPT:
         state = safetensors.torch.load_file(folder / WEIGHTS)
         missing, unexpected = model.load_state_dict(state, strict=False)
     except (safetensors.SafetensorError, RuntimeError) as wrong:
-        raise RunFolderError(
-            f"'{folder / WEIGHTS}' does not fit '{folder / CONFIGURATION}': {wrong}"
-        ) from wrong
+        raise RunFolderError(f"'{folder / WEIGHTS}' does not fit '{folder / CONFIGURATION}': {wrong}") from wrong
     # The second name of a tied matrix is no parameter of its own.
     missing = sorted(set(missing) & {name for name, _ in model.named_parameters()})
     if missing or unexpected:
@@ -78,14 +76,3 @@ def load(folder: Path) -> GPT:
             f"missing {missing or 'nothing'}, unexpected {sorted(unexpected) or 'nothing'}."
         )
     return model.eval()
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(temporary)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

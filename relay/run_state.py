@@ -7,6 +7,7 @@ longer be trusted (`InconsistentState`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from relay.saving import (
     states_of,
 )
 from relay.session import Session
+
+logger = logging.getLogger("relay")
 
 Grouping = Callable[[nn.Module], tuple[list[dict[str, Any]], dict[str, int]]]
 """From a model to its parameter groups, and each parameter's group by name."""
@@ -183,7 +186,10 @@ class RunState:
 
         Raises CheckpointError where the checkpoint is damaged or does not belong here; nothing has changed then.
         """
-        self.wait_saved(quietly=True)
+        try:
+            self.wait_saved()
+        except Exception as lost:  # what is loaded now is another state in any case
+            logger.warning("A checkpoint that was being written is lost: %s", lost)
         session = self._session
         checkpoint = Checkpoint(Path(path))
         optimizer = session.server.optimizer

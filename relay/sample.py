@@ -47,9 +47,7 @@ def generate(model: "GPT", prompt: bytes, count: int, temperature: float = 0.8, 
 @click.command()
 @click.argument("folder", default=DEFAULT_FOLDER, type=click.Path(path_type=Path))
 @click.option("--prompt", default=DEFAULT_PROMPT, show_default=True, help="The text to go on from.")
-@click.option(
-    "--bytes", "count", default=300, show_default=True, type=click.IntRange(min=1), help="How many to write."
-)
+@click.option("--bytes", "count", default=300, show_default=True, type=click.IntRange(min=1), help="How many to write.")
 @click.option(
     "--temperature",
     default=0.8,
@@ -57,9 +55,7 @@ def generate(model: "GPT", prompt: bytes, count: int, temperature: float = 0.8, 
     type=click.FloatRange(min=0),
     help="Below 1 plays safe, above 1 takes risks, 0 always takes the likeliest byte.",
 )
-@click.option(
-    "--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Another seed, another text."
-)
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Another seed, another text.")
 @json_option
 def sample(folder: Path, prompt: str, count: int, temperature: float, seed: int, as_json: bool) -> None:
     """Let the model in FOLDER (runs/latest by default) write some text.

@@ -7,6 +7,8 @@ back. It knows no schedule and no file formats (`relay.eps.checkpoint`). Invaria
 
 from __future__ import annotations
 
+import atexit
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,13 +46,32 @@ class Saving:
         self._ended.wait()
         if self.thread is not None:
             self.thread.join()
+        _untold.discard(self)
         if self.error is not None:
             raise self.error
 
     def end(self, error: BaseException | None) -> None:
         """Called once, by whoever writes."""
         self.error = error
+        if error is None:
+            _untold.discard(self)
         self._ended.set()
+
+
+_untold: set[Saving] = set()
+"""Checkpoints written behind the training that may yet fail, or have failed and nobody has waited for."""
+
+
+@atexit.register
+def _tell_the_rest() -> None:
+    """At the end of the process (threads that write have ended by then): what became of checkpoints nobody asked after.
+
+    No exit code can be given here any more: whoever needs one closes the trainer, or waits.
+    """
+    for saving in sorted(_untold, key=lambda one: str(one.path)):
+        if saving.error is not None:
+            what = f"{type(saving.error).__name__}: {saving.error}"
+            print(f"relay: the checkpoint {str(saving.path)!r} was not written. {what}", file=sys.stderr)
 
 
 def start(
@@ -96,6 +117,7 @@ def start(
 
     if behind:
         # Not a daemon: a script that ends before its checkpoint is written waits for it.
+        _untold.add(saving)
         saving.thread = threading.Thread(target=write, name="relay-checkpoint")
         saving.thread.start()
     else:

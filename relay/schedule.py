@@ -189,10 +189,7 @@ class Relay:
                 self._server.collect(
                     plan, visit.slot, self.drain_queue, ran.verdict, step.groups, step.unscale, ran.host
                 )
-        gradients = [
-            content.gradients_in(content.gradient_home) if content.gradient_home is not None else []
-            for content in step.contents
-        ]
+        gradients = [content.gradient_tensors for content in step.contents]
         self._server.conclude(step.plans, gradients, step.groups, step.unscale, ran.host)
         for event in ran.host.drains:
             ran.mark("drain", "gradients", event)
@@ -207,9 +204,7 @@ class Relay:
             return [], [step.losses[microbatch]] if step.losses else [], []
 
         stations = step.pieces[0].stations
-        visits = [
-            _Visit(index, "forward", content, stations[index]) for index, content in enumerate(step.contents)
-        ]
+        visits = [_Visit(index, "forward", content, stations[index]) for index, content in enumerate(step.contents)]
         for visit in self._relay(visits, ran):
             self._visit(visit, step, ran, at_the_end if visit.number == last else None)
 
@@ -297,9 +292,10 @@ class Relay:
             for access in accesses:
                 access.finish(event)
             ran.compute.append(event)
-            # Layers built alike share a program, which bears the first one's name.
-            kind = one.program.name.rpartition(" ")[2]
-            ran.mark("compute", f"{visit.content.name} {kind} {microbatch}", event)
+            if ran.trace is not None:
+                # Layers built alike share a program, which bears the first one's name.
+                kind = one.program.name.rpartition(" ")[2]
+                ran.mark("compute", f"{visit.content.name} {kind} {microbatch}", event)
         self._send_buffers(visit, step.pieces[0].stations[visit.number], ran)
 
     def _send_buffers(self, visit: _Visit, station: Station, ran: Ran) -> None:

@@ -1,6 +1,7 @@
 """Segments and values: what a partition is made of.
 
-Plain data, made by `partition` and read by everything after it.
+Plain data, made by `partition` and read by everything after it. Nothing runs here. Invariant: no segment uses a value
+before the one that makes it.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from hal.event import Event
 from hal.host import Host
 from hal.slot import DeviceSlot, SlotContent
 from relay.eps.server import GradientPlan, ParameterServer, plan_gradients
-from relay.eps.store import LayerStore, Wanted
+from relay.eps.store import GRADIENTS, LayerStore, Wanted
 from relay.errors import RelayError
 from relay.interrupts import DeferredInterrupt
 from relay.rehearsal import Build, CountingHost, refuse_beyond, rehearse
@@ -60,6 +60,7 @@ class Session:
         self.trace: Trace | None = None
         self.broken: BaseException | None = None
         self.stall_seconds: float | None = None
+        self.knows_every_layer = False
         self.pending: list[Event] = []
         self.transfers: list[Event] = []
         self._kept_buffers: dict[str, torch.Tensor] = {}
@@ -93,6 +94,8 @@ class Session:
             return self._lay_out(store, stations, wanted)
 
         store = rehearse(self._model, counting, self._build, wanted, lay_out, plans, groups)
+        if self.store.homes_beyond(store):
+            counting.ledger.add(GRADIENTS, torch.uint8, self.store.homes_beyond(store))
         for name in changing_buffers(stations) if training else ():
             counting.alloc(store[name].numel(), store[name].dtype, KEPT_BUFFERS)
         stash = host_bytes(plans_for(pieces, self._stash_place, training))
@@ -112,12 +115,11 @@ class Session:
         self.store.take_edits()
         return self._lay_out(self.store, stations, wanted)
 
-    def _lay_out(
-        self, store: LayerStore, stations: Stations, wanted: Sequence[Sequence[Wanted]]
-    ) -> list[SlotContent]:
+    def _lay_out(self, store: LayerStore, stations: Stations, wanted: Sequence[Sequence[Wanted]]) -> list[SlotContent]:
+        fields = gradient_fields(stations)
         return [
-            store.content(station.segment.name, group, gradient_fields(station), self.server.held)
-            for station, group in zip(stations.stations, wanted, strict=True)
+            store.content(station.segment.name, group, gradients, self.server.held)
+            for station, group, gradients in zip(stations.stations, wanted, fields, strict=True)
         ]
 
     def gradient_plans(self, stations: Stations) -> list[GradientPlan]:
@@ -201,8 +203,9 @@ class Session:
         """
         ran = Ran(trace=self.trace)
         error: BaseException | None = None
-        with DeferredInterrupt() as interrupt, Watchdog(
-            self.stall_seconds, lambda: waited_for(ran, stash, self.pending, self._slots(), self.device)
+        with (
+            DeferredInterrupt() as interrupt,
+            Watchdog(self.stall_seconds, lambda: waited_for(ran, stash, self.pending, self._slots(), self.device)),
         ):
             try:
                 yield ran
@@ -316,6 +319,7 @@ class Session:
         """
         self._model = model
         self._rehearsed.clear()
+        self.knows_every_layer = False
         self._free_device_memory()
         self.store.rename(names)
         for kept in self._kept_buffers.values():

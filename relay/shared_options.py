@@ -5,9 +5,12 @@ One text for `relay train`, `simulate` and `plan`, so that an option means the s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import click
+
+from relay.console import Size
 
 AT_LEAST_ONE = click.IntRange(min=1)
 
@@ -37,33 +40,64 @@ class LossScale(click.ParamType):
     name = "number, 'dynamic' or 'fixed'"
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> str | float:
-        from relay.options import FIXED_SCALE, fixed_scale
+        from relay.options import fixed_scale
 
         if value == "dynamic":
             return "dynamic"
-        if value == "fixed":
-            return FIXED_SCALE
         try:
-            return fixed_scale(float(value))
+            return fixed_scale(value if value == "fixed" else float(value))
         except ValueError:
             self.fail(f"{value!r} is neither 'dynamic', nor 'fixed', nor a power of two such as 65536.", param, context)
 
 
-ffn_option = click.option(
-    "--ffn", type=click.IntRange(min=0), default=0, help="Feed-forward width.  [default: 4 x hidden]"
+def together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Several options as one decorator, listed by `--help` in this order."""
+
+    def decorated(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorated
+
+
+model_options = together(
+    click.option("--model", help="A model by name, such as llama-3-8b."),
+    click.option("--config", type=click.Path(), help="A Hugging Face config.json."),
+    click.option("--layers", type=AT_LEAST_ONE, help="How many blocks."),
+    click.option("--hidden", type=AT_LEAST_ONE, help="Width of the model."),
+    click.option("--heads", type=AT_LEAST_ONE, help="Attention heads.  [default: hidden / 128]"),
+    click.option("--ffn", type=click.IntRange(min=0), default=0, help="Feed-forward width.  [default: 4 x hidden]"),
+    click.option(
+        "--vocab",
+        "vocabulary",
+        default=50257,
+        show_default=True,
+        type=AT_LEAST_ONE,
+        help="Size of the vocabulary. 256 is the model of relay train.",
+    ),
+    click.option(
+        "--tied/--untied",
+        default=None,
+        help="Whether embedding and head are one matrix.  [default: with a vocabulary of 256, as in relay train]",
+    ),
+    click.option("--seq", default=1024, show_default=True, type=AT_LEAST_ONE, help="Tokens in a sequence."),
+    click.option("--batch", default=8, show_default=True, type=AT_LEAST_ONE, help="Sequences in a step."),
 )
-vocabulary_option = click.option(
-    "--vocab",
-    "vocabulary",
-    default=50257,
-    show_default=True,
-    type=AT_LEAST_ONE,
-    help="Size of the vocabulary. 256 is the model of relay train.",
+"""A model by its shape, and what it is given in a step: for commands that train nothing."""
+machine_options = together(
+    click.option(
+        "--device", default="generic", show_default=True, help="A preset, or a .toml or .json file of the same form."
+    ),
+    click.option("--link", help="A preset or file.  [default: the device's own]"),
+    click.option("--host", help="A preset or file.  [default: the device's own]"),
+    click.option("--software", default="eager", show_default=True, type=click.Choice(["eager", "compiled", "fused"])),
+    click.option("--host-memory", type=Size(), help="Such as 512GB.  [default: the host preset's]"),
+    click.option("--capacity", type=Size(), help="Device memory to keep within.  [default: all of it]"),
 )
-tied_option = click.option(
-    "--tied/--untied",
-    default=None,
-    help="Whether embedding and head are one matrix.  [default: with a vocabulary of 256, as in relay train]",
+"""A machine that need not be here."""
+precision_option = click.option(
+    "--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="[default: bf16, else fp16]"
 )
 clip_option = click.option(
     "--clip",

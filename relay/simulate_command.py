@@ -12,16 +12,16 @@ from typing import Any
 
 import click
 
-from relay.console import Size, json_option, print_json
+from relay.console import json_option, print_json
 from relay.shared_options import (
     AT_LEAST_ONE,
     clip_option,
-    ffn_option,
     layers_per_slot_option,
     loss_scale_option,
+    machine_options,
+    model_options,
+    precision_option,
     recompute_option,
-    tied_option,
-    vocabulary_option,
 )
 
 
@@ -51,18 +51,9 @@ SWEPT = (
 
 
 @click.command()
-@click.option("--model", help="A model by name, such as llama-3-8b.")
-@click.option("--config", type=click.Path(), help="A Hugging Face config.json.")
-@click.option("--layers", type=AT_LEAST_ONE, help="How many blocks.")
-@click.option("--hidden", type=AT_LEAST_ONE, help="Width of the model.")
-@click.option("--heads", type=AT_LEAST_ONE, help="Attention heads.  [default: hidden / 128]")
-@ffn_option
-@vocabulary_option
-@tied_option
-@click.option("--seq", default=1024, show_default=True, type=AT_LEAST_ONE, help="Tokens in a sequence.")
-@click.option("--batch", default=8, show_default=True, type=AT_LEAST_ONE, help="Sequences in a step.")
+@model_options
 @click.option("--microbatches", default=None, type=AT_LEAST_ONE, help="Pieces of a batch.  [default: one a sequence]")
-@click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="[default: bf16, else fp16]")
+@precision_option
 @click.option("--state-dtype", default="fp32", show_default=True, type=click.Choice(["fp32", "bf16", "int8"]))
 @click.option("--stash", default="host", show_default=True, type=click.Choice(["device", "host"]))
 @click.option("--slots", default=2, show_default=True, type=AT_LEAST_ONE, help="Layers on the device at a time.")
@@ -70,12 +61,7 @@ SWEPT = (
 @layers_per_slot_option
 @recompute_option
 @loss_scale_option
-@click.option("--device", default="generic", show_default=True, help="A preset, or a .toml file of the same form.")
-@click.option("--link", help="A preset or file.  [default: the device's own]")
-@click.option("--host", help="A preset or file.  [default: the device's own]")
-@click.option("--software", default="eager", show_default=True, type=click.Choice(["eager", "compiled", "fused"]))
-@click.option("--host-memory", type=Size(), help="Such as 512GB.  [default: the host preset's]")
-@click.option("--capacity", type=Size(), help="Device memory to keep within.  [default: all of it]")
+@machine_options
 @click.option("--tokens", type=Count(), help="Tokens of the whole run, such as 1e9 or 300G, for days and kWh.")
 @click.option("--trace", type=click.Path(), help="Write the step for https://ui.perfetto.dev.")
 @click.option(
@@ -95,7 +81,7 @@ def simulate(context: click.Context, as_json: bool, **options: Any) -> None:
 
     \b
     Examples:
-      relay simulate --layers 62 --hidden 8192 --device v100-sxm2-16gb --host-memory 512GB --state-dtype int8
+      relay simulate --layers 62 --hidden 8192 --device h200-sxm --host-memory 512GB --state-dtype int8
       relay simulate --model llama-3-8b --seq 512 --batch 64 --device rtx-4090 --tokens 1e9
       relay simulate --config config.json --device h200-sxm --trace step.json
       relay simulate --layers 24 --hidden 4096 --sweep batch=8,16,32 --sweep device=rtx-3090,rtx-4090

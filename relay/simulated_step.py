@@ -10,7 +10,8 @@ ledger to show.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,13 +27,14 @@ from relay.eps.bound import bind
 from relay.eps.optimizers import AdamW
 from relay.eps.server import Clipping, ParameterServer
 from relay.eps.store import LayerStore
+from relay.host_sides import HostSide, HostSides
 from relay.meta_models import MetaModel
 from relay.schedule import Ran, Relay, TrainingStep
 from relay.session import Session
 from relay.shapes import ModelShape, ShapeError
 from relay.stash import Key, Stash, device_bytes, kept_bytes
 from relay.stations import Stations
-from relay.workspace import kernel_workspace, level_kept, plans_for, slot_sizes
+from relay.workspace import kernel_workspace, level_kept, slot_sizes
 
 UNLIMITED = 10**18
 
@@ -41,8 +43,8 @@ UNLIMITED = 10**18
 class RunShape:
     """How a model is to be trained: what `relay.Trainer` takes, by the same names and within the same limits.
 
-    `loss_scale` "dynamic" keeps all gradients of a fp16 step until they are known to be finite, a power of two
-    (whichever, or "fixed") updates at once. `sequence` is tokens in a sequence, `batch` sequences in a step.
+    `loss_scale` "dynamic" keeps all gradients of a fp16 step until they are known to be finite, a power of two,
+    or "fixed" for 65536, updates at once. `sequence` is tokens in a sequence, `batch` sequences in a step.
     Raises ValueError where the trainer would.
     """
 
@@ -60,8 +62,7 @@ class RunShape:
     optimizer: Any = field(default_factory=AdamW)
 
     def __post_init__(self) -> None:
-        given = vars(self) | {"loss_scale": 1.0} if self.loss_scale == "fixed" else vars(self)
-        options.check(given)
+        options.check(vars(self))
 
     @property
     def tokens(self) -> int:
@@ -125,7 +126,10 @@ class Step:
 class SimulatedRun:
     """A model on a machine, ready for steps."""
 
-    def __init__(self, shape: ModelShape | MetaModel, run: RunShape, machine: Machine) -> None:
+    def __init__(
+        self, shape: ModelShape | MetaModel, run: RunShape, machine: Machine, sides: HostSides | None = None
+    ) -> None:
+        """`sides` are host sides of runs of this shape that have ended; this run's is among them after `close`."""
         self.run = run
         compute = options.COMPUTE[run.precision]
         sizes = run.pieces()
@@ -134,14 +138,35 @@ class SimulatedRun:
         ]
         level_kept(self._stations)
         self._device = _open(replace(machine, device=machine.device.with_values(memory=float(UNLIMITED))))
-        host = self._device.host(UNLIMITED)
+        self._sides = HostSides() if sides is None else sides
+        self._side_key, self._side = self._host_side(shape)
+        side = self._side
+        self._server = side.server
+        parts = side.model, self._device, side.host, side.store, side.server
+        self._session = Session(*parts, run.slots, run.stash, None)
+        if not side.contents:
+            side.contents = self._session.contents(self._stations[0])
+            side.plans = self._session.gradient_plans(self._stations[0])
+        self._contents, self._plans = side.contents, side.plans
+        self._relay, self._stash = self._ready()
+        self._number = 0
+
+    def _host_side(self, shape: ModelShape | MetaModel) -> tuple[Hashable, HostSide]:
+        """This run's side of the host, with what it was made for."""
+        run, device = self.run, self._device
+        scaled = run.precision == "fp16" and run.loss_scale == "dynamic"
+        decides = shape, run.sequence, run.state_dtype, run.clip_grad_norm, scaled, device.info.unified
+        key = (*decides, self._sides.laid_out(self._stations[0]))
+        side = self._sides.take(key, run.optimizer)
+        if side is not None:
+            side.follow(device)
+            return key, side
+        host = device.host(UNLIMITED)
         model = shape.model(run.sequence)
-        self._groups = [run.optimizer.defaults()]
         order = [name for name, _ in model.named_parameters()]
         store = LayerStore(host)
-        scaled = run.precision == "fp16" and run.loss_scale == "dynamic"
-        self._server = ParameterServer(
-            self._device,
+        server = ParameterServer(
+            device,
             host,
             store,
             bind(run.optimizer, host, store, run.state_dtype, computes=False),
@@ -150,17 +175,11 @@ class SimulatedRun:
             Clipping(run.clip_grad_norm),
             scaled,
         )
-        self._session = Session(model, self._device, host, store, self._server, run.slots, run.stash, None)
-        first = self._stations[0]
-        self._contents = self._session.contents(first)
-        self._plans = self._session.gradient_plans(first)
-        self._relay, self._stash = self._ready()
-        self._number = 0
-        self._parameters = sum(parameter.numel() for parameter in model.parameters())
+        return key, HostSide(model, run.optimizer, host, store, server, [run.optimizer.defaults()])
 
     def memory(self) -> Memory:
         """The whole requirement, known before any step."""
-        plans = plans_for(self._stations, self.run.stash, True)
+        plans = self._stash.plans
         parameters, gradients = slot_sizes(self._contents)
         rows = {
             "slots: weights": self.run.slots * parameters,
@@ -174,7 +193,7 @@ class SimulatedRun:
         ledger = self._session.host.ledger.rows()
         host = [(state, str(dtype).removeprefix("torch."), size) for state, dtype, size in ledger]
         locked = self._session.host.page_locked
-        return Memory(rows, host, locked, max(content.size for content in self._contents), self._parameters)
+        return Memory(rows, host, locked, max(content.size for content in self._contents), self._side.parameters)
 
     def record(self) -> None:
         """Keep a span of every call from now on."""
@@ -191,14 +210,15 @@ class SimulatedRun:
         return Step(timeline, ran.weight_bytes, gradients)
 
     def close(self) -> None:
-        """Give the simulated device back."""
+        """Give the simulated device back, and what is on the host to the next run."""
         self._session.close()
+        self._sides.give(self._side_key, self._side)
 
     def _visited(self) -> list[tuple[Any, Any]]:
         return list(zip(self._contents, self._plans, strict=True))
 
     def _ready(self) -> tuple[Relay, Stash]:
-        return self._session.make_ready(self._stations, self._contents, self._plans, self._groups, "train")
+        return self._session.make_ready(self._stations, self._contents, self._plans, self._side.groups, "train")
 
     def _step(self) -> Ran:
         session, relay, stash = self._session, self._relay, self._stash
@@ -215,7 +235,7 @@ class SimulatedRun:
 
         step = TrainingStep(
             self._stations, self._contents, stash, 0, self._number, losses, self._plans, seeds, seeds_ready, verdict,
-            self._groups, 1.0,
+            self._side.groups, 1.0,
         )  # fmt: skip
         with session.running(stash, [seeds_ready]) as ran:
             relay.train(step, ran)
@@ -239,10 +259,15 @@ def plan_size(size: int, names: Sequence[str]) -> int:
 
 
 def _open(machine: Machine) -> VirtualDevice:
+    return _simulator().open_machine(machine, numerics=False)
+
+
+@functools.cache
+def _simulator() -> VirtualBackend:
     backend = registry.backend("sim")
     if not isinstance(backend, VirtualBackend):
         raise Unavailable("The backend registered as 'sim' is not a simulator. Install the distribution again.")
-    return backend.open_machine(machine, numerics=False)
+    return backend
 
 
 def _nothing() -> None:

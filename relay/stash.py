@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
 from hal.device import Buffer, Device, Queue, View
 from hal.event import Event
 from hal.host import Host
-from hal.slot import ALIGNMENT
+from hal.slot import ALIGNMENT, Field
 from relay.segments import Value
 
 STASH_STATE = "stash of boundary activations"
@@ -28,8 +29,7 @@ KEPT_RING = 2
 """Device buffers for what streams of the tensors that segments keep: one computes while the next one's arrive."""
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """A value (`gradient` False) or the gradient of one."""
 
     value: int
@@ -145,13 +145,36 @@ class _Place:
 
 
 class _RingEntry:
-    """One device buffer of the ring and the events after which it may be overwritten."""
+    """One device buffer of the ring and the events after which it may be overwritten.
 
-    __slots__ = ("buffer", "free_after")
+    `views` are those made of it: by layout the tensors, and the whole that crosses the link.
+    """
+
+    __slots__ = ("buffer", "free_after", "views")
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
         self.free_after: list[Event] = []
+        self.views: dict[_Layout, tuple[tuple[View, ...], View]] = {}
+
+    def views_of(self, layout: _Layout) -> tuple[tuple[View, ...], View]:
+        """The tensors of a value that lies so, and the whole that crosses the link."""
+        found = self.views.get(layout)
+        if found is None:
+            views = tuple(self.buffer.view(one.offset, one.shape, one.dtype) for one in layout.fields)
+            whole = self.buffer.view(0, layout.shape, layout.dtype) if layout.bundled else views[0]
+            found = self.views[layout] = views, whole
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """How values that stream lie: their tensors, and what crosses the link; `bundled` where these are several."""
+
+    fields: tuple[Field, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bundled: bool
 
 
 class _Ring:
@@ -227,6 +250,9 @@ class Stash:
         self._host = host
         self._values = values
         self._views: dict[tuple[Key, int], tuple[View, ...]] = {}
+        self._host_sides: dict[tuple[Key, int], torch.Tensor] = {}
+        self._layouts: dict[tuple[Value, bool], _Layout] = {}
+        self._known: dict[tuple[Any, ...], _Layout] = {}
         self._ring, self._kept_ring = _Ring(), _Ring()
         self._places: list[list[_Place]] = []
         try:
@@ -257,12 +283,13 @@ class Stash:
                 views = self._views[(key, microbatch)] = self._views_of(place, key, microbatch)
             waits = [*place.written, *place.readers] if writes else place.written
             return Access(self, place, views, waits, writes)
-        value = self._values[microbatch][key.value]
-        fields = value.fields(key.gradient)
         entry = place.ring.take()
-        views = tuple(entry.buffer.view(field.offset, field.shape, field.dtype) for field in fields)
-        whole = entry.buffer.view(0, value.shape, value.dtype) if value.parts else views[0]
-        host_side = place.host[: whole.size].view(value.dtype).view(value.shape if value.parts else fields[0].shape)
+        layout = self._layout_of(self._values[microbatch][key.value], key.gradient)
+        views, whole = entry.views_of(layout)
+        host_side = self._host_sides.get((key, microbatch))
+        if host_side is None:
+            host_side = place.host[: whole.size].view(layout.dtype).view(layout.shape)
+            self._host_sides[(key, microbatch)] = host_side
         waits = entry.free_after
         if keeps or not writes:
             arrived = self.queue_in.write(whole, host_side, [*place.written, *entry.free_after])
@@ -302,6 +329,17 @@ class Stash:
         for entry in (*self._ring.entries, *self._kept_ring.entries):
             entry.buffer.free()
         self._places, self._ring, self._kept_ring, self._views = [], _Ring(), _Ring(), {}
+        self._host_sides.clear()
+
+    def _layout_of(self, value: Value, gradient: bool) -> _Layout:
+        layout = self._layouts.get((value, gradient))
+        if layout is None:
+            fields, bundled = value.fields(gradient), bool(value.parts)
+            made = _Layout(fields, value.shape if bundled else fields[0].shape, value.dtype, bundled)
+            # Values alike share one, and with it the views.
+            layout = self._known.setdefault((fields, made.shape, value.dtype, bundled), made)
+            self._layouts[(value, gradient)] = layout
+        return layout
 
     def _views_of(self, place: _Place, key: Key, microbatch: int) -> tuple[View, ...]:
         fields = self._values[microbatch][key.value].fields(key.gradient)

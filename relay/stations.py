@@ -6,6 +6,7 @@ things up. Segments built alike are captured once and share their kernels. It al
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -306,9 +307,7 @@ def _modes(module: nn.Module) -> Any:
     )
 
 
-def _station(
-    segment: Segment, captured: Captured, partition: Partition, training: bool, results: bool
-) -> Station:
+def _station(segment: Segment, captured: Captured, partition: Partition, training: bool, results: bool) -> Station:
     last = segment.index == len(partition.segments) - 1
 
     values = [value for value in segment.outputs if not partition.values[value].parts]
@@ -361,9 +360,14 @@ def changing_buffers(stations: Stations) -> list[str]:
     return [one.buffers[index] for one, each in passes for index in each.updates]
 
 
-def gradient_fields(station: Station) -> list[GradientField]:
-    """The gradients that a segment leaves in its slot."""
-    if station.backward is None:
-        return []
-    dtypes = [port.dtype for port in station.backward.program.outputs if port.role is Role.PARAMETER_GRADIENT]
-    return [GradientField(name, dtype) for name, dtype in zip(station.gradients, dtypes, strict=True)]
+def gradient_fields(stations: Stations) -> list[list[GradientField]]:
+    """The gradients that each segment leaves in its slot."""
+    uses: Counter[str] = Counter()
+    fields = []
+    for station in stations.stations:
+        outputs = station.backward.program.outputs if station.backward is not None else ()
+        dtypes = [port.dtype for port in outputs if port.role is Role.PARAMETER_GRADIENT]
+        named = zip(station.gradients, dtypes, strict=True)
+        fields.append([GradientField(name, dtype, uses[name]) for name, dtype in named])
+        uses.update(station.gradients)
+    return fields

@@ -7,6 +7,7 @@ in a run file as on the command line.
 
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,10 @@ SAMPLE_BYTES = 300
 
 @click.command()
 @click.argument("run_file", required=False, metavar="[RUN.TOML]", type=click.Path(path_type=Path))
-@click.option(
-    "--data", type=click.Path(), help="A text file or a folder of them.  [default: Python's own library]"
-)
+@click.option("--data", type=click.Path(), help="A text file or a folder of them.  [default: Python's own library]")
 @click.option("--layers", default=6, show_default=True, type=AT_LEAST_ONE, help="How many blocks.")
 @click.option("--hidden", default=128, show_default=True, type=AT_LEAST_ONE, help="Width of the model.")
-@click.option(
-    "--heads", default=4, show_default=True, type=AT_LEAST_ONE, help="Attention heads; divides --hidden."
-)
+@click.option("--heads", default=4, show_default=True, type=AT_LEAST_ONE, help="Attention heads; divides --hidden.")
 @click.option("--seq", default=128, show_default=True, type=AT_LEAST_ONE, help="Bytes in a sequence.")
 @click.option("--batch", default=16, show_default=True, type=AT_LEAST_ONE, help="Sequences in a step.")
 @click.option(
@@ -101,9 +98,7 @@ SAMPLE_BYTES = 300
 @layers_per_slot_option
 @recompute_option
 @loss_scale_option
-@click.option(
-    "--capacity", type=Size(), help="Device memory to keep within, such as 256MB.  [default: all of it]"
-)
+@click.option("--capacity", type=Size(), help="Device memory to keep within, such as 256MB.  [default: all of it]")
 @click.option("--device", default="cpu", show_default=True, help="A name from `relay devices`.")
 @click.option(
     "--seed",
@@ -112,9 +107,7 @@ SAMPLE_BYTES = 300
     type=click.IntRange(0, 2**63 - 1),
     help="Of weights, data, dropout.",
 )
-@click.option(
-    "--out", default=DEFAULT_FOLDER, show_default=True, type=click.Path(), help="Folder for the result."
-)
+@click.option("--out", default=DEFAULT_FOLDER, show_default=True, type=click.Path(), help="Folder for the result.")
 @click.option(
     "--trace",
     type=click.Path(dir_okay=False),
@@ -129,9 +122,7 @@ SAMPLE_BYTES = 300
 @click.option(
     "--resume/--no-resume", default=False, help="Go on from the newest whole checkpoint in --out, if there is one."
 )
-@click.option(
-    "--sample/--no-sample", default=True, show_default=True, help="Let the model write some text at the end."
-)
+@click.option("--sample/--no-sample", default=True, show_default=True, help="Let the model write some text at the end.")
 @click.option("--plan", type=click.Path(path_type=Path), help="A run file as `relay plan --out` writes it.")
 @json_option
 @click.pass_context
@@ -149,10 +140,15 @@ def train(context: click.Context, run_file: Path | None, plan: Path | None, as_j
       relay train --steps 20 --no-sample --json
       relay train --out runs/long --checkpoint-every 100 --resume
     """
+    cautions: list[Callable[[dict[str, Any]], str | None]] = []
     for file in (plan, run_file):
         if file is not None:
-            options |= _from_file(context, file)
+            options |= _from_file(context, file, cautions)
     _check_together(options)
+    for caution in cautions:
+        text = caution(options)
+        if text is not None:
+            click.echo(text, err=True)
     result = _run(options)
     if as_json:
         print_json(result)
@@ -160,13 +156,20 @@ def train(context: click.Context, run_file: Path | None, plan: Path | None, as_j
         click.echo(_summary(result))
 
 
-def _from_file(context: click.Context, run_file: Path) -> dict[str, Any]:
-    """The options that the file gives and the command line does not, checked as the command line's are."""
+def _from_file(
+    context: click.Context, run_file: Path, cautions: list[Callable[[dict[str, Any]], str | None]]
+) -> dict[str, Any]:
+    """The options that the file gives and the command line does not, checked as the command line's are.
+
+    Where the file says for which model it was planned, `cautions` gets what tells whether options build that one.
+    """
     with run_file.open("rb") as file:
         try:
             given = tomllib.load(file)
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as wrong:
             raise click.UsageError(f"'{run_file}' is not valid TOML: {wrong}", context) from wrong
+    if "planned" in given:
+        cautions.append(_caution_of(context, run_file, given.pop("planned")))
     known = {
         parameter.name: parameter
         for parameter in context.command.params
@@ -188,6 +191,16 @@ def _from_file(context: click.Context, run_file: Path) -> dict[str, Any]:
         if context.get_parameter_source(key) is click.core.ParameterSource.DEFAULT:
             chosen[key] = converted
     return chosen
+
+
+def _caution_of(context: click.Context, run_file: Path, table: Any) -> Callable[[dict[str, Any]], str | None]:
+    from relay.planned_model import caution, from_table
+
+    try:
+        planned = from_table(table)
+    except ValueError as wrong:
+        raise click.UsageError(f"'{run_file}': {wrong}", context) from wrong
+    return lambda options: caution(planned, options["layers"], options["hidden"], options["heads"])
 
 
 def _is_of_kind(value: Any, kind: click.ParamType) -> bool:

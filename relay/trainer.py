@@ -61,8 +61,8 @@ class Trainer(RunState):
 
     `precision` `"bf16"` or `"fp16"` computes as PyTorch's autocast does, with master weights and optimizer state on
     the host in fp32. fp16 has a loss scale: `"dynamic"` keeps all gradients of a step on the host until they are known
-    to be finite, and skips the step if not; a number (a power of two) is fixed, updates each layer as soon as it may
-    be, and an overflow is an error (`GradientOverflow`).
+    to be finite, and skips the step if not; a number (a power of two; `"fixed"` is 65536) is fixed, updates each layer
+    as soon as it may be, and an overflow is an error (`GradientOverflow`).
     `state_dtype` is what the optimizer's moments are kept in:
     `"fp32"`, `"bf16"` or `"int8"`. `clip_grad_norm` and `clip_grad_value` are exact, as torch.nn.utils' are.
     `parameter_groups` are mappings with `params` (name patterns such as `"*.bias"`, or the parameters themselves)
@@ -147,7 +147,7 @@ class Trainer(RunState):
         store, server = build(host)
         session = Session(whole, opened, host, store, server, slots, stash, limit, build, precision, state_dtype)
         session.stall_seconds = stall_seconds
-        recorder.lowering, recorder.place = graphs_for(opened.info)
+        recorder.device, (recorder.lowering, recorder.place) = opened.info.name, graphs_for(opened.info)
         scheduled = RelayOptimizer(groups, defaults)
         super().__init__(recorder, session, scheduled, grouping, scale, fixed_scale, seed, chosen)
         self._on_nonfinite = on_nonfinite
@@ -181,9 +181,10 @@ class Trainer(RunState):
         self._check_usable()
         start = perf_counter()
         session = self._session
-        if active is not None and session.store.is_empty:
+        if active is not None and not session.knows_every_layer:
             session.contents(self._ready(batch).stations[0])  # every layer gets its place, as it will be used
         ready = self._ready(batch, active=active)
+        session.knows_every_layer = True
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         # With a loss scale an infinite loss is an overflow like any other: the step is skipped.
         judge = self._judge if self._scale is None else None

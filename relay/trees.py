@@ -88,9 +88,10 @@ class _Object:
         return made
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _Object)
-            and (self.kind, self.attributes, self.items) == (other.kind, other.attributes, other.items)
+        return isinstance(other, _Object) and (self.kind, self.attributes, self.items) == (
+            other.kind,
+            other.attributes,
+            other.items,
         )
 
     def __hash__(self) -> int:

@@ -47,9 +47,7 @@ class Watchdog:
             logger.error("A step has been waited for for %.0f s.\n%s", monotonic() - start, self._describe())
 
 
-def waited_for(
-    ran: Ran, stash: Stash, pending: Sequence[Event], slots: Sequence[DeviceSlot], device: Device
-) -> str:
+def waited_for(ran: Ran, stash: Stash, pending: Sequence[Event], slots: Sequence[DeviceSlot], device: Device) -> str:
     """What a step still waits for; `pending` are updates of the step before."""
     kinds: dict[str, Sequence[Event]] = {
         "loads": ran.loads,

@@ -120,10 +120,7 @@ def find_loss_weight(
 
     `first` is how many tensors of the batch come before the targets.
     """
-    examples = [
-        [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in group]
-        for group in (outputs, targets)
-    ]
+    examples = [[torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in group] for group in (outputs, targets)]
     try:
         traced = trace(loss, examples, "loss")
     except Exception:  # a loss that cannot be traced by itself is weighted by samples, and traced again with its layer

@@ -1,7 +1,7 @@
 """The workspace of a pass over the model: what it needs on device and host, worked out before anything is taken.
 
 A `Requirement` is bytes by purpose; where it passes the device's capacity the run is refused at once, with what
-would reduce it. A `Workspace` is then the allocated stash for one set of micro-batch shapes.
+would reduce it. Stash plans are made here, by the order of the schedule's visits; nothing is allocated.
 """
 
 from __future__ import annotations

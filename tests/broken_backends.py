@@ -7,21 +7,19 @@ and how the command answers. They are made known to the registry as an installed
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import sys
 import weakref
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import unregistered
 from click.testing import CliRunner
 
 from backends.array_ops import FUNCTIONS
 from backends.host_memory import HostBuffer, HostQueue
 from backends.numpy_device import NumpyBackend, NumpyDevice, NumpyKernel, NumpyQueue
-from hal import registry
 from hal.device import Buffer, Device, Probe
 from hal.event import Event
 from hal.gaps import Gap
@@ -229,14 +227,8 @@ class BrokenBackend(NumpyBackend):
         return BrokenDevice(selector, capacity)
 
 
-def entry_points(*, group: str) -> Sequence[importlib.metadata.EntryPoint]:
-    """This package's, beside those that are installed."""
-    here = importlib.metadata.EntryPoint("broken", f"{__name__}:BrokenBackend", registry.GROUP)
-    return [*importlib.metadata.entry_points(group=group), here]
-
-
 def main() -> None:
-    registry.entry_points = entry_points  # type: ignore[attr-defined]
+    unregistered.register("broken", f"{__name__}:BrokenBackend")
     failed = {}
     for fault, tests in FAULTS.items():
         op, function = OPS.get(fault, ("", None))

@@ -11,6 +11,7 @@ on one thread. Two test processes that each spin on all cores wait for each othe
 import gc
 import os
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 MACHINES = Path(__file__).parent / "machines"
 
 SCHEDULER = (
-    "architecture", "checkpoint", "clipping", "data_dependent", "dropout", "exactness", "families", "faults",
-    "fixed_loss_scale", "memory_model", "optimizer_options", "precision", "resume", "semantics",
+    "architecture", "checkpoint", "clipping", "data_dependent", "dropout", "evaluation", "exactness", "families",
+    "faults", "fixed_loss_scale", "held_updates", "memory_model", "optimizer_options", "overflow", "precision",
+    "resume", "semantics", "tied_weights",
 )  # fmt: skip
 """The files `test_*.py` that train through the schedule and the parameter server on a device they name."""
 
@@ -96,3 +98,55 @@ def build() -> Iterator[Callable[..., Any]]:
     yield make
     for trainer in made:
         trainer.close()
+
+
+@pytest.fixture(params=["cpu", "cpu:discrete"])
+def device(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Each CPU device in turn; a file about another device has a fixture of that name of its own."""
+    from cpu_devices import opened
+
+    with opened(request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def unified() -> Iterator[Any]:
+    from cpu_devices import opened
+
+    with opened("cpu") as made:
+        yield made
+
+
+@pytest.fixture
+def discrete() -> Iterator[Any]:
+    from cpu_devices import opened
+
+    with opened("cpu:discrete") as made:
+        yield made
+
+
+@pytest.fixture
+def gate() -> Iterator[Any]:
+    """Holds back what waits for its event until the test opens it."""
+    from hal.conformance.gate import Gate
+
+    with Gate() as made:
+        yield made
+
+
+@pytest.fixture(params=["cpu", "cpu:discrete"])
+def bench(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A slot on each CPU device in turn."""
+    from slot_bench import Bench
+
+    with closing(Bench(request.param)) as made:
+        yield made
+
+
+@pytest.fixture
+def apart() -> Iterator[Any]:
+    """A slot on the CPU device whose memory is apart from the host's."""
+    from slot_bench import Bench
+
+    with closing(Bench("cpu:discrete")) as made:
+        yield made

@@ -1,6 +1,7 @@
 """Small models that several tests share, and how to compare one that is relayed with one that is not.
 
-Sequences of vectors go in and out; every model returns its loss and its value. Nothing is random but by torch's seed.
+`Stack` and its like take sequences of vectors and return their loss and their value; `gpt` and `perceptron` are there
+as a whole model and as a list of modules. Nothing is random but by torch's seed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import relay
+from relay.eps.small_states import Int8State
+from relay.models import GPT
 
 WIDTH = 8
 
@@ -80,3 +83,43 @@ def check(build: Build, make: Callable[[], nn.Module], given: list[dict[str, Ten
     assert [trainer.step(batch).loss for batch in given] == losses
     reference.assert_same_state(ours.state_dict(), plain.state_dict())
     return trainer
+
+
+def gpt(layers: int = 3, **changes: Any) -> GPT:
+    """A byte-sized GPT, always with the same weights, for `reference.text_batches`."""
+    torch.manual_seed(0)
+    settings = {"vocabulary": 64, "layers": layers, "hidden": 16, "heads": 2, "sequence": 12, "tied": False}
+    return GPT(**{**settings, **changes})
+
+
+def perceptron(middle: Callable[[], nn.Module] = nn.Identity, count: int = 3) -> list[nn.Module]:
+    """A list of modules for `regression`, always with the same weights."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(8, 8), middle(), nn.Tanh()) for _ in range(count)]
+    return [nn.Linear(6, 8), *layers, nn.Linear(8, 3)]
+
+
+def same_perceptrons(middle: Callable[[], nn.Module] = nn.Identity) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Two copies: the relay's, and plain PyTorch's."""
+    return perceptron(middle), perceptron(middle)
+
+
+def regression(batch: int = 10, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Inputs (batch, 6) and targets (batch, 3)."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, 6, generator=generator), torch.randn(batch, 3, generator=generator)
+
+
+def everything(trainer: relay.Trainer) -> dict[str, Tensor]:
+    """Copies of all that a step may change: parameters, buffers, optimizer states with their step counts."""
+    trainer.synchronize()
+    optimizer = trainer._session.server.optimizer
+    result = reference.copy_of(trainer.state_dict())
+    for name, _ in trainer._model.named_parameters():
+        for label, value in optimizer.state(name).items():
+            if isinstance(value, Int8State):
+                result[f"{name} {label} codes"] = value.codes.clone()
+                result[f"{name} {label} scales"] = value.scales.clone()
+            elif isinstance(value, Tensor):
+                result[f"{name} {label}"] = value.clone()
+    return result

@@ -93,9 +93,7 @@ def train(
     return losses
 
 
-def gradient_norm(
-    model: nn.Module, batch: Any, microbatches: int, loss: Callable[..., Tensor] | None = None
-) -> float:
+def gradient_norm(model: nn.Module, batch: Any, microbatches: int, loss: Callable[..., Tensor] | None = None) -> float:
     """The global norm of a batch's gradients. Leaves the model as it was."""
     pieces = cut(batch, microbatches)
     gradients_of(caller(model, loss), pieces, by_samples(pieces))

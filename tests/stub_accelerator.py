@@ -9,21 +9,19 @@ Run as a script with a selection of tests, it runs these of the conformance suit
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
-import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import unregistered
 
 from backends.host_memory import self_test
 from backends.torch_accelerator import Accelerator
 from backends.torch_device import TorchBackend, TorchDevice
 from backends.torch_graphs import Recorder
-from hal import registry
 from hal.device import Device, Probe
 from hal.pages import PageLocker
 
@@ -162,19 +160,6 @@ class StubBackend(TorchBackend):
         return TorchDevice("stubtorch", StubAccelerator(), capacity) if not selector else super().open("none")
 
 
-def entry_points(*, group: str) -> Sequence[importlib.metadata.EntryPoint]:
-    here = importlib.metadata.EntryPoint("stubtorch", f"{__name__}:StubBackend", registry.GROUP)
-    return [*importlib.metadata.entry_points(group=group), here]
-
-
-def main() -> None:
-    from relay.conformance.command import run
-
-    registry.entry_points = entry_points  # type: ignore[attr-defined]
-    tally = run("stubtorch", sys.argv[1], True, sys.stderr)
-    failed = {test["test"]: test["reason"] for test in tally.with_outcome("failed")}
-    print(json.dumps({"failed": failed, "passed": len(tally.with_outcome("passed"))}))
-
-
 if __name__ == "__main__":
-    main()
+    unregistered.register("stubtorch", f"{__name__}:StubBackend")
+    unregistered.print_conformance("stubtorch", only=sys.argv[1])

@@ -8,9 +8,6 @@ Run as a script, it runs the conformance suite on the CuPy device over this stan
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
-import sys
 import threading
 import weakref
 from collections import deque
@@ -19,14 +16,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import unregistered
 
 from backends import array_random
-from backends.array_ops import Arrays
+from backends.arrays import Arrays
 from backends.cupy_device import CupyBackend, CupyDevice
 from backends.cupy_runtime import CupyRuntime
 from backends.host_memory import self_test
 from backends.numpy_device import as_array, numpy_arrays
-from hal import registry
 from hal.device import Device, Probe
 
 
@@ -181,19 +178,7 @@ class StubBackend(CupyBackend):
         return CupyDevice("stubcupy", StubRuntime(), capacity) if not selector else super().open("none")
 
 
-def entry_points(*, group: str) -> Sequence[importlib.metadata.EntryPoint]:
-    here = importlib.metadata.EntryPoint("stubcupy", f"{__name__}:StubBackend", registry.GROUP)
-    return [*importlib.metadata.entry_points(group=group), here]
-
-
-def main() -> None:
-    from relay.conformance.command import run
-
-    registry.entry_points = entry_points  # type: ignore[attr-defined]
-    tally = run("stubcupy", None, True, sys.stderr, samples=1)  # the array code has all of them on numpy
-    failed = {test["test"]: test["reason"] for test in tally.with_outcome("failed")}
-    print(json.dumps({"failed": failed, "passed": len(tally.with_outcome("passed"))}))
-
-
 if __name__ == "__main__":
-    main()
+    unregistered.register("stubcupy", f"{__name__}:StubBackend")
+    # The array code has all samples on numpy.
+    unregistered.print_conformance("stubcupy", samples=1)

@@ -1,5 +1,6 @@
 """The relay gives the CPU's results under every order of execution that its events allow, over poisoned memory."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from scenarios import SCENARIOS, differences
 
 from hal import registry
+from hal.event import Event
 
 ORDERS = ["order=eager", "order=late", *(f"order=random,seed={seed}" for seed in range(10))]
 UNIFIED = Path(__file__).parent / "machines" / "unified.toml"
@@ -93,3 +95,32 @@ def test_an_error_travels_along_events_and_stops_nothing_else() -> None:
         assert isinstance(caught.value.__cause__, ValueError)
         other.wait()
         device.close()
+
+
+class InterruptedOnce(Event):
+    """Somebody presses Ctrl-C when it is waited for; from then on it has ended."""
+
+    def __init__(self) -> None:
+        self.pressed = False
+
+    def done(self) -> bool:
+        return self.pressed
+
+    def wait(self) -> None:
+        if not self.pressed:
+            self.pressed = True
+            signal.raise_signal(signal.SIGINT)
+
+    def span(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
+
+@pytest.mark.parametrize("order", ORDERS[:3])
+def test_ctrl_c_while_something_elsewhere_is_awaited_is_not_lost_and_one_can_wait_again(order: str) -> None:
+    device = registry.open(f"sim:generic,{order}")
+    view = device.alloc(64).view(0, (16,), torch.float32)
+    written = device.queue("load").write(view, torch.ones(16), [InterruptedOnce()])
+    with pytest.raises(KeyboardInterrupt):
+        written.wait()
+    written.wait()
+    device.close()

@@ -51,6 +51,7 @@ class Plain:
     ) -> None:
         self.model = model
         self.precision = precision
+        self.clip: float | None = None
         self.optimizer = make(list(model.parameters()))
 
     def step(self, batch: dict[str, Tensor], active: list[int] | None = None) -> float:
@@ -64,6 +65,8 @@ class Plain:
                 return call(piece)
 
         loss = reference.gradients_of(rounded, pieces, reference.by_samples(pieces))
+        if self.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
         return loss
 
@@ -118,6 +121,58 @@ def test_device_memory_is_the_same_whichever_layers_take_part(build: Build) -> N
     for batch, active in zip(given, SUBSETS, strict=False):
         peaks.append(trainer.step(batch, active=active).device_peak_bytes)
     assert max(peaks) == peaks[0]
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "layers_per_slot"),
+    [("cpu", "fp32", 2), ("cpu:discrete", "fp32", 3), ("cpu:discrete", "bf16", 2), ("cpu:discrete", "fp32", 1)],
+)
+def test_host_memory_is_the_same_whichever_layers_meet_in_a_slot_of_a_clipped_step(
+    build: Build, device: str, precision: str, layers_per_slot: int
+) -> None:
+    """To the byte: what one step with every layer takes is enough for any of the others, and refused if it is not."""
+    subsets = [[1, 2], [0, 4], [1, 3, 4], [2, 3], [0, 2, 3], [1, 2]]
+    given = batches(len(subsets) + 2)
+    common = {
+        "microbatches": 2, "device": device, "precision": precision, "stash": "host", "clip_grad_norm": 0.05,
+        "layers_per_slot": layers_per_slot,
+    }  # fmt: skip
+    whole = build(pair(5)[0], **common)
+    whole.step(given[0])
+    bytes_of_all = whole.ledger.total
+
+    model, plain = pair(5)
+    trainer = build(model, host_memory=bytes_of_all, **common)
+    plain.precision, plain.clip = precision, 0.05
+    trainer.evaluate(given[0])
+    for batch, active in zip(given, subsets, strict=False):
+        assert trainer.step(batch, active=active).loss == plain.step(batch, active)
+        assert trainer.ledger.total <= bytes_of_all
+    assert trainer.step(given[-1]).loss == plain.step(given[-1])
+    assert trainer.ledger.total == bytes_of_all
+    reference.assert_same_state(trainer.state_dict(), plain.model.state_dict())
+
+    refused = build(pair(5)[0], host_memory=bytes_of_all - 1, **common)
+    refused.evaluate(given[0])
+    with pytest.raises(OutOfMemory, match="host_memory="):
+        refused.step(given[0], active=[1, 2])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
+def test_a_weight_shared_by_layers_that_meet_or_do_not_is_clipped_as_in_pytorch(build: Build, device: str) -> None:
+    """Its gradient has a place for each use: how many there are depends on who shares a slot with whom."""
+    model, plain = pair(5)
+    for one in (model, plain.model):
+        for number in (0, 3, 4):
+            one.layers[number].inner = one.layers[2].inner
+    make = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9)
+    plain = Plain(plain.model, make)
+    plain.clip = 0.05
+    trainer = build(model, microbatches=2, device=device, clip_grad_norm=0.05, layers_per_slot=2, optimizer=make)
+    for batch, active in zip(batches(6), [None, [1, 2, 3], [0, 1, 2, 3], [2, 4], None, [1, 2, 3, 4]], strict=True):
+        assert trainer.step(batch, active=active).loss == pytest.approx(plain.step(batch, active), rel=1e-6)
+    for name, tensor in plain.model.state_dict().items():
+        torch.testing.assert_close(trainer.state_dict()[name], tensor, rtol=1e-6, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])

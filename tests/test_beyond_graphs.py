@@ -30,6 +30,17 @@ class Layer(nn.Module):
         return self.then(self.linear(values))
 
 
+class Apply(nn.Module):
+    """A function, as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.function(values)
+
+
 def regular(values: Tensor) -> Tensor:
     """A square matrix that has an inverse."""
     return 2 * torch.eye(8) + 0.01 * values.T @ values
@@ -95,9 +106,44 @@ def test_a_loss_that_is_no_graph_trains_as_in_pytorch(loss: str) -> None:
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_layer_that_is_no_graph_is_refused_by_name_where_only_graphs_run(layer: str) -> None:
-    with pytest.raises(Unsupported, match=r"layer '1' would have to run eagerly, .* since aten\.\w+") as refused:
+    says = r"device 'numpy' .*layer '1' would have to run eagerly, .* since aten\.\w+"
+    with pytest.raises(Unsupported, match=says) as refused:
         relayed(modules(LAYERS[layer]), functional.mse_loss, "numpy")
     assert refused.value.op.startswith("aten.")
+    assert refused.value.device == "numpy"
+
+
+UNDERIVED: dict[str, Callable[[Tensor], Tensor]] = {
+    "_unique2": lambda values: values + values.unique().sum(),
+    "unique_dim": lambda values: values + values.unique(dim=0).sum(),
+    "unique_consecutive": lambda values: values + values.flatten().unique_consecutive().sum(),
+    "bincount": lambda values: values + torch.bincount(torch.arange(values.shape[1]) % 3, weights=values[0]).sum(),
+    "igamma": lambda values: torch.special.gammainc(values.abs() + 1, values.abs() + 1),
+}
+"""Functions of which PyTorch has no derivative, by the op without one; all but the last are no graphs either."""
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("op", UNDERIVED)
+def test_a_gradient_that_pytorch_does_not_have_is_refused_before_the_step(op: str, place: int) -> None:
+    """In the first module too, whose inputs need none, and in the last, which runs with the loss."""
+    layers = modules()
+    layers[place] = nn.Sequential(layers[place], Layer(UNDERIVED[op]) if place == 1 else Apply(UNDERIVED[op]))
+    with pytest.raises((NotImplementedError, RuntimeError), match=rf"derivative for .*{op}"):
+        plain(layers, functional.mse_loss)
+    before = [value.clone() for value in nn.Sequential(*layers).state_dict().values()]
+    with pytest.raises(relay.CaptureError, match=rf"layer '{place}' needs a gradient through aten\.{op}.*detach"):
+        relayed(layers, functional.mse_loss, "cpu")
+    after = nn.Sequential(*layers).state_dict().values()
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("op", [op for op in UNDERIVED if op != "igamma"])
+def test_where_no_gradient_is_asked_for_the_same_ops_train_as_in_pytorch(op: str) -> None:
+    def make() -> list[nn.Module]:
+        return modules(lambda: Layer(lambda values: values + 0.1 * UNDERIVED[op](values.detach())))
+
+    assert relayed(make(), functional.mse_loss, "cpu") == plain(make(), functional.mse_loss)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -3,14 +3,15 @@
 import functools
 import json
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import plain_models
 import pytest
 import reference
 import safetensors.torch
 import torch
+from plain_models import Build, everything
 from torch import nn
 
 import relay
@@ -21,27 +22,13 @@ from relay.models import GPT
 STEPS = 6
 BATCHES = reference.text_batches(STEPS, batch=6, vocabulary=32)
 
-Build = Callable[..., relay.Trainer]
+gpt = functools.partial(plain_models.gpt, layers=2, vocabulary=32)
 
 
 @pytest.fixture
-def build() -> Iterator[Build]:
-    """Makes trainers of a small GPT, and closes them after the test."""
-    made: list[relay.Trainer] = []
-
-    def make(model: Any = None, **options: Any) -> relay.Trainer:
-        made.append(relay.Trainer(gpt() if model is None else model, **{"microbatches": 2, **options}))
-        return made[-1]
-
-    yield make
-    for trainer in made:
-        trainer.close()
-
-
-def gpt(**changes: Any) -> GPT:
-    torch.manual_seed(0)
-    settings = {"vocabulary": 32, "layers": 2, "hidden": 16, "heads": 2, "sequence": 12, "tied": False}
-    return GPT(**{**settings, **changes})
+def build(build: Build) -> Build:
+    """Makes trainers, of a small GPT where no model is given, and closes them after the test."""
+    return lambda model=None, **options: build(gpt() if model is None else model, **{"microbatches": 2, **options})
 
 
 def stranger() -> GPT:
@@ -51,23 +38,6 @@ def stranger() -> GPT:
         for parameter in model.parameters():
             parameter.normal_()
     return model
-
-
-def everything(trainer: relay.Trainer) -> dict[str, torch.Tensor]:
-    """Weights and optimizer states, as plain tensors."""
-    trainer.synchronize()
-    optimizer = trainer._session.server.optimizer
-    result = reference.copy_of(trainer.state_dict())
-    for name, _ in trainer._model.named_parameters():
-        for label, value in optimizer.state(name).items():
-            if isinstance(value, torch.Tensor):
-                result[f"{name} {label}"] = value.clone()
-            elif hasattr(value, "codes"):
-                result[f"{name} {label} codes"], result[f"{name} {label} scales"] = (
-                    value.codes.clone(),
-                    value.scales.clone(),
-                )
-    return result
 
 
 def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:

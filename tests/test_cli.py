@@ -66,9 +66,7 @@ def trained(tmp_path: Path) -> Path:
 # **** all commands ****
 
 
-@pytest.mark.parametrize(
-    "command", [[], ["devices"], ["train"], ["sample"], ["simulate"], ["plan"], ["calibrate"]]
-)
+@pytest.mark.parametrize("command", [[], ["devices"], ["train"], ["sample"], ["simulate"], ["plan"], ["calibrate"]])
 def test_help_explains_and_shows_how(command: list[str]) -> None:
     result = relay(*command, "--help")
     assert result.exit_code == 0
@@ -101,9 +99,7 @@ def test_being_asked_wrongly_with_json_still_answers_one_object() -> None:
 
 def test_devices_shows_the_cpu_with_a_passed_self_test() -> None:
     assert "✓ cpu" in relay("devices").stdout
-    (cpu,) = [
-        device for device in only_object(relay("devices", "--json"))["devices"] if device["name"] == "cpu"
-    ]
+    (cpu,) = [device for device in only_object(relay("devices", "--json"))["devices"] if device["name"] == "cpu"]
     assert cpu["available"]
     assert cpu["description"]
 
@@ -167,9 +163,7 @@ def test_compiling_is_said_to_the_log_and_shown_as_a_line_or_in_the_bar() -> Non
 
 
 def test_the_same_options_give_the_same_losses_and_another_seed_gives_others(tiny: list[str]) -> None:
-    first, again, other = (
-        only_object(relay("train", *tiny, "--json", "--seed", seed)) for seed in ("7", "7", "8")
-    )
+    first, again, other = (only_object(relay("train", *tiny, "--json", "--seed", seed)) for seed in ("7", "7", "8"))
     assert first["loss_last"] == again["loss_last"]
     assert first["held_out_after"] == again["held_out_after"]
     assert first["loss_first"] != other["loss_first"]
@@ -214,9 +208,7 @@ def test_a_run_file_gives_options_and_the_command_line_wins(tmp_path: Path, tiny
         ("steps = = 3", ["run.toml", "not valid TOML", "line 1"]),
     ],
 )
-def test_a_wrong_run_file_is_exit_code_2_naming_key_and_file(
-    content: str, named: list[str], tmp_path: Path
-) -> None:
+def test_a_wrong_run_file_is_exit_code_2_naming_key_and_file(content: str, named: list[str], tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(content)
     result = relay("train", file)
@@ -242,9 +234,7 @@ def test_a_run_file_that_is_not_there_is_exit_code_1(tmp_path: Path) -> None:
         (["--lr", "0"], "--lr"),
     ],
 )
-def test_options_that_cannot_be_meant_are_exit_code_2(
-    extra: list[str], message: str, tiny: list[str]
-) -> None:
+def test_options_that_cannot_be_meant_are_exit_code_2(extra: list[str], message: str, tiny: list[str]) -> None:
     result = relay("train", *tiny, *extra)
     assert result.exit_code == 2
     assert message in result.stderr
@@ -289,8 +279,7 @@ def test_the_learning_rate_warms_up_then_falls_to_a_tenth() -> None:
 
 def test_sample_writes_as_many_bytes_as_asked_and_the_same_for_a_seed(trained: Path) -> None:
     first, again, other = (
-        only_object(relay("sample", trained, "--bytes", 20, "--seed", seed, "--json"))["text"]
-        for seed in (1, 1, 2)
+        only_object(relay("sample", trained, "--bytes", 20, "--seed", seed, "--json"))["text"] for seed in (1, 1, 2)
     )
     assert first == again != other
     assert first.startswith("def ")
@@ -353,9 +342,7 @@ def test_weights_come_back_as_they_were_saved(tmp_path: Path, tied: bool) -> Non
 # **** as a person runs it ****
 
 
-def test_the_module_form_trains_and_samples_with_a_clean_standard_output(
-    tiny: list[str], tmp_path: Path
-) -> None:
+def test_the_module_form_trains_and_samples_with_a_clean_standard_output(tiny: list[str], tmp_path: Path) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "relay", *arguments]
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}

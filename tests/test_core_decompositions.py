@@ -1,19 +1,22 @@
 """Layers whose ops are taken apart for core devices give PyTorch's values and gradients on numpy."""
 
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
+import core_cases
 import devices
 import pytest
-import test_core_lowering as lowering
 import torch
 import torch.nn.functional as F
-from test_core_lowering import Of, real, whole
+from core_cases import Of, real, whole
 from torch import Tensor, nn
 
 from hal.errors import Unsupported
 from hal.ops import check
 from relay.capture import Lowering, capture
+from relay.errors import CaptureError
 
 CUBE = real(2, 3, 5, 6, 4)
 IMAGE = real(2, 3, 7, 9)
@@ -96,40 +99,153 @@ CASES: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
 }
 
 
+def points(*shape: int) -> Tensor:
+    """Where to sample: inside, beyond the borders, and far beyond."""
+    torch.manual_seed(3)
+    return (torch.rand(shape) * 5 - 2.5).requires_grad_()
+
+
+WAYS = list(itertools.product(("zeros", "border", "reflection"), (False, True)))
+FEWER = [("zeros", True), ("border", False), ("reflection", False)]
+
+
+def sampled(mode: str, ways: Any, x: Tensor, *grid: int) -> tuple[Callable[..., Any], list[Tensor]]:
+    """An image or volume sampled with every kind of padding, corners aligned or not."""
+
+    def sample(x: Tensor, grid: Tensor) -> Tensor:
+        return torch.stack([F.grid_sample(x, grid, mode, padding, aligned) for padding, aligned in ways])
+
+    return sample, [x, points(*grid)]
+
+
+def bags(mode: str, **options: Any) -> tuple[Callable[..., Any], list[Tensor]]:
+    """Bags of five, and with offsets some of one and none."""
+    torch.manual_seed(1)
+    bag = nn.EmbeddingBag(9, 4, mode=mode, **options)
+    several = torch.tensor([0, 3, 3, 4, 9] + ([15] if options.get("include_last_offset") else []))
+    return OfBags(bag, several), [whole(3, 5, below=9), whole(15, below=9)]
+
+
+class OfBags(nn.Module):
+    """A layer of bags, called with a table of indices and with a list of them."""
+
+    def __init__(self, bag: nn.EmbeddingBag, offsets: Tensor) -> None:
+        super().__init__()
+        self.bag = bag
+        self.register_buffer("offsets", offsets)
+
+    def forward(self, table: Tensor, line: Tensor) -> Tensor:
+        return torch.cat([*([] if self.bag.include_last_offset else [self.bag(table)]), self.bag(line, self.offsets)])
+
+
+def weighted(table: Tensor, line: Tensor, by: Tensor) -> Tensor:
+    """Embeddings of bags with a weight for each index."""
+    return F.embedding_bag(line, table, torch.tensor([0, 2, 2, 5]), mode="sum", per_sample_weights=by)
+
+
+STEPS = torch.tensor([[3.0, 1.0, 3.0, -2.0, 3.0, 5.0], [0.0, -0.0, -1.0, 2.0, 2.0, 1.0]])
+WIDE = (real(4, 5).detach() * 40).requires_grad_()
+
+CASES |= {
+    "erfc": (lambda x: torch.erfc(x * 3) + torch.erfc(x.abs() * 9) * 1e30 + torch.erfc(-x * 30), [INSIDE]),
+    "erfcx": (lambda x: torch.special.erfcx(x * 4) + torch.special.erfcx(x.detach().abs() * 1e6), [INSIDE]),
+    "log_ndtr": (lambda x: torch.special.log_ndtr(x * 9), [INSIDE]),
+    "remainders of numbers": (lambda x, y: torch.fmod(x, y) + torch.remainder(x, y), [WIDE, real(5)]),
+    "remainders of large numbers": (
+        lambda x, y: torch.fmod(x * 1e20, y) + torch.remainder(x * 1e20, y).sin(),
+        [WIDE, INSIDE],
+    ),
+    "truncated remainders of whole numbers": (
+        lambda x, i: x * torch.fmod(i - 5, i % 3 - 4),
+        [INSIDE, whole(4, 5, below=9)],
+    ),
+    "fractions and signs": (
+        lambda x: (
+            x.frac() * x.signbit()
+            + x * (x.detach().sign() * 0.0).signbit()
+            + x * torch.heaviside(x.detach().trunc(), torch.full((), 0.5))
+        ),
+        [WIDE],
+    ),
+    "ldexp": (lambda x, i: torch.ldexp(x, i) + torch.ldexp(x.detach(), i - 5), [INSIDE, whole(4, 5, below=9)]),
+    "running extremes": (lambda x: x.cummax(1)[0] + x.cummin(0)[0] + (x * STEPS[0, :5]).cummax(-1)[1], [real(4, 5)]),
+    "running extremes of equals": (
+        lambda x: x * (STEPS.cummax(1)[1] + STEPS.cummin(1)[1] + STEPS.long().cummax(0)[1]),
+        [real(2, 6)],
+    ),
+    "running extremes with NaN": (lambda x: x.log().cummax(1)[0] + x.log().cummin(0)[1], [real(4, 5)]),
+    "running sums of exponentials": (lambda x: x.logcumsumexp(1) + x.mul(50).logcumsumexp(0), [real(4, 5)]),
+    "running sums from nothing": (
+        lambda x: x.detach().log().nan_to_num(-math.inf).logcumsumexp(1).exp() + x,
+        [real(4, 7)],
+    ),
+    **{f"bags, {mode}": bags(mode) for mode in ("sum", "mean", "max")},
+    **{f"bags with padding, {mode}": bags(mode, padding_idx=2) for mode in ("sum", "mean", "max")},
+    **{f"bags with a last offset, {mode}": bags(mode, include_last_offset=True) for mode in ("sum", "mean", "max")},
+    "bags of weighted embeddings": (weighted, [real(9, 4), whole(8, below=9), real(8)]),
+    "an image sampled, bilinear": sampled("bilinear", WAYS, IMAGE, 2, 4, 5, 2),
+    "an image sampled, nearest": sampled("nearest", WAYS, IMAGE, 2, 4, 5, 2),
+    "an image sampled, bicubic": sampled("bicubic", FEWER[1:], IMAGE, 2, 4, 5, 2),
+    "a volume sampled, bilinear": sampled("bilinear", FEWER[1:], CUBE, 2, 3, 2, 4, 3),
+    "a volume sampled, nearest": sampled("nearest", FEWER, CUBE, 2, 3, 2, 4, 3),
+    "one row sampled": (
+        lambda x, g: F.grid_sample(x[:, :, :1], g, padding_mode="reflection", align_corners=True),
+        [IMAGE, points(2, 4, 5, 2)],
+    ),
+    "strided": (lambda x: x.as_strided((2, 3), (5, 1), 1).sin(), [INSIDE]),
+    "strided, with elements twice": (lambda x: (x + 1).as_strided((3, 3), (2, 1), 4) * STEPS[0, :3], [INSIDE]),
+    "strided in another order": (lambda x: x.sin().t().as_strided((3, 2), (1, 7), 2) * STEPS[0, :2], [INSIDE]),
+    "strided and put back": (
+        lambda x, y: torch.as_strided_scatter(x, y, (2, 3), (9, 2), 1) * x,
+        [INSIDE, real(2, 3)],
+    ),
+    "warped by an affine map": (
+        lambda x, t: F.grid_sample(x, F.affine_grid(t, [2, 3, 4, 5], align_corners=False), align_corners=False),
+        [IMAGE, real(2, 2, 3)],
+    ),
+}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients_on_numpy_are_pytorchs(case: str) -> None:
     function, inputs = CASES[case]
     module = Of(function)
     core = capture(module, inputs, case, lowering=Lowering.CORE)
+    for tensor in [*inputs, *module.parameters()]:
+        tensor.grad = None
     (expected,) = module(*inputs)
-    given = lowering.given_to(module, core, inputs)
+    given = core_cases.given_to(module, core, inputs)
     assert core.backward is not None
     (seed,) = [port for port in core.backward.inputs if port.role.value == "seed"]
-    expected.backward(lowering.given_to(module, core, inputs)[seed.role][seed.index])
+    expected.backward(core_cases.given_to(module, core, inputs)[seed.role][seed.index])
     wanted = {"value gradient": [x.grad for x in inputs], "parameter gradient": [p.grad for p in module.parameters()]}
-    found = lowering.run("numpy", core.forward, given)
+    found = core_cases.run("numpy", core.forward, given)
     torch.testing.assert_close(found[-1], expected.detach(), rtol=2e-5, atol=2e-6, equal_nan=True)
-    gradients = lowering.run("numpy", core.backward, given)
+    gradients = core_cases.run("numpy", core.backward, given)
     for port, gradient in zip(core.backward.outputs, gradients, strict=True):
         theirs = wanted[port.role.value][port.index]
         torch.testing.assert_close(gradient, theirs, rtol=5e-5, atol=5e-6, equal_nan=True)
-    for tensor in [*inputs, *module.parameters()]:
-        tensor.grad = None
 
 
 @pytest.mark.parametrize("name", ["onnx:cpu", "opencl"])
 @pytest.mark.parametrize(
-    "case", ["asinh far away", "acos", "hypot", "adaptive average pooling", "largest pooling rounded up", "median"]
+    "case",
+    [
+        *("asinh far away", "acos", "hypot", "adaptive average pooling", "largest pooling rounded up", "median"),
+        *("erfc", "remainders of numbers", "running extremes", "bags with padding, mean", "warped by an affine map"),
+    ],
 )
 def test_other_core_devices_give_what_numpy_gives(case: str, name: str) -> None:
     devices.require(name)
     function, inputs = CASES[case]
     module = Of(function)
     core = capture(module, inputs, case, lowering=Lowering.CORE)
-    given = lowering.given_to(module, core, inputs)
+    given = core_cases.given_to(module, core, inputs)
     for program in (core.forward, core.backward):
         assert program is not None
-        for ours, theirs in zip(lowering.run(name, program, given), lowering.run("numpy", program, given), strict=True):
+        for ours, theirs in zip(
+            core_cases.run(name, program, given), core_cases.run("numpy", program, given), strict=True
+        ):
             torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
 
 
@@ -141,16 +257,38 @@ def margins(x: Tensor) -> Tensor:
 def test_what_pytorch_takes_apart_wrongly_is_refused() -> None:
     program = capture(Of(margins), [INSIDE], "margins", lowering=Lowering.CORE).forward
     with pytest.raises(Unsupported, match="multilabel_margin_loss_forward"):
-        check(program, lowering.CHIP)
+        check(program, core_cases.CHIP)
+
+
+@pytest.mark.parametrize(
+    ("function", "op"),
+    [
+        (lambda x: x * F.embedding_bag(torch.arange(5), x, torch.tensor([0, 3]), scale_grad_by_freq=True).sum(), "bag"),
+        (lambda x: F.ctc_loss(x.log_softmax(-1).unsqueeze(1), torch.tensor([[1, 2]]), [4], [2]), "_ctc_loss"),
+        (lambda x: x + torch.special.i0(x), "i0"),
+        (lambda x: x[1:].as_strided((2, 3), (5, 1), 0), "as_strided"),
+        (lambda x: x + torch.lgamma(x + 2), "lgamma"),
+    ],
+)
+def test_what_has_no_core_form_is_refused_by_name_before_it_runs(function: Callable[..., Any], op: str) -> None:
+    def compile_both() -> None:
+        core = capture(Of(function), [INSIDE], "odd", lowering=Lowering.CORE)
+        for program in (core.forward, core.backward):
+            assert program is not None
+            check(program, core_cases.CHIP)
+
+    with pytest.raises((Unsupported, CaptureError), match=op) as refused:
+        compile_both()
+    assert op in refused.value.op
 
 
 def test_what_pytorch_takes_apart_wrongly_is_right_where_pytorch_runs_it() -> None:
     captured = capture(Of(margins), [INSIDE], "margins")
     expected = margins(INSIDE)
     (gradient,) = torch.autograd.grad(expected, INSIDE)
-    given = lowering.given_to(nn.Identity(), captured, [INSIDE])
+    given = core_cases.given_to(nn.Identity(), captured, [INSIDE])
     assert captured.backward is not None
     (seed,) = [port for port in captured.backward.inputs if port.role.value == "seed"]
     given[seed.role] = [torch.ones(seed.shape)]
-    assert torch.equal(lowering.run("cpu", captured.forward, given)[-1], expected.detach())
-    assert torch.equal(lowering.run("cpu", captured.backward, given)[0], gradient)
+    assert torch.equal(core_cases.run("cpu", captured.forward, given)[-1], expected.detach())
+    assert torch.equal(core_cases.run("cpu", captured.backward, given)[0], gradient)

@@ -133,9 +133,7 @@ def test_torch_optimizers_leave_experts_without_a_gradient_alone_too(build: Buil
 def test_with_clipping_too(build: Build) -> None:
     ours, plain = pair(lambda: Whole(Routed))
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.5, fused=True)
-    trainer = build(
-        ours, microbatches=2, clip_grad_norm=0.1, optimizer=relay.AdamW(lr=1e-2, weight_decay=0.5)
-    )
+    trainer = build(ours, microbatches=2, clip_grad_norm=0.1, optimizer=relay.AdamW(lr=1e-2, weight_decay=0.5))
     for batch in batches():
         optimizer.zero_grad()
         pieces = reference.cut(batch, 2)

@@ -19,7 +19,6 @@ import relay
 WIDTH = 8
 
 
-
 class Output(NamedTuple):
     loss: Tensor
     value: Tensor
@@ -153,7 +152,7 @@ def test_many_answers_mean_many_programs_and_that_is_said_once(build: Build, cap
     with caplog.at_level(logging.WARNING, logger="relay"):
         for count in range(12):
             batch = batches(12, 1)[0]
-            batch["kept"][: count] = 0
+            batch["kept"][:count] = 0
             trainer.step(batch)
     said = [record.getMessage() for record in caplog.records if "reads numbers off the batch" in record.getMessage()]
     assert len(said) == 1

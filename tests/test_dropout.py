@@ -1,12 +1,12 @@
 """Dropout: the recompute draws the masks of the forward, and masks depend on the seed and on nothing else."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import reference
 import torch
+from plain_models import Build
 from torch import Tensor, nn
 
 import relay
@@ -15,8 +15,6 @@ from relay.models import GPT
 
 DROP = 0.1
 WIDTH = 8
-
-Build = Callable[..., relay.Trainer]
 
 
 def gpt(dropout: float = DROP, layers: int = 2) -> GPT:

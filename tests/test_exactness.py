@@ -3,49 +3,23 @@
 import copy
 import functools
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import reference
 import torch
+from plain_models import Build, gpt, regression, same_perceptrons
 from torch import Tensor, nn
 
 import relay
-from relay.models import GPT, cross_entropy
+from relay.models import cross_entropy
 
 STEPS = 20
-SGD_OF_ONE = functools.partial(torch.optim.SGD, lr=1.0)
-"""With it a step subtracts the gradient, so gradients can be read off the parameters."""
-
-Build = Callable[..., relay.Trainer]
-
-
-def gpt(layers: int = 12, **changes: Any) -> GPT:
-    torch.manual_seed(0)
-    settings = {"vocabulary": 64, "layers": layers, "hidden": 16, "heads": 2, "sequence": 12, "tied": False}
-    return GPT(**{**settings, **changes})
-
-
-def regression(batch: int = 10, seed: int = 1) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(batch, 6, generator=generator), torch.randn(batch, 3, generator=generator)
-
-
-def perceptron(middle: Callable[[], nn.Module] = nn.Identity) -> list[nn.Module]:
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(8, 8), middle(), nn.Tanh()) for _ in range(3)]
-    return [nn.Linear(6, 8), *layers, nn.Linear(8, 3)]
-
-
-def same_perceptrons(middle: Callable[[], nn.Module] = nn.Identity) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Two copies: the relay's, and plain PyTorch's."""
-    return perceptron(middle), perceptron(middle)
 
 
 @functools.cache
 def plainly_trained(whole: bool) -> tuple[list[float], dict[str, Tensor]]:
-    model = gpt()
+    model = gpt(12)
     batches = reference.text_batches(STEPS)
     if whole:
         losses = reference.train(model, batches)
@@ -73,51 +47,13 @@ def test_twenty_adamw_steps_of_a_gpt_with_a_ragged_last_piece_are_equal_to_the_l
     options = {"stash": stash, "slots": slots, "device": device, "microbatches": 4}
     batches = reference.text_batches(STEPS)  # 10 sequences: pieces of 3, 3, 3 and 1
     if whole:
-        trainer = build(gpt(), **options)
+        trainer = build(gpt(12), **options)
         ours = [trainer.step(batch).loss for batch in batches]
     else:
-        trainer = build(gpt().as_list(), loss=cross_entropy, **options)
+        trainer = build(gpt(12).as_list(), loss=cross_entropy, **options)
         ours = [trainer.step(pair).loss for pair in reference.as_pairs(batches)]
     assert ours == losses
     reference.assert_same_state(trainer.state_dict(), state)
-
-
-# **** tied embeddings ****
-
-
-@pytest.mark.parametrize("form", ["whole", "list"])
-def test_tied_embeddings_are_equal_to_the_last_bit_with_one_micro_batch(build: Build, form: str) -> None:
-    model, plain = gpt(3, tied=True), gpt(3, tied=True)
-    batches = reference.text_batches(8)
-    losses = reference.train(plain, batches, 1)
-    if form == "whole":
-        trainer = build(model, microbatches=1)
-        assert [trainer.step(batch).loss for batch in batches] == losses
-    else:
-        trainer = build(model.as_list(), loss=cross_entropy, microbatches=1)
-        assert [trainer.step(pair).loss for pair in reference.as_pairs(batches)] == losses
-    reference.assert_same_state(model.state_dict(), plain.state_dict())
-
-
-@pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
-def test_tied_embeddings_get_the_gradients_of_both_uses_with_several_micro_batches(build: Build, device: str) -> None:
-    model, plain = gpt(3, tied=True), gpt(3, tied=True)
-    before = reference.copy_of(model.state_dict())
-    batches = reference.text_batches(1)
-    build(model, optimizer=SGD_OF_ONE, device=device).step(batches[0])
-    pieces = reference.cut(batches[0], 4)
-    reference.gradients_of(reference.caller(plain, None), pieces, reference.by_samples(pieces))
-    for name, parameter in plain.named_parameters():
-        ours, expected = before[name] - model.state_dict()[name], before[name] - (before[name] - parameter.grad)
-        error = torch.linalg.vector_norm(ours - expected) / torch.linalg.vector_norm(expected)
-        assert error <= 1e-6, f"{name}: relative error {error:.1e}"
-
-
-def test_tied_embeddings_train_to_the_same_losses_with_several_micro_batches(build: Build) -> None:
-    batches = reference.text_batches(STEPS)
-    losses = reference.train(gpt(tied=True), batches)
-    trainer = build(gpt(tied=True))
-    assert [trainer.step(batch).loss for batch in batches] == pytest.approx(losses, abs=1e-4)
 
 
 # **** how pieces are weighted ****
@@ -355,89 +291,3 @@ def test_the_batch_is_not_changed(build: Build) -> None:
     copied = {name: tensor.clone() for name, tensor in batch.items()}
     build(gpt(2)).step(batch)
     assert all(torch.equal(batch[name], copied[name]) for name in batch)
-
-
-# **** evaluate and predict ****
-
-
-@pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
-def test_evaluate_gives_the_loss_in_eval_mode_and_changes_nothing(build: Build, device: str) -> None:
-    model, plain = gpt(3, dropout=0.5), gpt(3, dropout=0.5)
-    batch, other = reference.text_batches(2)
-    trainer = build(model, device=device)
-    trainer.step(batch)
-    plain.load_state_dict(trainer.state_dict())
-    plain.eval()
-    pieces = reference.cut(other, 4)
-    shares = reference.by_samples(pieces)
-    expected = sum((plain(**piece).loss * share).item() for piece, share in zip(pieces, shares, strict=True))
-    assert trainer.evaluate(other).loss == expected
-    assert trainer.evaluate(other).loss == expected
-    reference.assert_same_state(trainer.state_dict(), plain.state_dict())
-    assert model.training
-
-
-def test_evaluating_between_steps_does_not_change_the_training(build: Build) -> None:
-    model, plain = gpt(3), gpt(3)
-    batches = reference.text_batches(4)
-    losses = reference.train(plain, batches)
-    trainer = build(model, device="cpu:discrete")
-    found = []
-    for batch in batches:
-        trainer.evaluate(batches[0])
-        found.append(trainer.step(batch).loss)
-        trainer.predict({"input_ids": batch["input_ids"]})
-    assert found == losses
-    reference.assert_same_state(trainer.state_dict(), plain.state_dict())
-
-
-def test_evaluate_uses_running_statistics_and_leaves_them(build: Build) -> None:
-    ours, plain = same_perceptrons(functools.partial(nn.BatchNorm1d, 8))
-    trainer = build(ours, loss=nn.functional.mse_loss, microbatches=1)
-    trainer.step(regression())
-    whole = nn.Sequential(*plain)
-    whole.load_state_dict(trainer.state_dict())
-    inputs, targets = regression(seed=2)
-    assert trainer.evaluate((inputs, targets)).loss == nn.functional.mse_loss(whole.eval()(inputs), targets).item()
-    reference.assert_same_state(trainer.state_dict(), whole.state_dict())
-
-
-@pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
-def test_weights_written_by_the_user_are_used_at_once(build: Build, device: str) -> None:
-    ours, plain = same_perceptrons()
-    trainer = build(ours, loss=nn.functional.mse_loss, device=device, microbatches=1, slots=8)
-    inputs, targets = regression()
-    trainer.evaluate((inputs, targets))
-    with torch.no_grad():
-        for module in (*ours, *plain):
-            for parameter in module.parameters():
-                parameter.mul_(0.5)
-    expected = nn.functional.mse_loss(nn.Sequential(*plain)(inputs), targets).item()
-    assert trainer.evaluate((inputs, targets)).loss == expected
-
-
-@pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
-def test_predict_gives_the_whole_models_output_in_eval_mode(build: Build, device: str) -> None:
-    model, plain = gpt(3, dropout=0.5), gpt(3, dropout=0.5).eval()
-    trainer = build(model, device=device)
-    inputs = reference.text_batches(1)[0]["input_ids"]
-    output = trainer.predict({"input_ids": inputs})
-    assert output.loss is None
-    torch.testing.assert_close(output.logits, plain(inputs).logits, rtol=1e-6, atol=1e-6)
-    assert model.training
-
-
-@pytest.mark.parametrize("size", [1, 3, 10])
-def test_predict_gives_a_lists_output_for_batches_of_any_size(build: Build, size: int) -> None:
-    ours, plain = same_perceptrons(functools.partial(nn.Dropout, 0.5))
-    trainer = build(ours, loss=nn.functional.mse_loss)
-    inputs, _ = regression(size)
-    torch.testing.assert_close(trainer.predict(inputs), nn.Sequential(*plain).eval()(inputs), rtol=1e-6, atol=1e-6)
-
-
-def test_predict_with_labels_gives_the_logits_and_the_loss_of_the_whole_batch(build: Build) -> None:
-    plain = gpt(2).eval()
-    batch = reference.text_batches(1)[0]
-    output = build(gpt(2)).predict(batch)
-    torch.testing.assert_close(output.logits, plain(**batch).logits, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(output.loss, plain(**batch).loss, rtol=1e-6, atol=1e-6)

@@ -117,8 +117,9 @@ def train_plainly(model: nn.Module, case: dict[str, Any], batches: list[Any]) ->
     family, microbatches = FAMILIES[name], case["cut"][0]
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = reference.adamw(trainable)
-    if hasattr(model, "config"):
-        # A cache for generation, which training has no use for, lays keys and values out anew: other last bits.
+    if hasattr(model, "config") and case["dropout"]:
+        # A cache for generation, which training has no use for, lays keys out anew. PyTorch's attention does not
+        # care, but with dropout it is matrix products, and their backward rounds otherwise (README, Exactness).
         model.config.use_cache = False
     masks = ToldMasks(model, SEGMENTS[name], SEED, OUTSIDE.get(name, ()), name in ROUTED)
     losses = []

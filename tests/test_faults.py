@@ -20,7 +20,7 @@ from torch import nn
 import relay
 from hal import registry
 from hal.errors import DeviceLost, HalError, OutOfMemory
-from hal.faults import Faults, faulty
+from hal.faults import Faults, FaultyQueue, faulty
 from relay.errors import InconsistentState, NonFiniteLoss
 
 Make = Callable[..., relay.Trainer]
@@ -255,6 +255,21 @@ def test_a_lost_device_is_an_error_otherwise_and_what_the_host_holds_is_whole(
     assert same(state(elsewhere), before)
     trainer.reopen()
     assert abs(trainer.step(batch(1)).loss - elsewhere.step(batch(1)).loss) < 1e-5
+
+
+def test_a_device_lost_early_in_a_long_step_says_so_at_once() -> None:
+    lost = Faults(fail_at=0, how="lost")
+    device = faulty(registry.open, Faults())("cpu:discrete")
+    queues = [FaultyQueue(device.queue(name), name, lost) for name in ("load", "compute")]
+    view = device.alloc(16).view(0, (4,), torch.float32)
+    events = [queue.fill(view, 0.0) for queue in queues]
+    for _ in range(60):  # by two ways to the one before: 2 to the power of 60 ways in all
+        events = [queue.fill(view, 0.0, events) for queue in queues]
+    assert all(event.done() for event in events)
+    for event in events:
+        with pytest.raises(DeviceLost):
+            event.wait()
+    device.close()
 
 
 def test_a_device_that_somebody_else_fills_gives_advice_and_can_be_tried_again(make: Make, faults: Faults) -> None:

@@ -35,6 +35,20 @@ def test_an_overflow_under_a_fixed_scale_is_an_error_that_names_the_layer() -> N
             fixed.step(reference.text_batches(1, batch=4)[0])
 
 
+@pytest.mark.parametrize("word", ["fixed", "dynamic"])
+def test_every_word_that_simulate_and_plan_use_is_one_that_the_trainer_takes(word: str) -> None:
+    """And what they suggest where a run does not fit: their own advice, taken."""
+    shape: dict[str, Any] = {"layers": 62, "hidden": 8192, "device": "v100-sxm2-16gb", "precision": "fp16"}
+    found = relay.simulate(**shape, host_memory="512GB", state_dtype="int8", loss_scale=word, must_fit=False)
+    words = {text.partition("loss_scale=")[2].split()[0] for text in found.suggestions if "loss_scale=" in text}
+    assert found.suggestions
+    assert words == (set() if word == "fixed" else {"fixed"})
+    for one in {word, *words}:
+        with trainer(loss_scale=one) as made:
+            assert made.loss_scale == 65536
+            made.step(reference.text_batches(1, batch=4)[0])
+
+
 def test_a_scale_that_is_no_power_of_two_is_refused() -> None:
     with pytest.raises(ValueError, match="power of two"):
         trainer(loss_scale=1000.0)

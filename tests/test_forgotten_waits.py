@@ -98,7 +98,11 @@ MUTATIONS = {
         relay.stash, "Access", "finish", "free_after = [event]", "free_after = []"
     ),
     "a note of who has written": Mutation(
-        relay.stash, "Access", "finish", "place.written, place.readers = [event], []", "pass",
+        relay.stash,
+        "Access",
+        "finish",
+        "place.written, place.readers = [event], []",
+        "pass",
         "activations on the device",
     ),
     "a note of who has streamed out": Mutation(
@@ -109,11 +113,19 @@ MUTATIONS = {
         relay.eps.server, "ParameterServer", "collect", "[*arrived, verdict]", "[verdict]"
     ),
     "an update for the verdict on the loss": Mutation(
-        relay.eps.server, "ParameterServer", "collect", "[*arrived, verdict]", "[*arrived]",
+        relay.eps.server,
+        "ParameterServer",
+        "collect",
+        "[*arrived, verdict]",
+        "[*arrived]",
         "a spoiled batch is skipped",
     ),
     "a drain for the update that still reads its staging": Mutation(
-        relay.eps.server, "ParameterServer", "collect", "self._staging_free[turn] = [done]", "pass",
+        relay.eps.server,
+        "ParameterServer",
+        "collect",
+        "self._staging_free[turn] = [done]",
+        "pass",
         "one slot, one micro-batch",
     ),
     "gradients in place for their update": Mutation(

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor, nn
 
 import relay
+from hal import registry
 from hal.errors import OutOfMemory
 from hal.pages import LockedMemory, Mlock
+from hal.slot import DeviceSlot, SlotContent
+from relay.eps import store
 from relay.models import GPT
 
 Build = Callable[..., relay.Trainer]
@@ -302,3 +305,29 @@ def test_memory_threads_and_files_stay_the_same_over_a_thousand_steps(build: Bui
         trainer.step(batch)
     assert counts() == before
     assert resident_bytes() - resident < 2_000_000
+
+
+@pytest.mark.parametrize("name", ["cpu", "cpu:discrete"])
+def test_new_combinations_of_layers_without_end_leave_nothing_behind(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `active=` makes them, with several layers a slot: one place for the gradient, and few descriptions."""
+    monkeypatch.setattr(store, "CONTENTS", 8)
+    device = registry.open(name)
+    host, layer = device.host(), nn.Linear(4, 4)
+    slot = DeviceSlot(device, 0, 1024, 1024)
+    layers = store.LayerStore(host)
+    wanted = [("weight", torch.float32), ("bias", torch.float32)]
+    layers.take_over(layer, [wanted])
+    for number in range(100):
+        gradients = [store.GradientField(*one) for one in wanted]
+        content = layers.content(f"combination {number}", wanted, gradients, True)
+        slot.load(content, number, device.queue("load"), layers.ready(content))
+    held = sum(size for state, _, size in host.ledger.rows() if state == store.GRADIENTS)
+    assert held == content.gradient_size
+    gc.collect()
+    ours = {id(tensor) for tensor in content.tensors}
+    alive = [one for one in gc.get_objects() if type(one) is SlotContent and {id(t) for t in one.tensors} == ours]
+    assert len(alive) == 8
+    assert len(slot._views) == 8
+    device.close()

@@ -74,7 +74,8 @@ def test_a_folder_that_does_not_fit_is_refused_with_the_tensor(tmp_path: Path) -
 
 
 def test_a_model_of_ones_own_has_no_such_folder(tmp_path: Path) -> None:
-    with relay.Trainer([nn.Linear(2, 2)], loss=nn.functional.mse_loss) as trainer, pytest.raises(
-        TypeError, match=r"state_dict\(\)"
+    with (
+        relay.Trainer([nn.Linear(2, 2)], loss=nn.functional.mse_loss) as trainer,
+        pytest.raises(TypeError, match=r"state_dict\(\)"),
     ):
         trainer.save_pretrained(tmp_path)

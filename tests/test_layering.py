@@ -80,9 +80,7 @@ def test_backends_import_vendor_libraries_inside_functions(file: str) -> None:
 
 
 def test_this_test_would_notice() -> None:
-    source = (
-        "import relay.eps\nfrom torch import cuda\ndef late():\n    import cupy\ntorch.cuda.synchronize()\n"
-    )
+    source = "import relay.eps\nfrom torch import cuda\ndef late():\n    import cupy\ntorch.cuda.synchronize()\n"
     tree = ast.parse(source)
     assert list(imports(tree)) == [
         Import("relay.eps", 1, False),

@@ -150,12 +150,18 @@ SEQUENCES = functools.partial(drawn, 7, 5, WIDTH)
 PICTURES = functools.partial(drawn, 5, 4, 6, 6)
 LAST = (0, 2, 3, 1)
 
+def the_same_twice() -> nn.Module:
+    inner = nn.Linear(WIDTH, WIDTH)
+    return nn.Sequential(inner, nn.Tanh(), inner)
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Batch]]]] = {
     "LSTM": (lambda: Stack(lambda: Recurrent(nn.LSTM, batch_first=True)), SEQUENCES),
     "LSTM, time first": (lambda: Stack(lambda: Recurrent(nn.LSTM)), SEQUENCES),
     "LSTM, both ways": (lambda: Stack(lambda: Recurrent(nn.LSTM, bidirectional=True, num_layers=2)), SEQUENCES),
     "GRU": (lambda: Stack(lambda: Recurrent(nn.GRU, batch_first=True)), SEQUENCES),
     "GRU cells": (lambda: Stack(Cell), SEQUENCES),
+    "a module in two places": (lambda: Stack(the_same_twice), SEQUENCES),
     "turned outputs": (lambda: Stack(Turned), SEQUENCES),
     "turned outputs, eagerly": (lambda: Stack(Branching), SEQUENCES),
     "gradients of two orders": (lambda: OfBoth(Both), SEQUENCES),

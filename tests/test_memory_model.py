@@ -1,12 +1,12 @@
 """What the relay promises about memory: bytes on the device, bytes over the link, bytes on the host."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import reference
 import torch
+from plain_models import Build
 from torch import Tensor, nn
 
 import relay
@@ -17,8 +17,6 @@ from relay.models import GPT
 WIDTH = 16
 LINEAR_BYTES = (WIDTH * WIDTH + WIDTH) * 4
 """One layer of `linears`; weight and bias both fill whole multiples of 64 bytes."""
-
-Build = Callable[..., relay.Trainer]
 
 
 def gpt(layers: int, hidden: int = 16) -> GPT:

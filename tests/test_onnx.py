@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import core_cases
 import pytest
 import reference
 import small_models
-import test_core_lowering as modules
 import torch
 import torch.nn.functional as F
+from function_programs import Of, core
 from torch import Tensor, nn
 
 import relay
@@ -51,24 +52,7 @@ def results_of(program: Program) -> list[Tensor]:
     return [torch.full(port.shape, 1).to(port.dtype) for port in program.outputs]
 
 
-class Of(nn.Module):
-    """A function as a segment."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        result = self.function(*inputs)
-        return result if isinstance(result, tuple) else (result,)
-
-
-def core(function: Any, *inputs: Tensor) -> Program:
-    """A function's forward as a core program."""
-    return capture(Of(function), inputs, "segment 7", lowering=Lowering.CORE).forward
-
-
-# -- ops ----------------------------------------------------------------------------------------------------------
+# **** ops ****
 
 
 @pytest.mark.parametrize("name", sorted(OPS))
@@ -154,18 +138,18 @@ MODULES += ["lookups", "scattered", "lstm", "batch norm of images", "integers"]
 
 @pytest.mark.parametrize("which", MODULES)
 def test_modules_have_the_outputs_and_gradients_of_autograd(which: str) -> None:
-    module, inputs = modules.module_of(which)
+    module, inputs = core_cases.module_of(which)
     core_programs = capture(module, inputs, which, lowering=Lowering.CORE)
     native = capture(module, inputs, which, strides=False)
-    given = modules.given_to(module, core_programs, inputs)
+    given = core_cases.given_to(module, core_programs, inputs)
     pairs = [(core_programs.forward, native.forward), (core_programs.backward, native.backward)]
     for ours, theirs in pairs:
         assert ours is not None
         assert theirs is not None
-        modules.assert_alike(modules.run("onnx:cpu", ours, given), modules.run("cpu", theirs, given))
+        core_cases.assert_alike(core_cases.run("onnx:cpu", ours, given), core_cases.run("cpu", theirs, given))
 
 
-# -- randomness ---------------------------------------------------------------------------------------------------
+# **** randomness ****
 
 
 @pytest.mark.parametrize("name", ["keep_mask", "uniform", "normal"])
@@ -187,7 +171,7 @@ def test_each_run_draws_with_its_own_key(device: Device) -> None:
         assert torch.equal(found[0] != 0, counter_random.keep_mask(key, 0, (64,), 0.5))
 
 
-# -- transfers, order, errors, memory -----------------------------------------------------------------------------
+# **** transfers, order, errors, memory ****
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])
@@ -293,7 +277,7 @@ def test_sessions_have_the_threads_that_pytorch_has(device: Device, monkeypatch:
     assert asked == [1, 2]
 
 
-# -- providers ----------------------------------------------------------------------------------------------------
+# **** providers ****
 
 
 def test_a_provider_that_is_not_there_is_refused_with_those_that_are() -> None:
@@ -327,62 +311,7 @@ def test_probing_finds_the_cpu() -> None:
     assert found["onnx:cpu"].available, found["onnx:cpu"].reason
 
 
-# -- export -------------------------------------------------------------------------------------------------------
-
-
-def test_a_segment_can_be_written_for_inspection_and_run_by_anyone(tmp_path: Path) -> None:
-    from backends.onnx.device import export
-
-    x, y = torch.randn(4, 5), torch.randn(5, 3)
-    path = export(core(lambda x, y: F.gelu(x @ y), x, y), tmp_path / "segment.onnx")
-    onnx.checker.check_model(onnx.load(path), full_check=True)
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    names = [one.name for one in session.get_inputs()]
-    (found,) = session.run(None, dict(zip(names, (x.numpy(), y.numpy()), strict=True)))
-    torch.testing.assert_close(torch.from_numpy(found), F.gelu(x @ y))
-
-
-def test_an_exported_model_has_the_models_own_names_and_gives_what_it_gives(tmp_path: Path) -> None:
-    from relay.onnx_export import export_onnx
-
-    model = small_models.build("gpt")
-    ids = torch.randint(0, small_models.VOCABULARY, (2, small_models.LENGTH))
-    path = export_onnx(model, {"input_ids": ids}, tmp_path / "model.onnx")
-    assert model.training
-    proto = onnx.load(path)
-    onnx.checker.check_model(proto, full_check=True)
-    assert [info.name for info in proto.graph.input] == ["input_ids"]
-    assert [info.name for info in proto.graph.output] == ["logits"]
-    stored = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(torch.from_numpy(stored[name].copy()), parameter.detach(), rtol=0, atol=0)
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {"input_ids": ids.numpy()})
-    torch.testing.assert_close(torch.from_numpy(found), model.eval()(ids).logits.detach(), rtol=1e-4, atol=1e-5)
-
-
-def test_an_export_names_ports_by_role_where_nobody_names_them(tmp_path: Path) -> None:
-    from backends.onnx.device import export
-
-    program = core(lambda x, y: (x @ y).view(2, 6), torch.randn(4, 5), torch.randn(5, 3))
-    proto = onnx.load(export(program, tmp_path / "segment.onnx"))
-    assert [info.name for info in proto.graph.input] == ["value.0", "value.1"]
-    (result,) = proto.graph.output
-    assert result.name == "result.0"
-    assert [size.dim_value for size in result.type.tensor_type.shape.dim] == [2, 6]
-    with pytest.raises(ValueError, match="1 input names for 2 inputs"):
-        export(program, tmp_path / "wrong.onnx", ["x"])
-
-
-def test_a_program_that_is_not_core_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    from backends.onnx.device import export
-
-    program = capture(nn.Linear(3, 4), [torch.zeros(2, 3)], "layer").forward
-    with pytest.raises(Unsupported, match=r"aten\..*Lowering\.CORE"):
-        export(program, tmp_path / "layer.onnx")
-
-
-# -- training -----------------------------------------------------------------------------------------------------
+# **** training ****
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from backends.array_ops import FUNCTIONS, Arrays
+from backends.array_ops import FUNCTIONS
+from backends.arrays import Arrays
 from backends.numpy_device import as_array, numpy_arrays
 from hal.conformance.op_samples import SAMPLES, expected_of, sample
 from hal.ops import OPS, Kind, Spec, spec_of

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import reference
 import torch
+from plain_models import Build, regression
 from torch import Tensor, nn
 
 import relay
@@ -19,18 +20,11 @@ from relay.models import GPT
 
 STEPS = 6
 
-Build = Callable[..., relay.Trainer]
-
 
 def linears() -> list[nn.Module]:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(9, 9), nn.LayerNorm(9), nn.Tanh()) for _ in range(3)]
     return [nn.Linear(6, 9), *layers, nn.Linear(9, 3)]
-
-
-def regression(batch: int = 10, seed: int = 1) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(batch, 6, generator=generator), torch.randn(batch, 3, generator=generator)
 
 
 BATCHES = [regression(seed=seed) for seed in range(STEPS)]
@@ -347,9 +341,7 @@ def test_the_ledger_has_the_bytes_of_every_precision_and_state_dtype(
 
 def test_amsgrad_keeps_its_largest_moments_in_fp32(build: Build) -> None:
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
-    trainer = build(
-        layers, loss=nn.functional.mse_loss, optimizer=relay.AdamW(amsgrad=True), state_dtype="int8"
-    )
+    trainer = build(layers, loss=nn.functional.mse_loss, optimizer=relay.AdamW(amsgrad=True), state_dtype="int8")
     trainer.prepare((torch.zeros(4, WIDTH), torch.zeros(4, WIDTH)))
     assert held(trainer)["largest second moments"] == 4 * 2 * (WIDTH * WIDTH + WIDTH)
 

@@ -101,9 +101,7 @@ def plain_optimizer(model: nn.Module, name: str, groups: bool) -> torch.optim.Op
     vectors = [tensor for tensor in named.values() if tensor.dim() == 1]
     block = [tensor for key, tensor in named.items() if tensor.dim() > 1 and key.startswith("blocks.1.")]
     rest = [tensor for key, tensor in named.items() if tensor.dim() > 1 and not key.startswith("blocks.1.")]
-    return TORCHS[name](
-        [{"params": rest}, {"params": vectors, "weight_decay": 0.0}, {"params": block, "lr": 1e-3}]
-    )
+    return TORCHS[name]([{"params": rest}, {"params": vectors, "weight_decay": 0.0}, {"params": block, "lr": 1e-3}])
 
 
 def relay_groups(model: nn.Module, case: Case) -> list[dict[str, Any]]:

@@ -134,6 +134,40 @@ def test_a_plan_for_a_model_that_train_does_not_build_says_so(
         assert differs in text
         assert "`relay train` would train another one" in text
         assert "Give the options to relay.Trainer" in text
+    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200, encoding="utf-8")
+    overruled = ["--heads", "2"] if "config.json" in model else []  # which a GPT with heads of its own width can have
+    training = ["train", "--plan", "plan.toml", "--data", "text.txt", "--steps", "1", "--no-sample", *overruled]
+    trained = CliRunner().invoke(main, [*training, "--json"])
+    assert trained.exit_code == 0, trained.output
+    assert differs in trained.stderr
+    assert "`relay train` would train another one with it: a GPT over bytes" in trained.stderr
+
+
+@pytest.mark.parametrize("file", ["--plan", ""])
+def test_a_plan_that_train_is_told_to_overrule_says_so_and_a_damaged_one_is_refused(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the data in the file: comments are for people, and may be gone."""
+    monkeypatch.chdir(tmp_path)
+    options: dict[str, Any] = {"layers": 1, "hidden": 32, "heads": 2, "vocabulary": 256, "sequence": 16, "batch": 1}
+    chosen = relay.plan(**options, slots=[2], state_dtypes=["fp32"], stashes=["device"])
+    lines = [line for line in chosen.as_toml().splitlines() if not line.startswith("#")]
+    Path("plan.toml").write_text("\n".join(lines), encoding="utf-8")
+    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200, encoding="utf-8")
+    training = ["train", *[one for one in (file, "plan.toml") if one], "--data", "text.txt", "--steps", "1"]
+    for more, says in ([], ""), (["--layers", "2"], "This plan is for a model with 1 layers x hidden 32 in 2 heads."):
+        trained = CliRunner().invoke(main, [*training, "--no-sample", "--json", *more])
+        assert trained.exit_code == 0, trained.output
+        assert ("This plan is for" in trained.stderr) == bool(says)
+        assert says in trained.stderr
+    for wrong in ("layers = 1.5", "unheard_of = 1", "hidden = 0"):
+        name = wrong.partition(" ")[0]
+        kept = [line for line in lines[lines.index("[planned]") :] if not line.startswith(f"{name} ")]
+        Path("plan.toml").write_text("\n".join([*kept, wrong]), encoding="utf-8")
+        refused = CliRunner().invoke(main, [*training, "--no-sample"])
+        assert refused.exit_code == 2, refused.output
+        assert "plan.toml" in refused.stderr
+        assert name in refused.stderr
 
 
 def test_a_width_of_four_times_hidden_is_the_model_of_train() -> None:

@@ -87,9 +87,7 @@ def test_counter_layout_is_the_documented_one(key, op, counter, philox_key):
 @given(key=keys, op=ops, shape=shapes, drop_probability=st.floats(0, 1))
 def test_mask_equals_the_reference(key, op, shape, drop_probability):
     mask = keep_mask(key, op, shape, drop_probability)
-    expected = words(key, op, math.prod(shape)).astype(np.uint64) >= np.uint64(
-        round(drop_probability * 2**32)
-    )
+    expected = words(key, op, math.prod(shape)).astype(np.uint64) >= np.uint64(round(drop_probability * 2**32))
     assert mask.dtype == torch.bool
     assert mask.device.type == "cpu"
     assert mask.is_contiguous()
@@ -135,9 +133,7 @@ def test_normal_is_finite_at_the_ends_of_its_words():
 def test_large_draws_equal_the_reference(count):
     reference = words(KEY, 9, count)
     assert np.array_equal(keep_mask(KEY, 9, (count,), 0.25).numpy(), reference >= 2**30)
-    assert np.array_equal(
-        uniform(KEY, 9, (count,)).numpy(), (reference >> 8).astype(np.float32) * np.float32(2**-24)
-    )
+    assert np.array_equal(uniform(KEY, 9, (count,)).numpy(), (reference >> 8).astype(np.float32) * np.float32(2**-24))
 
 
 @pytest.mark.parametrize("drop_probability", [0.001, 0.1, 0.25, 0.5, 0.9])

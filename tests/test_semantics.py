@@ -196,67 +196,6 @@ def test_a_frozen_sparse_embedding_has_no_gradient_and_is_taken(build: Build) ->
     assert trainer.step((torch.arange(6).view(2, 3), torch.randn(2, 3, WIDTH))).loss > 0
 
 
-# **** ties ****
-
-
-class Tied(Stack):
-    """Weights tied between blocks, within a block, and between the ends, by assignment."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        if where == "blocks":
-            self.layers[2].inner.weight = self.layers[0].inner.weight
-        elif where == "ends":
-            self.last.weight = self.first.weight
-        elif where == "module":
-            self.layers[1].norm = self.layers[0].norm
-        elif where == "whole layer":
-            self.layers[2] = self.layers[0]
-        elif where == "three blocks":
-            self.layers[1].inner.weight = self.layers[2].inner.weight = self.layers[0].inner.weight
-        elif where == "ends and a block":
-            self.last.weight = self.layers[1].inner.weight = self.first.weight
-
-
-TIES = ["blocks", "ends", "module", "whole layer", "three blocks", "ends and a block"]
-
-
-class Thrice(Block):
-    """One weight used three times within a block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.second, self.third = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.second.weight = self.third.weight = self.inner.weight
-
-    def forward(self, value: Tensor) -> Tensor:
-        return torch.tanh(self.third(torch.tanh(self.second(super().forward(value)))))
-
-
-@BOTH
-@pytest.mark.parametrize("where", TIES)
-def test_tied_weights_in_any_form_are_equal_with_one_micro_batch(build: Build, where: str, device: str) -> None:
-    check(build, functools.partial(Tied, where), batches(), microbatches=1, device=device)
-
-
-@pytest.mark.parametrize("where", TIES)
-def test_tied_weights_in_any_form_get_the_gradients_of_all_uses(build: Build, where: str) -> None:
-    torch.manual_seed(0)
-    ours = Tied(where)
-    plain = copy.deepcopy(ours)
-    sgd = functools.partial(torch.optim.SGD, lr=1.0)
-    losses = reference.train(plain, batches(1), optimizer=sgd)
-    assert build(ours, optimizer=sgd).step(batches(1)[0]).loss == losses[0]
-    for name, expected in plain.state_dict().items():
-        torch.testing.assert_close(ours.state_dict()[name], expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("microbatches", [1, 4])
-def test_a_weight_used_three_times_in_one_layer_is_equal(build: Build, microbatches: int) -> None:
-    """Its gradients are added up in autograd's order, the last use first."""
-    check(build, functools.partial(Stack, Thrice), batches(), microbatches=microbatches)
-
-
 # **** outputs and losses ****
 
 

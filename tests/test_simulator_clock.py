@@ -1,10 +1,12 @@
 """The clock: shared rates are shared fairly, lanes are serial, and costs are those that were measured."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from backends.simulator.clock import COMPUTE, DOWN, HOST, UP, Cost
 from backends.simulator.cost import CostModel
@@ -97,3 +99,24 @@ def test_matrix_products_take_what_deepbench_measured_on_a_v100(
     model = CostModel(spec.machine("v100-sxm2-16gb"))
     assert model.of(program).seconds == pytest.approx(seconds, rel=0.15)
     assert model.of(program).flops == 2 * rows * inner * columns
+
+
+@pytest.mark.parametrize("length", [64, 128, 1024, 1408])
+@pytest.mark.parametrize("causal", [True, False])
+def test_fused_attention_takes_the_time_of_the_scores_that_it_computes(length: int, causal: bool) -> None:
+    heads, size = 4, 64
+
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
+
+    drawn = [torch.zeros(1, heads, length, size) for _ in range(3)]
+    graph = make_fx(attention, tracing_mode="fake")(*drawn).graph
+    machine = spec.machine("generic").with_values(
+        "device", bandwidth_achieved=1e30, launch=0.0, call=0.0, ramp=0.0, attention=0.5, achieved_fp32=1e12
+    )
+    work = CostModel(machine).of(Program("attention", graph, (), (), {}, False, 0, 0, 0, "attention"))
+    tiles = -(-length // 128)
+    blocks = np.tril(np.ones((tiles, tiles))) if causal else np.ones((tiles, tiles))
+    computed = np.kron(blocks, np.ones((128, 128)))[:length, :length].sum()
+    assert work.seconds == pytest.approx(heads * computed * 2 * 2 * size / 0.5e12, rel=1e-6)
+    assert work.flops == heads * length**2 * 2 * 2 * size

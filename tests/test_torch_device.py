@@ -100,9 +100,7 @@ def test_the_first_error_travels_along_events(device: TorchDevice) -> None:
     host.close()
 
 
-def test_a_freed_buffer_outlives_the_work_that_the_device_was_given(
-    device: TorchDevice, stub: StubAccelerator
-) -> None:
+def test_a_freed_buffer_outlives_the_work_that_the_device_was_given(device: TorchDevice, stub: StubAccelerator) -> None:
     buffer = device.alloc(1000)
     view = buffer.view(0, (250,), torch.float32)
     memory = weakref.ref(view.native)

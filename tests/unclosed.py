@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -19,7 +20,7 @@ from torch import nn
 import relay
 
 PATIENCE = 240  # seconds until a child that hangs is ended
-WAYS = ("end", "raise", "exit", "stored exception", "saving")
+WAYS = ("end", "raise", "exit", "stored exception", "saving", "failing to save", "failing unseen")
 
 folder, training, queueing = sys.argv[1], sys.argv[2].split(","), sys.argv[3].split(",")
 torch.set_num_threads(1)
@@ -58,5 +59,13 @@ if way:
             stored = failure
     if way == "saving":
         trainers[0].save(os.path.join(folder, "checkpoint"), background=True)
+    if way.startswith("failing"):
+        # As on a disk that fills up: the shards are there, the rest is not.
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600, limit[1]))
+        saving = trainers[0].save(os.path.join(folder, way), background=True)
+        if way == "failing unseen":
+            del trainers[0], saving, trainer
 else:
     print(json.dumps({name: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child, name in children.items()}))

@@ -66,10 +66,6 @@ class OnnxKernel(Kernel):
 class OnnxQueue(HostQueue):
     """A worker thread that runs sessions."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self._threads = 0
-
     def prepare(
         self,
         kernel: Kernel,
@@ -79,19 +75,11 @@ class OnnxQueue(HostQueue):
         key: RandomKey | None,
     ) -> Callable[[], None]:
         assert isinstance(kernel, OnnxKernel)
-        # The caller's number of threads decides, as on `cpu`, for the sessions and for the host's tasks beside them.
-        threads = torch.get_num_threads()
-        session = kernel.session(accumulate, threads)
+        session = kernel.session(accumulate, torch.get_num_threads())
         given: list[torch.Tensor] = [view.native for view in inputs]
         wanted: list[torch.Tensor] = [view.native for view in outputs]
-
-        def call() -> None:
-            if threads != self._threads:
-                torch.set_num_threads(threads)
-                self._threads = threads
-            session.run(given, wanted, key)
-
-        return call
+        # The session's threads are the caller's by its making; the host's tasks beside it are given them here.
+        return self.as_its_caller(lambda: session.run(given, wanted, key))
 
 
 class OnnxDevice(HostDevice):
@@ -111,8 +99,9 @@ class OnnxDevice(HostDevice):
         check(program, self.info)
         return OnnxKernel(program, self._provider, self.info.name)
 
-    def workspace(self, program: Program) -> int:
+    def workspace(self, kernel: Kernel) -> int:
         """Half precision and small integers are held wider than the program says: charged as if all values were."""
+        program = kernel.program
         ports = (*program.inputs, *program.outputs)
         widest = max((held(port.dtype).itemsize / port.dtype.itemsize for port in ports), default=1.0)
         return math.ceil(program.workspace * widest)

@@ -122,8 +122,8 @@ def _atan2(m: Model, y: Value, x: Value) -> str:
     return m.call("Where", m.call("Equal", across, zero), level, left)
 
 
-def _fmod(m: Model, x: Value, number: Any) -> str:
-    return m.call("Mod", x, m.number(number, x.dtype), fmod=1)
+def _fmod(m: Model, x: Value, y: Any) -> str:
+    return m.call("Mod", x, y if isinstance(y, Value) else m.number(y, x.dtype), fmod=1)
 
 
 def _remainder(m: Model, x: Value, number: Any) -> str:
@@ -224,6 +224,7 @@ def functions() -> dict[str, Callable[..., Any]]:
         "pow.Scalar": _power_of_number,
         "atan2.default": _atan2,
         "floor_divide.default": _floor_divide,
+        "fmod.Tensor": _fmod,
         "fmod.Scalar": _fmod,
         "remainder.Scalar": _remainder,
         "where.self": _where,

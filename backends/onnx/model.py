@@ -4,8 +4,8 @@ It knows ONNX and nothing of PyTorch's ops. Invariant: names are unique, and a n
 the program's node that asked for it, so that an error of ONNX Runtime's can be told as that op's.
 
 Values inside a model are *held* in a dtype that the CPU provider computes in: half precision in float32 and small
-integers in int32, rounded or wrapped after each op that can leave the range (`Emitter`). Source of the opset: ONNX
-operators, version 21; from 22 on the CPU provider lacks kernels.
+integers in int32, rounded or wrapped after each op that can leave the range (`backends.onnx.emit`). Source of the
+opset: ONNX operators, version 21; from 22 on the CPU provider lacks kernels.
 """
 
 from __future__ import annotations

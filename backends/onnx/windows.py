@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from backends.onnx.model import Model, Operand, Value
+from hal.window_rules import transposed_windows
 
 
 def _conv(
@@ -82,14 +83,6 @@ def _weight_gradient(
     return parts[0] if groups == 1 else m.call("Concat", *parts, axis=0)
 
 
-def _left_over(extents: Any, outputs: Any, kernel: Any, stride: Any, padding: Any, dilation: Any) -> list[int]:
-    """What a transposed convolution adds at the end to come back to `extents`."""
-    return [
-        extent - ((out - 1) * step - 2 * pad + far * (size - 1) + 1)
-        for extent, out, size, step, pad, far in zip(extents, outputs, kernel, stride, padding, dilation, strict=True)
-    ]
-
-
 def _convolution_backward(
     m: Model,
     gradient: Value,
@@ -110,7 +103,8 @@ def _convolution_backward(
     if wanted[0] and transposed:
         by_input = _conv(m, gradient, weight, None, stride, padding, dilation, groups)
     elif wanted[0]:
-        extra = _left_over(x.shape[2:], gradient.shape[2:], kernel, stride, padding, dilation)
+        least = transposed_windows(gradient.shape[2:], kernel, stride, padding, dilation)
+        extra = [extent - came for extent, came in zip(x.shape[2:], least, strict=True)]
         by_input = _transposed(m, gradient, weight, None, stride, padding, dilation, extra, groups)
     if wanted[1]:
         outer, inner = (x, gradient) if transposed else (gradient, x)

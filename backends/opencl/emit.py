@@ -49,13 +49,11 @@ class Buffer:
     """Elements."""
     name: str = ""
     """Of a constant."""
-    scratch: int = 0
-    """Bytes instead of elements: set for memory whose layout is a kernel's own."""
 
     @property
     def size(self) -> int:
         """Bytes."""
-        return self.scratch or self.count * self.dtype.itemsize
+        return self.count * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ class Writer:
         self.ranges.loops.add(name)
         return name
 
-    def launch(self, body: str, size: Sequence[int], group: Sequence[int], label: str, head: str = "") -> Launch:
+    def launch(self, body: str, size: Sequence[int], group: Sequence[int], label: str) -> Launch:
         """The finished kernel."""
         parameters, starts, arguments = [], [], []
         for buffer, name in self._buffers.items():
@@ -150,8 +148,8 @@ class Writer:
         wide = any(buffer.count >= 2**31 for buffer in self._buffers)
         text = f"({signature}) {{\n" + "\n".join(starts) + f"\n{body}}}\n"
         text = text.replace("INDEX", "long" if wide else "int")
-        name = f"{label}_{hashlib.sha256((head + text).encode()).hexdigest()[:16]}"
-        source = f"{head}__kernel void {name}{text}"
+        name = f"{label}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        source = f"__kernel void {name}{text}"
         reads = list(self._buffers)
         return Launch(name, source, arguments, tuple(size), tuple(group), reads, list(self._written))
 

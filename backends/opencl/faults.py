@@ -8,8 +8,6 @@ from hal.errors import CompileError, DeviceLost, HalError, OutOfMemory
 
 _NO_MEMORY = {-4: "MEM_OBJECT_ALLOCATION_FAILURE", -6: "OUT_OF_HOST_MEMORY", -61: "INVALID_BUFFER_SIZE"}
 _LOST = {-2: "DEVICE_NOT_AVAILABLE", -5: "OUT_OF_RESOURCES", -36: "INVALID_COMMAND_QUEUE", -33: "INVALID_DEVICE"}
-AFTER_A_FAILURE = -14
-"""EXEC_STATUS_ERROR_FOR_EVENTS_IN_WAIT_LIST: some drivers say this of a call whose dependency failed."""
 
 
 def code_of(failure: BaseException) -> int:

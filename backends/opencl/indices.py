@@ -33,10 +33,6 @@ class Index:
             return ZERO
         return Index(tuple((name, value * factor) for name, value in self.terms), self.constant * factor)
 
-    def coefficient(self, name: str) -> int:
-        """Of a variable; 0 where it does not occur."""
-        return dict(self.terms).get(name, 0)
-
     def only(self, names: Iterable[str]) -> Index:
         """The terms in those variables, without the constant."""
         kept = set(names)

@@ -73,11 +73,10 @@ class OpenClKernel(Kernel):
         self._kernels = library.kernels(self.launches, repr(program.name))
         self._constants: dict[str, Memory] = {}
 
-    def upload(self, queue: Any, context: Any) -> int:
-        """Put the program's constants onto the device; returns their bytes."""
+    def upload(self, context: Any) -> None:
+        """Put the program's constants onto the device."""
         import pyopencl
 
-        total = 0
         for name, tensor in self.program.constants.items():
             data = tensor.detach().contiguous().view(-1)
             if not data.numel():
@@ -88,8 +87,6 @@ class OpenClKernel(Kernel):
                 pyopencl.Buffer(context, flags.READ_ONLY | flags.COPY_HOST_PTR, hostbuf=host),
                 0,
             )
-            total += host.nbytes
-        return total
 
     def enqueue(
         self,

@@ -3,7 +3,7 @@
 A row kernel runs over `rows` x `inner` elements. All its tasks have that many elements, or one a row. A row is done
 by one work-item (of a CPU) or one work-group (of a GPU) in as many passes as its reductions ask for: softmax and
 layer norm are such kernels, and so are their gradients. A column kernel sums over leading dimensions, a block of
-columns at a time. Neither decides what is put together: `fuse` tries, and `NotFusable` says no.
+columns at a time. Neither decides what is put together: `plan` tries, and `NotFusable` says no.
 
 Invariant: a work-item reads of what its kernel wrote only elements of its own row.
 """

@@ -17,85 +17,25 @@ from torch import fx
 
 from backends.opencl import scatters, values
 from backends.opencl.elementwise import elementwise
-from backends.opencl.emit import Buffer, Launch, number
-from backends.opencl.loops import Columns, Map, Reduce, Task, Traits, rows_first
-from backends.opencl.rewrites import CHEAP, FUNCTIONS
+from backends.opencl.emit import Buffer
+from backends.opencl.loops import Traits
+from backends.opencl.rewrites import FUNCTIONS
+from backends.opencl.tasks import CHEAP, LIMIT, Tasks
 from backends.opencl.values import Computed, Stored, Value, again, whole
 from hal.kernel import Program, Role
 from hal.ops import OPS, Kind, name_of
 from hal.random import keep_threshold
 
-LIMIT = 48
-"""An expression does not grow beyond this."""
 
-Step = Task | Launch
-
-
-class Lowering:
+class Lowering(Tasks):
     """The tasks of one program, in order."""
 
     def __init__(self, program: Program, traits: Traits) -> None:
-        self.program = program
-        self.traits = traits
-        self.steps: list[Step] = []
+        super().__init__(program, traits)
         self._values: dict[fx.Node, Any] = {}
         self._uses: dict[fx.Node, int] = {}
         self._late: list[tuple[int, Value]] = []
-        self._placed: dict[fx.Node, int] = {}
-        self._done: set[int] = set()
         self._run()
-
-    # -- memory ---------------------------------------------------------------------------------------------------
-
-    def buffer(self, count: int, dtype: torch.dtype, scratch: int = 0) -> Buffer:
-        """A new piece of the workspace."""
-        return Buffer("workspace", 0, dtype, count, scratch=scratch)
-
-    def realize(self, value: Value, target: Stored | None = None, output: int | None = None) -> Stored:
-        """The value in memory."""
-        if isinstance(value, Stored) and target is None:
-            return value
-        if target is None:
-            target = whole(self.buffer(value.count, value.dtype), value.shape)
-        if value.count:
-            self.steps.append(Map(value, target, output))
-        return target
-
-    def reduce(self, kind: str, value: Value, dims: Sequence[int], node: fx.Node | None = None) -> Stored:
-        """The value reduced over dimensions, which stay with extent 1."""
-        shape = [1 if dim in dims else extent for dim, extent in enumerate(value.shape)]
-        target, output = self._target(node, shape, value.dtype)
-        if value.cost > LIMIT:
-            value = self.realize(value)
-        if not math.prod(shape):
-            return target
-        if not value.count:  # of nothing: what the reduction starts from
-            start = Computed(tuple(shape), value.dtype, lambda scope, place: number(kind == "prod", value.dtype))
-            self.steps.append(Map(start, target, output))
-            return target
-        last = len(value.shape) - 1
-        if last >= 0 and last not in dims and value.shape[last] >= 4 and dims:
-            live = tuple(dim for dim in dims if value.shape[dim] > 1)
-            if live:
-                self.steps.append(Columns(kind, value, tuple(sorted(dims)), target, output))
-                return target
-        moved = rows_first(value, dims)
-        self.steps.append(Reduce(kind, moved, len(value.shape) - len(dims), target, output))
-        return target
-
-    def _target(self, node: fx.Node | None, shape: Sequence[int], dtype: torch.dtype) -> tuple[Stored, int | None]:
-        """Where a node's own result goes: to the output that it alone is for, or to the workspace."""
-        place = self._placed.get(node) if node is not None else None
-        if place is None:
-            return whole(self.buffer(math.prod(shape), dtype), shape), None
-        self._done.add(place)
-        return whole(self._output(place), shape), place if self.program.outputs[place].accumulates else None
-
-    def _output(self, place: int) -> Buffer:
-        port = self.program.outputs[place]
-        return Buffer("output", place, port.dtype, math.prod(port.shape))
-
-    # -- the program ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         nodes = list(self.program.graph.nodes)
@@ -118,7 +58,7 @@ class Lowering:
                     value = self.realize(value)
                 self._values[node] = value
                 for place, result in enumerate(results):
-                    if result is node and place not in self._done:
+                    if result is node and place not in self.done:
                         self._give(place, value)
         for place, result in enumerate(results):
             if result.op != "call_function":
@@ -127,7 +67,7 @@ class Lowering:
         ready = [(place, self.realize(self._own(value))) for place, value in self._late]
         self.barrier = len(self.steps)
         for place, value in ready:
-            self.realize(again(value), whole(self._output(place), value.shape), self._adds(place))
+            self.realize(again(value), whole(self.output(place), value.shape), self._adds(place))
 
     def _adds(self, place: int) -> int | None:
         return place if self.program.outputs[place].accumulates else None
@@ -139,11 +79,11 @@ class Lowering:
 
     def _give(self, place: int, value: Value) -> None:
         port = self.program.outputs[place]
-        self._done.add(place)
+        self.done.add(place)
         if port.role is Role.BUFFER_UPDATE:
             self._late.append((place, values.view(value, port.shape)))
             return
-        self.realize(again(values.view(value, port.shape)), whole(self._output(place), port.shape), self._adds(place))
+        self.realize(again(values.view(value, port.shape)), whole(self.output(place), port.shape), self._adds(place))
 
     def _choose_places(self, results: Sequence[fx.Node]) -> None:
         """Nodes that are one output and nothing else are made where the output is."""
@@ -154,7 +94,7 @@ class Lowering:
             while node.op == "call_function" and len(node.users) == 1:
                 kind = _kind(node)
                 if kind in (Kind.REDUCTION, Kind.MATMUL):
-                    self._placed[node] = place
+                    self.placed[node] = place
                     break
                 if not (kind is Kind.VIEW and name_of(node.target) in _RESHAPES):
                     break

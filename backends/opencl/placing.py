@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx
 
 from backends.opencl import scatters, values
 from backends.opencl.emit import Scope, number
 from backends.opencl.indices import Index
+from backends.opencl.tasks import Tasks
 from backends.opencl.values import Computed, Place, Stored, Value, again, whole
 from hal.op_rules import broadcast
-
-if TYPE_CHECKING:
-    from backends.opencl.lowering import Lowering
 
 
 def _picked(scope: Scope, index: Value, place: Place, extent: int) -> Index:
@@ -27,8 +25,8 @@ def _picked(scope: Scope, index: Value, place: Place, extent: int) -> Index:
     return scope.place(f"(INDEX)({name} < 0 ? {name} + {extent} : {name})", extent)
 
 
-def _embedding(low: Lowering, node: fx.Node, weight: Value, index: Value) -> Value:
-    source = low.realize(weight)
+def _embedding(tasks: Tasks, node: fx.Node, weight: Value, index: Value) -> Value:
+    source = tasks.realize(weight)
 
     def function(scope: Scope, place: Place) -> str:
         return source.at(scope, (_picked(scope, index, place[:-1], source.shape[0]), place[-1]))
@@ -36,8 +34,8 @@ def _embedding(low: Lowering, node: fx.Node, weight: Value, index: Value) -> Val
     return Computed((*index.shape, weight.shape[1]), weight.dtype, function, 2)
 
 
-def _index(low: Lowering, node: fx.Node, x: Value, indices: Sequence[Value | None]) -> Value:
-    source = low.realize(x)
+def _index(tasks: Tasks, node: fx.Node, x: Value, indices: Sequence[Value | None]) -> Value:
+    source = tasks.realize(x)
     used = [place for place, index in enumerate(indices) if index is not None]
     picked = broadcast(*[index.shape for index in indices if index is not None])
     wide = [None if index is None else values.expand(index, picked) for index in indices]
@@ -55,10 +53,10 @@ def _index(low: Lowering, node: fx.Node, x: Value, indices: Sequence[Value | Non
     return Computed(tuple(node.meta["val"].shape), x.dtype, function, 2 * len(used))
 
 
-def _gather(low: Lowering, node: fx.Node, x: Value, dim: int, index: Value) -> Value:
+def _gather(tasks: Tasks, node: fx.Node, x: Value, dim: int, index: Value) -> Value:
     if not index.shape:
         return x
-    source = low.realize(x)
+    source = tasks.realize(x)
 
     def function(scope: Scope, place: Place) -> str:
         spot = _picked(scope, index, place, source.shape[dim])
@@ -67,66 +65,66 @@ def _gather(low: Lowering, node: fx.Node, x: Value, dim: int, index: Value) -> V
     return Computed(index.shape, x.dtype, function, 2)
 
 
-def _copied(low: Lowering, x: Value) -> Stored:
+def _copied(tasks: Tasks, x: Value) -> Stored:
     """A copy in memory of one's own."""
-    return low.realize(again(x))
+    return tasks.realize(again(x))
 
 
 def _index_put(
-    low: Lowering, node: fx.Node, x: Value, indices: Sequence[Value | None], source: Value, accumulate: bool
+    tasks: Tasks, node: fx.Node, x: Value, indices: Sequence[Value | None], source: Value, accumulate: bool
 ) -> Value:
-    target = _copied(low, x)
+    target = _copied(tasks, x)
     if source.count and target.count:
-        low.steps.append(scatters.index_put(target, indices, source, accumulate, low.traits))
+        tasks.steps.append(scatters.index_put(target, indices, source, accumulate, tasks.traits))
     return target
 
 
 def _scatter(accumulate: bool) -> Callable[..., Value]:
-    def function(low: Lowering, node: fx.Node, x: Value, dim: int, index: Value, source: Any) -> Value:
-        target = _copied(low, x)
+    def function(tasks: Tasks, node: fx.Node, x: Value, dim: int, index: Value, source: Any) -> Value:
+        target = _copied(tasks, x)
         if index.count and target.count:
-            low.steps.append(scatters.scatter(target, dim, index, source, accumulate))
+            tasks.steps.append(scatters.scatter(target, dim, index, source, accumulate))
         return target
 
     return function
 
 
 def _slice_scatter(
-    low: Lowering, node: fx.Node, x: Value, source: Value, dim: int, start: int, end: int, step: int
+    tasks: Tasks, node: fx.Node, x: Value, source: Value, dim: int, start: int, end: int, step: int
 ) -> Value:
-    target = _copied(low, x)
+    target = _copied(tasks, x)
     part = values.sliced(target, dim, start, end, step)
     assert isinstance(part, Stored)
-    low.realize(again(source), part)
+    tasks.realize(again(source), part)
     return target
 
 
-def _select_scatter(low: Lowering, node: fx.Node, x: Value, source: Value, dim: int, index: int) -> Value:
-    target = _copied(low, x)
+def _select_scatter(tasks: Tasks, node: fx.Node, x: Value, source: Value, dim: int, index: int) -> Value:
+    target = _copied(tasks, x)
     part = values.select(target, dim, index)
     assert isinstance(part, Stored)
-    low.realize(again(source), part)
+    tasks.realize(again(source), part)
     return target
 
 
-def _cat(low: Lowering, node: fx.Node, tensors: Sequence[Value], dim: int) -> Value:
+def _cat(tasks: Tasks, node: fx.Node, tensors: Sequence[Value], dim: int) -> Value:
     shape = tuple(node.meta["val"].shape)
-    target = whole(low.buffer(math.prod(shape), tensors[0].dtype), shape)
+    target = whole(tasks.buffer(math.prod(shape), tensors[0].dtype), shape)
     start = 0
     for tensor in tensors:
         end = start + tensor.shape[dim]
         part = values.sliced(target, dim, start, end, 1)
         assert isinstance(part, Stored)
-        low.realize(again(tensor), part)
+        tasks.realize(again(tensor), part)
         start = end
     return target
 
 
-def _pad(low: Lowering, node: fx.Node, x: Value, pads: Sequence[int], fill: Any) -> Value:
+def _pad(tasks: Tasks, node: fx.Node, x: Value, pads: Sequence[int], fill: Any) -> Value:
     """`pads` are (before, after) from the last dimension on; below zero they cut."""
     shape = tuple(node.meta["val"].shape)
     constant = Computed(shape, x.dtype, lambda scope, place: number(fill, x.dtype))
-    target = low.realize(constant)
+    target = tasks.realize(constant)
     part: Value = target
     for place in range(len(pads) // 2):
         dim = len(shape) - 1 - place
@@ -134,7 +132,7 @@ def _pad(low: Lowering, node: fx.Node, x: Value, pads: Sequence[int], fill: Any)
         x = values.sliced(x, dim, max(0, -before), x.shape[dim] + min(0, after), 1)
         part = values.sliced(part, dim, max(0, before), shape[dim] - max(0, after), 1)
     assert isinstance(part, Stored)
-    low.realize(again(x), part)
+    tasks.realize(again(x), part)
     return target
 
 

@@ -21,7 +21,7 @@ from hal.device import Queue, View, check_transfer
 from hal.event import Event
 from hal.kernel import Kernel
 from hal.random import RandomKey
-from hal.worker import Worker, WorkerEvent
+from hal.worker import Worker, WorkerEvent, first_error
 
 Submission = Callable[[list[Any]], tuple[Any, Any]]
 """Queues OpenCL commands after the given events; returns the first command's event and the last's."""
@@ -92,7 +92,7 @@ class OpenClEvent(Event):
                 except Exception as failure:
                     error = translated(failure, self._label, self.queue.device_name)
                 if error is not None:
-                    error = _first_error(self._after) or error
+                    error = first_error(self._after) or error
             self._error = error
             self._after = ()
             self._native = None
@@ -100,16 +100,7 @@ class OpenClEvent(Event):
 
 
 def _failed(event: Event) -> bool:
-    return _first_error((event,)) is not None
-
-
-def _first_error(events: Sequence[Event]) -> BaseException | None:
-    for event in events:
-        try:
-            event.wait()
-        except BaseException as failure:  # it belongs to the event
-            return failure
-    return None
+    return first_error((event,)) is not None
 
 
 class Clock:

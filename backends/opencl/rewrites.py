@@ -1,6 +1,6 @@
 """What each op of a program that is not element-wise becomes: reductions, rows, products, orders.
 
-Each function takes the lowering, to which it adds its tasks, then the node and the op's own arguments with tensors as
+Each function takes the tasks, to which it adds its own, then the node and the op's own arguments with tensors as
 `Value`; it returns the result as one. Softmax and layer norm are reductions and element-wise ops here, which `plan`
 brings together into one kernel again.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -18,189 +18,183 @@ from backends.opencl import gemm, scatters, values
 from backends.opencl.elementwise import elementwise
 from backends.opencl.emit import Scope, held, number
 from backends.opencl.placing import PLACES
+from backends.opencl.tasks import CHEAP, Tasks
 from backends.opencl.values import Computed, Place, Stored, Value, whole
 from backends.opencl.windows import WINDOWS
-
-if TYPE_CHECKING:
-    from backends.opencl.lowering import Lowering
-
-CHEAP = 3
-"""Up to this many cheap operations a value is computed again for every reader."""
-
 
 # -- reductions and rows ------------------------------------------------------------------------------------------
 
 
 def _reduced(kind: str) -> Callable[..., Value]:
-    def function(low: Lowering, node: fx.Node, x: Value, dims: Any, keep: bool) -> Value:
+    def function(tasks: Tasks, node: fx.Node, x: Value, dims: Any, keep: bool) -> Value:
         dims = (dims,) if isinstance(dims, int) else tuple(dims)
         if not dims or not x.shape:
             return x
-        return values.view(low.reduce(kind, x, dims, node), tuple(node.meta["val"].shape))
+        return values.view(tasks.reduce(kind, x, dims, node), tuple(node.meta["val"].shape))
 
     return function
 
 
-def _mean(low: Lowering, node: fx.Node, x: Value, dims: Sequence[int], keep: bool) -> Value:
-    return values.view(_mean_of(low, x, tuple(dims)), tuple(node.meta["val"].shape))
+def _mean(tasks: Tasks, node: fx.Node, x: Value, dims: Sequence[int], keep: bool) -> Value:
+    return values.view(_mean_of(tasks, x, tuple(dims)), tuple(node.meta["val"].shape))
 
 
-def _mean_of(low: Lowering, x: Value, dims: tuple[int, ...]) -> Value:
+def _mean_of(tasks: Tasks, x: Value, dims: tuple[int, ...]) -> Value:
     if not dims:
         return x
     count = math.prod(x.shape[dim] for dim in dims)
     # The sum of half precision is not rounded before it is divided.
     wide = elementwise("_to_copy", [x], {}, torch.float32) if x.dtype.itemsize == 2 else x
-    mean = elementwise("div", [low.reduce("sum", wide, dims), float(count) if count else math.nan], {}, wide.dtype)
+    mean = elementwise("div", [tasks.reduce("sum", wide, dims), float(count) if count else math.nan], {}, wide.dtype)
     return elementwise("_to_copy", [mean], {}, x.dtype)
 
 
 def _place(largest: bool) -> Callable[..., Value]:
-    def function(low: Lowering, node: fx.Node, x: Value, dim: int, keep: bool) -> Value:
+    def function(tasks: Tasks, node: fx.Node, x: Value, dim: int, keep: bool) -> Value:
         shape = [1 if place == dim else extent for place, extent in enumerate(x.shape)]
-        target = whole(low.buffer(math.prod(shape), torch.int64), shape)
+        target = whole(tasks.buffer(math.prod(shape), torch.int64), shape)
         if target.count:
-            low.steps.append(scatters.extreme_place(x, dim, largest, target))
+            tasks.steps.append(scatters.extreme_place(x, dim, largest, target))
         return values.view(target, tuple(node.meta["val"].shape))
 
     return function
 
 
 def _scan(kind: str) -> Callable[..., Value]:
-    def function(low: Lowering, node: fx.Node, x: Value, dim: int) -> Value:
-        target = whole(low.buffer(x.count, x.dtype), x.shape)
+    def function(tasks: Tasks, node: fx.Node, x: Value, dim: int) -> Value:
+        target = whole(tasks.buffer(x.count, x.dtype), x.shape)
         if target.count:
-            low.steps.append(scatters.scan(kind, x, dim, target))
+            tasks.steps.append(scatters.scan(kind, x, dim, target))
         return target
 
     return function
 
 
-def _calc(op: str, dtype: torch.dtype, *args: Any) -> Value:
+def _calculated(op: str, dtype: torch.dtype, *args: Any) -> Value:
     return elementwise(op, args, {}, dtype)
 
 
-def _prepared(low: Lowering, x: Value) -> tuple[Value, torch.dtype]:
+def _prepared(tasks: Tasks, x: Value) -> tuple[Value, torch.dtype]:
     """The operand in float and, unless it costs nothing, in memory: it is read in several passes."""
     if isinstance(x, Computed) and x.cost > CHEAP:
-        x = low.realize(x)
+        x = tasks.realize(x)
     wide = torch.float32 if x.dtype.itemsize == 2 else x.dtype
-    return (_calc("_to_copy", wide, x) if wide is not x.dtype else x), wide
+    return (_calculated("_to_copy", wide, x) if wide is not x.dtype else x), wide
 
 
 def _softmax(safe: bool, logarithm: bool) -> Callable[..., Value]:
-    def function(low: Lowering, node: fx.Node, x: Value, dim: int, *_: Any) -> Value:
+    def function(tasks: Tasks, node: fx.Node, x: Value, dim: int, *_: Any) -> Value:
         dtype = x.dtype
         if not x.shape:
             x = values.view(x, (1,))
             dim = 0
         if not x.count:
             return values.view(x, tuple(node.meta["val"].shape))
-        wide, kind = _prepared(low, x)
-        most: Value = low.reduce("max", wide, (dim,))
+        wide, kind = _prepared(tasks, x)
+        most: Value = tasks.reduce("max", wide, (dim,))
         if safe:
-            nothing = _calc("eq", torch.bool, most, -math.inf)
+            nothing = _calculated("eq", torch.bool, most, -math.inf)
             zero = Computed((), kind, lambda scope, place: number(0, kind))
-            most = _calc("where", kind, nothing, zero, most)
-        shifted = _calc("sub", kind, wide, most)
-        weights = _calc("exp", kind, shifted)
-        total: Value = low.reduce("sum", weights, (dim,))
+            most = _calculated("where", kind, nothing, zero, most)
+        shifted = _calculated("sub", kind, wide, most)
+        weights = _calculated("exp", kind, shifted)
+        total: Value = tasks.reduce("sum", weights, (dim,))
         if logarithm:
-            result = _calc("sub", kind, shifted, low.realize(_calc("log", kind, total)))
+            result = _calculated("sub", kind, shifted, tasks.realize(_calculated("log", kind, total)))
         else:
             if safe:
-                total = _calc("add", kind, total, _calc("_to_copy", kind, nothing))
-            result = _calc("div", kind, weights, total)
+                total = _calculated("add", kind, total, _calculated("_to_copy", kind, nothing))
+            result = _calculated("div", kind, weights, total)
         if kind is not dtype:
-            result = _calc("_to_copy", dtype, result)
+            result = _calculated("_to_copy", dtype, result)
         return values.view(result, tuple(node.meta["val"].shape))
 
     return function
 
 
 def _layer_norm(
-    low: Lowering, node: fx.Node, x: Value, shape: Sequence[int], weight: Value | None, bias: Value | None, small: float
+    tasks: Tasks, node: fx.Node, x: Value, shape: Sequence[int], weight: Value | None, bias: Value | None, small: float
 ) -> tuple[Value, ...]:
     """(result, mean, 1 / deviation). Source: Ba, Kiros and Hinton, "Layer Normalization", arXiv 1607.06450."""
     dtype = x.dtype
     dims = tuple(range(len(x.shape) - len(shape), len(x.shape)))
-    wide, kind = _prepared(low, x)
-    mean = low.realize(_mean_of(low, wide, dims))
-    centred = _calc("sub", kind, wide, mean)
-    variance = _mean_of(low, _calc("mul", kind, centred, centred), dims)
-    scale = low.realize(_calc("rsqrt", kind, _calc("add", kind, variance, small)))
-    result = _calc("mul", kind, centred, scale)
+    wide, kind = _prepared(tasks, x)
+    mean = tasks.realize(_mean_of(tasks, wide, dims))
+    centred = _calculated("sub", kind, wide, mean)
+    variance = _mean_of(tasks, _calculated("mul", kind, centred, centred), dims)
+    scale = tasks.realize(_calculated("rsqrt", kind, _calculated("add", kind, variance, small)))
+    result = _calculated("mul", kind, centred, scale)
     for op, factor in (("mul", weight), ("add", bias)):
         if factor is not None:
-            result = _calc(op, kind, result, _calc("_to_copy", kind, factor))
+            result = _calculated(op, kind, result, _calculated("_to_copy", kind, factor))
     parts = [result, mean, scale]
     # It is used again in the gradient as often as not, and costs a pass over memory either way.
-    return tuple(_calc("_to_copy", dtype, part) if kind is not dtype else part for part in parts)
+    return tuple(_calculated("_to_copy", dtype, part) if kind is not dtype else part for part in parts)
 
 
 # -- products -----------------------------------------------------------------------------------------------------
 
 
-def _mm(low: Lowering, node: fx.Node, x: Value, y: Value) -> Value:
-    product = _product(low, node, values.unsqueeze(x, 0), values.unsqueeze(y, 0), None)
+def _mm(tasks: Tasks, node: fx.Node, x: Value, y: Value) -> Value:
+    product = _product(tasks, node, values.unsqueeze(x, 0), values.unsqueeze(y, 0), None)
     return values.view(product, tuple(node.meta["val"].shape))
 
 
-def _bmm(low: Lowering, node: fx.Node, x: Value, y: Value) -> Value:
-    return _product(low, node, x, y, None)
+def _bmm(tasks: Tasks, node: fx.Node, x: Value, y: Value) -> Value:
+    return _product(tasks, node, x, y, None)
 
 
-def _addmm(low: Lowering, node: fx.Node, bias: Value, x: Value, y: Value) -> Value:
+def _addmm(tasks: Tasks, node: fx.Node, bias: Value, x: Value, y: Value) -> Value:
     wide = values.expand(bias, (1, x.shape[0], y.shape[1]))
-    product = _product(low, node, values.unsqueeze(x, 0), values.unsqueeze(y, 0), wide)
+    product = _product(tasks, node, values.unsqueeze(x, 0), values.unsqueeze(y, 0), wide)
     return values.view(product, tuple(node.meta["val"].shape))
 
 
-def _product(low: Lowering, node: fx.Node, x: Value, y: Value, bias: Value | None) -> Value:
+def _product(tasks: Tasks, node: fx.Node, x: Value, y: Value, bias: Value | None) -> Value:
     batch, rows, depth = x.shape
     columns = y.shape[2]
     if not x.dtype.is_floating_point or not depth or not batch * rows * columns:
-        return _plain_product(low, x, y, bias)
-    target, output = _result(low, node, (batch, rows, columns))
+        return _plain_product(tasks, x, y, bias)
+    target, output = _result(tasks, node, (batch, rows, columns))
     real = torch.float64 if x.dtype is torch.float64 else torch.float32
-    tile = gemm.tile_of(low.traits, rows, columns)
+    tile = gemm.tile_of(tasks.traits, rows, columns)
     packed = []
     for value, along, panel in ((x, 1, tile.rows), (y, 2, tile.columns)):
         extent = value.shape[along]
         count = batch * -(-extent // panel) * panel * depth
-        buffer = low.buffer(count, real)
-        low.steps.append(gemm.pack(value, buffer, along, panel, low.traits))
+        buffer = tasks.buffer(count, real)
+        tasks.steps.append(gemm.pack(value, buffer, along, panel, tasks.traits))
         packed.append(buffer)
     if bias is not None and bias.cost > CHEAP:
-        bias = low.realize(bias)
+        bias = tasks.realize(bias)
     sizes = gemm.Sizes(batch, rows, columns, depth)
-    low.steps.append(gemm.product(packed[0], packed[1], target, sizes, tile, bias, output, low.traits))
+    tasks.steps.append(gemm.product(packed[0], packed[1], target, sizes, tile, bias, output, tasks.traits))
     return target
 
 
-def _result(low: Lowering, node: fx.Node, shape: tuple[int, ...]) -> tuple[Stored, int | None]:
-    return low._target(node, shape, node.meta["val"].dtype)
+def _result(tasks: Tasks, node: fx.Node, shape: tuple[int, ...]) -> tuple[Stored, int | None]:
+    return tasks.target_of(node, shape, node.meta["val"].dtype)
 
 
-def _plain_product(low: Lowering, x: Value, y: Value, bias: Value | None) -> Value:
+def _plain_product(tasks: Tasks, x: Value, y: Value, bias: Value | None) -> Value:
     """Of integers, and of nothing: a sum of products."""
     batch, rows, depth = x.shape
     shape = (batch, rows, y.shape[2], depth)
     left = values.expand(values.unsqueeze(x, 2), shape)
     right = values.expand(values.unsqueeze(values.permute(y, (0, 2, 1)), 1), shape)
-    result = values.view(low.reduce("sum", _calc("mul", x.dtype, left, right), (3,)), shape[:3])
-    return result if bias is None else _calc("add", x.dtype, result, bias)
+    result = values.view(tasks.reduce("sum", _calculated("mul", x.dtype, left, right), (3,)), shape[:3])
+    return result if bias is None else _calculated("add", x.dtype, result, bias)
 
 
 # -- creation and order -------------------------------------------------------------------------------------------
 
 
-def _full(low: Lowering, node: fx.Node, shape: Sequence[int], value: Any) -> Value:
+def _full(tasks: Tasks, node: fx.Node, shape: Sequence[int], value: Any) -> Value:
     dtype = node.meta["val"].dtype
     return Computed(tuple(shape), dtype, lambda scope, place: number(value, dtype), 0)
 
 
-def _arange(low: Lowering, node: fx.Node, start: Any, end: Any, step: Any) -> Value:
+def _arange(tasks: Tasks, node: fx.Node, start: Any, end: Any, step: Any) -> Value:
     dtype, shape = node.meta["val"].dtype, tuple(node.meta["val"].shape)
 
     def function(scope: Scope, place: Place) -> str:
@@ -212,31 +206,31 @@ def _arange(low: Lowering, node: fx.Node, start: Any, end: Any, step: Any) -> Va
 
 
 def _topk(
-    low: Lowering, node: fx.Node, x: Value, count: int, dim: int, largest: bool, in_order: bool
+    tasks: Tasks, node: fx.Node, x: Value, count: int, dim: int, largest: bool, in_order: bool
 ) -> tuple[Value, ...]:
-    source = low.realize(x)
+    source = tasks.realize(x)
     shape = tuple(node.meta["val"][0].shape)
     size = math.prod(shape)
-    results = whole(low.buffer(size, x.dtype), shape), whole(low.buffer(size, torch.int64), shape)
+    results = whole(tasks.buffer(size, x.dtype), shape), whole(tasks.buffer(size, torch.int64), shape)
     if size:
-        low.steps.append(scatters.order(source, dim, count, largest, *results))
+        tasks.steps.append(scatters.order(source, dim, count, largest, *results))
     return results
 
 
-def _sort(low: Lowering, node: fx.Node, x: Value, dim: int, descending: bool) -> tuple[Value, ...]:
-    return _topk(low, node, x, x.shape[dim] if x.shape else 1, dim, descending, True)
+def _sort(tasks: Tasks, node: fx.Node, x: Value, dim: int, descending: bool) -> tuple[Value, ...]:
+    return _topk(tasks, node, x, x.shape[dim] if x.shape else 1, dim, descending, True)
 
 
 def _window(name: str) -> Callable[..., Any]:
-    def function(low: Lowering, node: fx.Node, *args: Any) -> Any:
-        operands = [low.realize(arg) if isinstance(arg, Value) else arg for arg in args]
-        return WINDOWS[name](low, node.meta["val"], *operands)
+    def function(tasks: Tasks, node: fx.Node, *args: Any) -> Any:
+        operands = [tasks.realize(arg) if isinstance(arg, Value) else arg for arg in args]
+        return WINDOWS[name](tasks, node.meta["val"], *operands)
 
     return function
 
 
 def _pass(way: Callable[..., Value]) -> Callable[..., Value]:
-    return lambda low, node, *args: way(*args)
+    return lambda tasks, node, *args: way(*args)
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -275,4 +269,4 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "max_pool2d_with_indices.default": _window("max_pool"),
     "max_pool2d_with_indices_backward.default": _window("max_pool_backward"),
 }
-"""By the names of `hal.ops.OPS` without `aten.`: functions of the lowering, the node and the op's arguments."""
+"""By the names of `hal.ops.OPS` without `aten.`: functions of the tasks, the node and the op's arguments."""

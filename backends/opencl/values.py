@@ -98,8 +98,8 @@ def _strided(x: Stored, shape: Sequence[int], strides: Sequence[int], offset: in
     return Stored(tuple(shape), x.dtype, x.buffer, tuple(strides), x.offset if offset is None else offset)
 
 
-def _mapped(x: Value, shape: Sequence[int], way: Callable[[Scope, Place], Place], extra: int = 0) -> Computed:
-    return Computed(tuple(shape), x.dtype, lambda scope, place: x.at(scope, way(scope, place)), x.cost + extra)
+def _mapped(x: Value, shape: Sequence[int], way: Callable[[Scope, Place], Place]) -> Computed:
+    return Computed(tuple(shape), x.dtype, lambda scope, place: x.at(scope, way(scope, place)), x.cost)
 
 
 def unflatten(scope: Scope, flat: Index, shape: Sequence[int]) -> Place:

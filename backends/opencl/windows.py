@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,10 +16,8 @@ from backends.opencl import scatters, values
 from backends.opencl.elementwise import elementwise
 from backends.opencl.emit import Scope, held, number
 from backends.opencl.indices import Index
+from backends.opencl.tasks import Tasks
 from backends.opencl.values import Computed, Place, Value, whole
-
-if TYPE_CHECKING:
-    from backends.opencl.lowering import Lowering
 
 
 def _met(scope: Scope, at: Sequence[Index], extents: Sequence[int]) -> tuple[Place, str]:
@@ -51,15 +49,15 @@ def _split(weight: Value, groups: int) -> Value:
     return values.view(weight, (groups, weight.shape[0] // groups, *weight.shape[1:]))
 
 
-def _summed(low: Lowering, shape: Sequence[int], kept: int, dtype: torch.dtype, function: Any) -> Value:
+def _summed(tasks: Tasks, shape: Sequence[int], kept: int, dtype: torch.dtype, function: Any) -> Value:
     """The sum of a function over the last dimensions of a shape, in float."""
     real = torch.float64 if dtype is torch.float64 else torch.float32
-    total = low.reduce("sum", Computed(tuple(shape), real, function), tuple(range(kept, len(shape))))
+    total = tasks.reduce("sum", Computed(tuple(shape), real, function), tuple(range(kept, len(shape))))
     result = values.view(total, shape[:kept])
     return result if real is dtype else elementwise("_to_copy", [result], {}, dtype)
 
 
-def _correlate(low: Lowering, x: Value, weight: Value, out: Sequence[int], stride: Any, pad: Any, far: Any) -> Value:
+def _correlate(tasks: Tasks, x: Value, weight: Value, out: Sequence[int], stride: Any, pad: Any, far: Any) -> Value:
     """(N, G, C, ...) under (G, O, C, kernel) to (N, G, O, ...)."""
     space = len(out)
     kernel = weight.shape[3:]
@@ -72,11 +70,11 @@ def _correlate(low: Lowering, x: Value, weight: Value, out: Sequence[int], strid
         product = f"{x.at(scope, (n, g, c, *at))} * {weight.at(scope, (g, o, c, *point))}"
         return scope.value(held(x.dtype), f"({inside} ? {product} : 0)")
 
-    return _summed(low, shape, 3 + space, x.dtype, function)
+    return _summed(tasks, shape, 3 + space, x.dtype, function)
 
 
 def _spread(
-    low: Lowering, gradient: Value, weight: Value, extents: Sequence[int], stride: Any, pad: Any, far: Any
+    tasks: Tasks, gradient: Value, weight: Value, extents: Sequence[int], stride: Any, pad: Any, far: Any
 ) -> Value:
     """The transpose of `_correlate`: (N, G, O, ...) to (N, G, C, ...)."""
     space = len(extents)
@@ -96,11 +94,11 @@ def _spread(
         product = f"{gradient.at(scope, (n, g, o, *at))} * {weight.at(scope, (g, o, c, *point))}"
         return scope.value(held(gradient.dtype), f"({' && '.join(hits) or '1'} ? {product} : 0)")
 
-    return _summed(low, shape, 3 + space, gradient.dtype, function)
+    return _summed(tasks, shape, 3 + space, gradient.dtype, function)
 
 
 def _weight_gradient(
-    low: Lowering, gradient: Value, x: Value, kernel: Sequence[int], stride: Any, pad: Any, far: Any
+    tasks: Tasks, gradient: Value, x: Value, kernel: Sequence[int], stride: Any, pad: Any, far: Any
 ) -> Value:
     """(N, G, O, ...) and (N, G, C, ...) to (G, O, C, kernel)."""
     space = len(kernel)
@@ -114,11 +112,11 @@ def _weight_gradient(
         product = f"{gradient.at(scope, (n, g, o, *where))} * {x.at(scope, (n, g, c, *at))}"
         return scope.value(held(x.dtype), f"({inside} ? {product} : 0)")
 
-    return _summed(low, shape, 3 + space, x.dtype, function)
+    return _summed(tasks, shape, 3 + space, x.dtype, function)
 
 
 def _convolution(
-    low: Lowering,
+    tasks: Tasks,
     spec: Any,
     x: Value,
     weight: Value,
@@ -132,14 +130,14 @@ def _convolution(
 ) -> Value:
     grouped, kernels = _grouped(x, groups), _split(weight, groups)
     way = _spread if transposed else _correlate
-    result = values.view(way(low, grouped, kernels, spec.shape[2:], stride, padding, dilation), tuple(spec.shape))
+    result = values.view(way(tasks, grouped, kernels, spec.shape[2:], stride, padding, dilation), tuple(spec.shape))
     if bias is None:
         return result
     return elementwise("add", [result, values.view(bias, (bias.count, *[1] * (len(x.shape) - 2)))], {}, x.dtype)
 
 
 def _convolution_backward(
-    low: Lowering,
+    tasks: Tasks,
     spec: Any,
     gradient: Value,
     x: Value,
@@ -157,18 +155,18 @@ def _convolution_backward(
     by_input = by_weight = by_bias = None
     if wanted[0]:
         way = _correlate if transposed else _spread
-        by_input = values.view(way(low, outer, kernels, x.shape[2:], stride, padding, dilation), x.shape)
+        by_input = values.view(way(tasks, outer, kernels, x.shape[2:], stride, padding, dilation), x.shape)
     if wanted[1]:
         pair = (inner, outer) if transposed else (outer, inner)
-        found = _weight_gradient(low, *pair, weight.shape[2:], stride, padding, dilation)
+        found = _weight_gradient(tasks, *pair, weight.shape[2:], stride, padding, dilation)
         by_weight = values.view(found, weight.shape)
     if wanted[2]:
-        by_bias = values.view(low.reduce("sum", gradient, (0, *range(2, len(x.shape)))), (gradient.shape[1],))
+        by_bias = values.view(tasks.reduce("sum", gradient, (0, *range(2, len(x.shape)))), (gradient.shape[1],))
     return by_input, by_weight, by_bias
 
 
 def _max_pool(
-    low: Lowering, spec: Any, x: Value, kernel: Any, stride: Any, padding: Any, dilation: Any, up: bool
+    tasks: Tasks, spec: Any, x: Value, kernel: Any, stride: Any, padding: Any, dilation: Any, up: bool
 ) -> tuple[Value, Value]:
     shape = tuple(spec[0].shape)
     lead = len(shape) - 2
@@ -183,20 +181,20 @@ def _max_pool(
         return scope.value(held(x.dtype), f"({inside} ? {x.at(scope, (*place[:lead], *at))} : -INFINITY)")
 
     met = Computed((*shape, size), x.dtype, function)
-    best = values.view(low.reduce("max", met, (lead + 2,)), shape)
-    won = whole(low.buffer(math.prod(shape), torch.int64), (*shape, 1))
-    low.steps.append(scatters.extreme_place(met, lead + 2, True, won))
+    best = values.view(tasks.reduce("max", met, (lead + 2,)), shape)
+    won = whole(tasks.buffer(math.prod(shape), torch.int64), (*shape, 1))
+    tasks.steps.append(scatters.extreme_place(met, lead + 2, True, won))
 
     def place_of(scope: Scope, place: Place) -> str:
         point = scope.place(f"(INDEX){won.at(scope, (*place, Index()))}", size)
         at, _ = window(scope, (*place, point))
         return scope.value("long", f"((long){at[0].text} * {x.shape[-1]} + {at[1].text})")
 
-    return best, low.realize(Computed(shape, torch.int64, place_of))
+    return best, tasks.realize(Computed(shape, torch.int64, place_of))
 
 
 def _max_pool_backward(
-    low: Lowering,
+    tasks: Tasks,
     spec: Any,
     gradient: Value,
     x: Value,
@@ -209,9 +207,9 @@ def _max_pool_backward(
 ) -> Value:
     planes, plane = math.prod(x.shape[:-2]), x.shape[-2] * x.shape[-1]
     zeros = Computed((planes, plane), x.dtype, lambda scope, place: number(0, x.dtype))
-    target = low.realize(zeros)
+    target = tasks.realize(zeros)
     each = (planes, gradient.shape[-2] * gradient.shape[-1])
-    low.steps.append(scatters.scatter(target, 1, values.view(places, each), values.view(gradient, each), True))
+    tasks.steps.append(scatters.scatter(target, 1, values.view(places, each), values.view(gradient, each), True))
     return values.view(target, x.shape)
 
 
@@ -221,4 +219,4 @@ WINDOWS: dict[str, Callable[..., Any]] = {
     "max_pool": _max_pool,
     "max_pool_backward": _max_pool_backward,
 }
-"""Called with the lowering, the node's value as traced, and the op's arguments in memory."""
+"""Called with the tasks, the node's value as traced, and the op's arguments in memory."""

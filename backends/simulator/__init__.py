@@ -49,8 +49,8 @@ class SimulatorBackend(VirtualBackend):
             raise Unavailable(f"'sim:{selector}' cannot be opened: {wrong}") from wrong
         return SimulatedDevice(f"sim:{selector}" if selector else "sim", machine, capacity, options)
 
-    def open_machine(self, machine: Machine, capacity: int | None = None, numerics: bool = True) -> VirtualDevice:
-        return SimulatedDevice(f"sim:{machine.device.name}", machine, capacity, Options(numerics=numerics))
+    def open_machine(self, machine: Machine, numerics: bool = True) -> VirtualDevice:
+        return SimulatedDevice(f"sim:{machine.device.name}", machine, None, Options(numerics=numerics))
 
 
 def _parse(selector: str) -> tuple[str, dict[str, str], Options]:

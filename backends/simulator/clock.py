@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from backends.simulator.sharing import speeds
 from hal.event import Event
@@ -21,11 +21,13 @@ from hal.virtual import LANES, Span, Timeline
 DOWN, UP, COMPUTE, HOST = range(4)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Cost:
     """What a call asks for: `seconds` were it alone, and the bytes it moves over each shared rate meanwhile.
 
-    `launch` is the part of `seconds` that is neither arithmetic nor bytes; `flops` is told on, not used.
+    `launch` is the part of `seconds` that is neither arithmetic nor bytes; `flops` is told on, not used. `demand` is
+    the bytes a second it wants of host memory, device memory and link. A cost that many calls have is made once for all
+    of them: the clock remembers by it how calls share.
     """
 
     seconds: float = 0.0
@@ -34,9 +36,20 @@ class Cost:
     link_bytes: float = 0.0
     launch: float = 0.0
     flops: float = 0.0
+    demand: tuple[float, float, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        seconds = self.seconds
+        demand = (0.0, 0.0, 0.0)
+        if seconds > 0:
+            demand = self.host_bytes / seconds, self.device_bytes / seconds, self.link_bytes / seconds
+        object.__setattr__(self, "demand", demand)
 
 
 NOTHING = Cost()
+
+PACES = 4096
+"""So many combinations of costs are remembered with how they share."""
 
 
 class SimulatedEvent(Event):
@@ -46,7 +59,6 @@ class SimulatedEvent(Event):
         "before",
         "call",
         "cost",
-        "demand",
         "end",
         "error",
         "finished",
@@ -62,6 +74,7 @@ class SimulatedEvent(Event):
         "queue",
         "ran",
         "start",
+        "told",
         "unrun",
         "waits",
         "waits_for",
@@ -74,13 +87,13 @@ class SimulatedEvent(Event):
         self.lane = lane
         self.label = label
         self.cost = cost
-        self.demand: tuple[float, float, float] = (0.0, 0.0, 0.0)
         self.left = cost.seconds
         self.start = 0.0
         self.end = 0.0
         self.finished = False
         self.waits = 0
         self.waits_for: Sequence[SimulatedEvent] = ()
+        self.told: list[SimulatedEvent] = []  # what it was told to wait for, until it has ended
         self.followers: list[SimulatedEvent] = []
         self.call: Callable[[], None] | None = None
         self.ran = False
@@ -95,7 +108,8 @@ class SimulatedEvent(Event):
         return self.finished and self.ran
 
     def wait(self) -> None:
-        self.owner.demand(self)
+        if not (self.finished and self.ran):
+            self.owner.demand(self)
         if self.error is not None:
             raise self.error
 
@@ -149,41 +163,58 @@ class Clock:
         self._flops = 0.0
         self._calls = 0
         self._spans: list[Span] = []
+        self._paces: dict[tuple[Cost, ...], list[float] | None] = {}
 
-    def submit(self, event: SimulatedEvent, waits: Sequence[SimulatedEvent]) -> None:
-        """Take a call in, to start after the events of `waits`."""
+    def submit(
+        self, event: SimulatedEvent, waits: Sequence[SimulatedEvent], pending: Sequence[SimulatedEvent]
+    ) -> None:
+        """Take a call in, to start after the events of `waits`.
+
+        `pending` are enough of those that have not ended: when they have, all have.
+        """
         if event.lane == HOST and self._one_lane:
             event.lane = COMPUTE
-        pending = [other for other in waits if not other.finished]
-        event.waits = len(pending)
-        event.waits_for = pending
-        for other in pending:
-            other.followers.append(event)
-        cost = event.cost
-        if cost.seconds > 0:
-            seconds = cost.seconds
-            event.demand = cost.host_bytes / seconds, cost.device_bytes / seconds, cost.link_bytes / seconds
         if event.lane == COMPUTE:
             self._next_compute.append(event)
-        if not pending:
+        if pending:
+            event.waits = len(pending)
+            event.waits_for = waits
+            for other in pending:
+                other.followers.append(event)
+        else:
             self._ready[event.lane].append(event)
 
     def run_until(self, event: SimulatedEvent) -> None:
         """Let time pass until a call has ended."""
         while not event.finished:
-            active = self._start()
+            self._start()
             if event.finished:
                 break
-            pace = speeds([one.demand for one in active], self._rates)
-            ends = [one.left / speed for one, speed in zip(active, pace, strict=True)]
+            active = [one for one in self._active if one is not None]
+            pace = self._pace(active)
+            if pace is None:
+                ends = [one.left for one in active]
+            else:
+                ends = [one.left / speed for one, speed in zip(active, pace, strict=True)]
             passed = min(ends)
             self._account(active, passed, event)
             self.now += passed
-            for one, speed, end in zip(active, pace, ends, strict=True):
-                if end <= passed * (1 + 1e-12):
+            latest = passed * (1 + 1e-12)
+            for number, one in enumerate(active):
+                if ends[number] <= latest:
                     self._finish(one)
                 else:
-                    one.left -= passed * speed
+                    one.left -= passed if pace is None else passed * pace[number]
+
+    def _pace(self, active: Sequence[SimulatedEvent]) -> list[float] | None:
+        """The speed of each call; None where all are undisturbed. Calls of the same costs share alike every time."""
+        costs = tuple([one.cost for one in active])
+        if costs not in self._paces:
+            if len(self._paces) >= PACES:
+                self._paces.clear()
+            pace = speeds([cost.demand for cost in costs], self._rates)
+            self._paces[costs] = None if all(speed == 1.0 for speed in pace) else pace
+        return self._paces[costs]
 
     def run_out(self) -> None:
         """Let time pass until all calls have ended."""
@@ -191,20 +222,20 @@ class Clock:
             while self._ready[lane] or self._active[lane] is not None:
                 self.run_until(self._active[lane] or self._ready[lane][-1])
 
-    def _start(self) -> list[SimulatedEvent]:
+    def _start(self) -> None:
         """Give free lanes their next calls; calls that take no time end at once and free others."""
+        active = self._active
         again = True
         while again:
             again = False
             for lane, ready in enumerate(self._ready):
-                while ready and self._active[lane] is None:
+                while ready and active[lane] is None:
                     one = ready.popleft()
                     one.start = self.now
-                    self._active[lane] = one
+                    active[lane] = one
                     if one.left <= 0.0:
                         self._finish(one)
                         again = True
-        return [one for one in self._active if one is not None]
 
     def _finish(self, one: SimulatedEvent) -> None:
         self._active[one.lane] = None
@@ -227,6 +258,7 @@ class Clock:
                 self._ready[follower.lane].append(follower)
         one.followers = []
         one.waits_for = ()
+        one.told = []
 
     def _account(self, active: Sequence[SimulatedEvent], passed: float, target: SimulatedEvent) -> None:
         for one in active:

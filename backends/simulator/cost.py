@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import fx
 
 from hal.errors import Unsupported
 from hal.kernel import Program
@@ -34,6 +34,19 @@ class Work:
     moved: float
 
 
+_known: WeakKeyDictionary[Program, tuple[tuple[OpWork, str], ...]] = WeakKeyDictionary()
+"""What was found out of programs, which are many machines' and many runs'."""
+
+
+def _ops_of(program: Program) -> tuple[tuple[OpWork, str], ...]:
+    """The work of a program's ops in order, each with the op's name."""
+    found = _known.get(program)
+    if found is None:
+        works = [(work_of(node), str(node.target)) for node in program.graph.nodes]
+        found = _known[program] = tuple((work, target) for work, target in works if work is not None)
+    return found
+
+
 class CostModel:
     """Costs of programs on one machine."""
 
@@ -50,16 +63,13 @@ class CostModel:
         """The work of a program. Raises Unsupported for arithmetic that the device does not have."""
         launch = moved = flops = 0.0
         seconds = self._call
-        for node in program.graph.nodes:
-            op = work_of(node)
-            if op is None:
-                continue
+        for op, target in _ops_of(program):
             op_bytes = op.moved
             launch += self._launch
             flops += op.flops
             if op.flops:
-                rate = self._rate(op, node, program) * (self._device["attention"] if op.attention else 1.0)
-                busy = max((op.flops + self._ramp) / rate, op_bytes / self.bandwidth)
+                rate = self._rate(op, target, program) * (self._device["attention"] if op.attention else 1.0)
+                busy = max((op.done + self._ramp) / rate, op_bytes / self.bandwidth)
             else:
                 op_bytes *= self._pointwise
                 busy = op_bytes / self.bandwidth
@@ -73,11 +83,11 @@ class CostModel:
         moved = 3.0 * sum(sizes)
         return Work(launch + moved / self.bandwidth, launch, 0.0, moved)
 
-    def _rate(self, op: OpWork, node: fx.Node, program: Program) -> float:
+    def _rate(self, op: OpWork, target: str, program: Program) -> float:
         kind = _KINDS.get(op.dtype, "fp32")
         try:
             return self._device.sustained(kind)
         except SpecError as missing:
             raise Unsupported(
-                f"{program.name}: {missing}", op=str(node.target), dtype=kind, device=self._device.name
+                f"{program.name}: {missing}", op=target, dtype=kind, device=self._device.name
             ) from missing

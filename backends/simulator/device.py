@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from backends.accounted_device import AccountedDevice
-from backends.simulator.clock import COMPUTE, DOWN, NOTHING, UP, Clock, Cost, Owner, SimulatedEvent
+from backends.simulator.clock import COMPUTE, DOWN, HOST, NOTHING, UP, Clock, Cost, Owner, SimulatedEvent
 from backends.simulator.cost import CostModel, Work
 from backends.simulator.elsewhere import Arrivals, await_those_of, stand_in
 from backends.simulator.host import POISON, SimulatedHost
 from backends.simulator.orders import make_order
 from backends.torch_program import lower
 from hal.device import HOST_CORES, NATIVE, SIMULATED, UNIFIED, Buffer, DeviceInfo, Queue, View, check_transfer
-from hal.dtypes import check_ports
+from hal.dtypes import ALL, INTEGERS, check_ports
 from hal.errors import HalError
 from hal.event import Event
 from hal.host import Host, HostWork
@@ -33,8 +33,7 @@ from hal.random import RandomKey
 from hal.spec import Machine
 from hal.virtual import Timeline, VirtualDevice
 
-_ALWAYS = frozenset({torch.float32, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
-_DTYPES = _ALWAYS | {torch.float64, torch.bfloat16, torch.float16}
+_ALWAYS = INTEGERS | {torch.float32}
 _KINDS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -230,7 +229,7 @@ class SimulatedDevice(AccountedDevice[SimulatedQueue], VirtualDevice, Owner):
         # A device whose matrix units know no float32 has vector units that do, as losses need.
         compute = _ALWAYS | frozenset(_KINDS[kind] for kind in _KINDS if spec.computes(kind))
         memory = int(spec["memory"] - spec["reserved"])
-        info = DeviceInfo(name, f"simulated {spec.title}", frozenset(tags), _DTYPES, compute, memory)
+        info = DeviceInfo(name, f"simulated {spec.title}", frozenset(tags), ALL, compute, memory)
         super().__init__(info, memory if capacity is None else min(capacity, memory))
         self.machine = machine
         self.options = options
@@ -239,7 +238,8 @@ class SimulatedDevice(AccountedDevice[SimulatedQueue], VirtualDevice, Owner):
         self._order = make_order(options.order, options.seed)
         self._number = 0
         self._arrivals = Arrivals(self._order)
-        self._crossings: dict[tuple[int, int], Cost] = {}
+        self._strangers = False
+        self._costs: dict[tuple[int, int], Cost] = {}
 
     # -- the device -------------------------------------------------------------------------------------------
 
@@ -304,15 +304,32 @@ class SimulatedDevice(AccountedDevice[SimulatedQueue], VirtualDevice, Owner):
         with self.lock:
             self.check_open()
             self._arrivals.take_in()
-            parents = [self._own(one) for one in wait]
             event = SimulatedEvent(self, self._numbered(), lane, label, cost)
+            parents = list(wait)
+            alike = after is not None and after.told
+            if alike and parents == alike:
+                # Told to wait for what the call before it waits for still: that one's end says all. Chunks of a layer
+                # are many such calls, each with many waits.
+                assert after is not None
+                parents, pending = alike, [after]
+                awaited = [*parents, after]
+            else:
+                parents = [
+                    one if isinstance(one, SimulatedEvent) and one.owner is self else self._stand_in(one)
+                    for one in parents
+                ]
+                awaited = parents if after is None else [*parents, after]
+                pending = [one for one in awaited if not one.finished]
             event.parents = parents
             if after is not None:
                 event.before, event.queue = after, after.queue
-            awaited = event.awaited()
-            self.clock.submit(event, awaited)
+            if pending:
+                event.told = parents
+            self.clock.submit(event, awaited, pending)
             # Without numbers a call has run at once, unless it waits for something that may still fail.
-            if self.options.numerics or any(not one.ran or one.error is not None for one in awaited):
+            if self.options.numerics or (
+                self._strangers and any(not one.ran or one.error is not None for one in awaited)
+            ):
                 event.call = call
                 self._order.submitted(event)
             else:
@@ -330,18 +347,18 @@ class SimulatedDevice(AccountedDevice[SimulatedQueue], VirtualDevice, Owner):
         self._number += 1
         return self._number
 
-    def _own(self, event: Event) -> SimulatedEvent:
-        """The event, or one of this device's that stands for it."""
-        if isinstance(event, SimulatedEvent) and event.owner is self:
-            return event
+    def _stand_in(self, event: Event) -> SimulatedEvent:
+        """One of this device's events that stands for one from elsewhere."""
+        self._strangers = True
         one = stand_in(event, self, self._numbered(), self.clock.now)
         self._arrivals.expect(one)
         return one
 
     def demand(self, event: SimulatedEvent) -> None:
-        with self.lock:
-            needed = event.needed()
-        await_those_of(needed)
+        if not event.ran:
+            with self.lock:
+                needed = event.needed()
+            await_those_of(needed)
         with self.lock:
             self._arrivals.take_in()
             if not event.ran:
@@ -351,24 +368,31 @@ class SimulatedDevice(AccountedDevice[SimulatedQueue], VirtualDevice, Owner):
 
     def crossing(self, lane: int, size: int) -> Cost:
         """The cost of a transfer of that many bytes."""
-        cost = self._crossings.get((lane, size))
+        cost = self._costs.get((lane, size))
         if cost is None:
             link = self.machine.link
             seconds = link["latency"] + size / link["down" if lane == DOWN else "up"]
-            cost = self._crossings[(lane, size)] = Cost(seconds, size, size, size)
+            cost = self._costs[(lane, size)] = Cost(seconds, size, size, size)
         return cost
 
     def moving(self, size: int) -> Cost:
         """The cost of bytes moved within the device."""
-        launch = self.machine.device["launch"]
-        shared = size if self.info.unified else 0
-        return Cost(launch + size / self.model.bandwidth, shared, size, 0, launch)
+        cost = self._costs.get((COMPUTE, size))
+        if cost is None:
+            launch = self.machine.device["launch"]
+            shared = size if self.info.unified else 0
+            seconds = launch + size / self.model.bandwidth
+            cost = self._costs[(COMPUTE, size)] = Cost(seconds, shared, size, 0, launch)
+        return cost
 
     def host_cost(self, work: HostWork | None) -> Cost:
         """The cost of a task on the host."""
-        host = self.machine.host
         size = 0 if work is None else work.bytes
-        return Cost(host["task"] + size / host["optimizer_bandwidth"], size)
+        cost = self._costs.get((HOST, size))
+        if cost is None:
+            host = self.machine.host
+            cost = self._costs[(HOST, size)] = Cost(host["task"] + size / host["optimizer_bandwidth"], size)
+        return cost
 
 
 def _rates(machine: Machine) -> tuple[float, float, float]:

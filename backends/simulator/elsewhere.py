@@ -56,7 +56,7 @@ def await_those_of(events: Sequence[SimulatedEvent]) -> None:
     """Wait for what the stand-ins among the events stand for. Its errors are for those who wait on it."""
     for event in events:
         if event.outside is not None:
-            with contextlib.suppress(BaseException):
+            with contextlib.suppress(Exception):  # an interrupt of the waiting itself goes on
                 event.outside.wait()
 
 

@@ -196,6 +196,7 @@ ARITHMETIC: dict[str, Draw] = table_of(
         (_pair, "add.Tensor sub.Tensor mul.Tensor maximum.default minimum.default"),
         (_pair, "eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor"),
         (_real_pair(0.2, 3.0), "div.Tensor pow.Tensor_Tensor atan2.default"),
+        (_real_pair(0.2, 3.0), "fmod.Tensor"),
         (_with_number(-3.0, 3.0), "add.Scalar mul.Scalar"),
         (lambda s: [s.special(s.shape()), s.random.choice((-2.0, 0.5, 3.0))], "div.Scalar"),
         (lambda s: [s.real(s.shape(), 0.1, 3.0), s.random.choice((-2.0, 1.5, 4.0))], "pow.Tensor_Scalar"),

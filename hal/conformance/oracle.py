@@ -14,7 +14,6 @@ import torch
 from torch import fx
 
 from hal.kernel import Program
-from hal.random import RandomKey
 
 WITHIN = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Of the largest result: a few roundings of the dtype, since sums may be taken in any order."""
@@ -27,15 +26,13 @@ def raised(value: Any) -> Any:
     return value
 
 
-def evaluate(
-    program: Program, inputs: Sequence[torch.Tensor], key: RandomKey | None = None, exact: bool = True
-) -> list[torch.Tensor]:
-    """The outputs of a program, `exact` in float64 throughout, else op by op in the dtypes that it names."""
+def evaluate(program: Program, inputs: Sequence[torch.Tensor], exact: bool = True) -> list[torch.Tensor]:
+    """The outputs of a program that draws nothing: `exact` in float64 throughout, else in the dtypes that it names."""
     environment: dict[fx.Node, Any] = {}
     given = iter(inputs)
     for node in program.graph.nodes:
         if node.op == "placeholder":
-            value: Any = key if node.name == "key" else next(given)
+            value: Any = next(given)
             environment[node] = raised(value) if exact else value
         elif node.op == "get_attr":
             constant = program.constants[str(node.target)]

@@ -103,10 +103,10 @@ def _two(low: float = -2.0, high: float = 2.0) -> Build:
     ]
 
 
-def _with_number(number: Any, low: float = -2.0, high: float = 2.0) -> Build:
+def _with_number(number: Any) -> Build:
     def build(make: Maker) -> list[tuple[Any, ...]]:
         value = number if make.dtype.is_floating_point else int(number)
-        return [(make.numbers(*shape, low=low, high=high), value) for shape in ((), (3, 5, 7), (515,))]
+        return [(make.numbers(*shape, low=-2.0, high=2.0), value) for shape in ((), (3, 5, 7), (515,))]
 
     return build
 
@@ -295,6 +295,7 @@ def _register() -> None:
     _row("div.Scalar", _with_number(4.0))
     _row("pow.Tensor_Scalar", lambda m: [(m.numbers(3, 5, low=0.25), power) for power in (2.0, 3.0, -1.0, 0.5, -1.5)])
     _row("fmod.Scalar remainder.Scalar", _with_number(0.75))
+    _row("fmod.Tensor", _two(0.25, 2.0))
     _row("pow.Scalar", lambda m: [(2.0, m.numbers(3, 5, 7)), (0.5, m.numbers())])
     _row("eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar", _with_number(1.0), counted)
     _row(

@@ -92,9 +92,7 @@ def submissions(device: Device) -> dict[str, Submit]:
     }
 
 
-@pytest.mark.parametrize(
-    "kind", ["write", "read", "copy to it", "copy from it", "fill", "run on it", "run into it"]
-)
+@pytest.mark.parametrize("kind", ["write", "read", "copy to it", "copy from it", "fill", "run on it", "run into it"])
 def test_a_freed_buffer_outlives_the_call_queued_on_it(open_device: OpenDevice, kind: str) -> None:
     """Nothing but the queued call knows the memory any more, and other buffers of that size are made meanwhile."""
     device = open_device()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-
 import torch
 
 from hal.conformance.conftest import OpenDevice
 from hal.conformance.programs import QUEUE, GraphBuilder, fetch, for_device, place
+from hal.conformance.threads import at_once
 from hal.device import Device
 from hal.event import Event
 from hal.kernel import Program
@@ -21,27 +19,6 @@ def doubling(count: int, factor: float = 2.0) -> Program:
     builder = GraphBuilder(f"times {factor}")
     x = builder.input((count,))
     return builder.program([builder.call("aten.mul.Scalar", x, factor)])
-
-
-def in_threads(task: Callable[[int], None]) -> None:
-    """Run a task in several threads that start together; the first error is raised here."""
-    errors: list[BaseException] = []
-    start = threading.Barrier(THREADS)
-
-    def guarded(number: int) -> None:
-        try:
-            start.wait()
-            task(number)
-        except BaseException as failure:
-            errors.append(failure)
-
-    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 def test_two_devices_work_at_once_and_keep_apart(open_device: OpenDevice) -> None:
@@ -100,7 +77,7 @@ def test_threads_with_queues_of_their_own(device: Device) -> None:
         buffer.free()
         assert torch.equal(back, given * 2.0**ROUNDS)
 
-    in_threads(task)
+    at_once(THREADS, task)
 
 
 def test_threads_that_share_a_queue(device: Device) -> None:
@@ -115,7 +92,7 @@ def test_threads_that_share_a_queue(device: Device) -> None:
             queue.read(back, views[number]).wait()
             assert (back == turn).all(), (number, turn)
 
-    in_threads(task)
+    at_once(THREADS, task)
     buffer.free()
 
 
@@ -127,7 +104,7 @@ def test_threads_that_compile_the_same_program_share_a_kernel(open_device: OpenD
     def task(number: int) -> None:
         kernels[number] = device.compile(program)
 
-    in_threads(task)
+    at_once(THREADS, task)
     assert all(kernel is kernels[0] for kernel in kernels)
 
 
@@ -138,5 +115,5 @@ def test_threads_that_allocate_and_free_leave_the_account_as_it_was(device: Devi
         for size in range(1, 100):
             device.alloc(size * (number + 1)).free()
 
-    in_threads(task)
+    at_once(THREADS, task)
     assert device.memory().in_use == before

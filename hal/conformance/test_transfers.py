@@ -5,21 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hal import dtypes
 from hal.conformance.programs import QUEUE, fetch, place
 from hal.device import Device
 
-DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-]
+DTYPES = sorted(dtypes.ALL, key=str)
 COUNTS = [1, 3, 255, 1025, 65_537]
 
 

@@ -30,7 +30,11 @@ from relay.capture.core_builder import Builder, part_spec
 from relay.capture.core_call import Call, with_defaults
 from relay.capture.core_decompositions import FURTHER
 from relay.capture.core_elementwise import elementwise
+from relay.capture.core_error_functions import ERROR_FUNCTIONS
 from relay.capture.core_rewrites import REWRITES
+from relay.capture.core_sampling import SAMPLING
+from relay.capture.core_scans import SCANS
+from relay.capture.core_strides import STRIDES
 from relay.errors import CaptureError
 
 aten = torch.ops.aten
@@ -74,7 +78,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     """The decompositions to trace with."""
     table = dict(core_aten_decompositions())
     table.update(get_decompositions(_FURTHER))
-    table.update(FURTHER)
+    table.update({**FURTHER, **SCANS, **SAMPLING, **STRIDES, **ERROR_FUNCTIONS})
     table[aten.rrelu_with_noise_functional.default] = _rrelu
     for target in [*_KEPT, *WRONG]:
         table.pop(target, None)

@@ -142,24 +142,50 @@ def _hypot(builder: Builder, call: Any) -> fx.Node:
     return n.where(plain, large, n.two("mul", large, root))
 
 
-def _copysign(builder: Builder, call: Any) -> fx.Node:
+def _negative(n: _Numbers, x: fx.Node) -> fx.Node:
     """A negative zero is told by its reciprocal."""
+    turned = n.with_number("lt", n.one("reciprocal", x), 0)
+    return n.builder.call(aten.logical_or.default, n.with_number("lt", x, 0), turned)
+
+
+def _copysign(builder: Builder, call: Any) -> fx.Node:
     n = _Numbers(builder)
     x, y = _both(builder, call)
-    turned = n.with_number("lt", n.one("reciprocal", y), 0)
-    negative = builder.call(aten.logical_or.default, n.with_number("lt", y, 0), turned)
     size = n.one("abs", x)
-    return n.where(negative, n.one("neg", size), size)
+    return n.where(_negative(n, y), n.one("neg", size), size)
 
 
-def _remainder(builder: Builder, call: Any) -> Any:
-    """Of whole numbers; a quotient of floats may be rounded to the next whole number, and the result be off by all."""
-    if call.wanted.dtype.is_floating_point:
-        return None
+def _signbit(builder: Builder, call: Any) -> fx.Node:
+    if not call.spec.dtype.is_floating_point:
+        return builder.call(aten.lt.Scalar, call.x, 0)
+    return _negative(_Numbers(builder), call.x)
+
+
+def _remainder(builder: Builder, call: Any) -> fx.Node:
+    """Of the divisor's sign (remainder) or the dividend's (fmod), made of the other kind where only that has a row."""
     n = _Numbers(builder)
     x, y = _both(builder, call)
-    quotient = builder.call(aten.floor_divide.default, x, y)
-    return n.two("sub", x, n.two("mul", quotient, y))
+    dividends = call.target is aten.fmod.Tensor
+    if call.wanted.dtype.is_floating_point:
+        rest = builder.call(aten.fmod.Tensor, x, y)
+        if dividends:
+            return rest
+    else:
+        quotient = builder.call(aten.floor_divide.default, x, y)
+        rest = n.two("sub", x, n.two("mul", quotient, y))
+        if not dividends:
+            return rest
+    zero = builder.full(call.wanted.shape, 0, call.wanted.dtype)
+    below, wrong = (builder.call(aten.lt.Tensor, one, zero) for one in (rest, x if dividends else y))
+    other_sign = builder.call(aten.ne.Tensor, builder.cast(below, torch.int64), builder.cast(wrong, torch.int64))
+    beyond = builder.call(aten.logical_and.default, builder.call(aten.ne.Tensor, rest, zero), other_sign)
+    return n.where(beyond, n.two("sub" if dividends else "add", rest, y), rest)
+
+
+def _ldexp(builder: Builder, call: Any) -> fx.Node:
+    n = _Numbers(builder)
+    x, exponent = _both(builder, call)
+    return n.two("mul", x, n.builder.call(aten.pow.Scalar, 2.0, exponent))
 
 
 def _bitwise(builder: Builder, call: Any) -> Any:
@@ -176,7 +202,10 @@ MATHEMATICS: dict[Any, Callable[[Builder, Any], Any]] = {
     aten.hypot.default: _hypot,
     aten.copysign.Tensor: _copysign,
     aten.copysign.Scalar: _copysign,
+    aten.signbit.default: _signbit,
     aten.remainder.Tensor: _remainder,
+    aten.fmod.Tensor: _remainder,
+    aten.ldexp.Tensor: _ldexp,
     aten.bitwise_and.Scalar: _bitwise,
     aten.bitwise_or.Scalar: _bitwise,
     aten.bitwise_xor.Scalar: _bitwise,

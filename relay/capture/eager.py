@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hal.kernel import Port, Program, Role
 from relay.capture.eager_call import EagerCall, EagerLayouts, EagerSegment
-from relay.capture.explain import changed_parameter
+from relay.capture.explain import changed_parameter, explain
 from relay.capture.layouts import Order, as_written, order_of, stored, stored_shape
 from relay.capture.states import call_with
 
@@ -108,8 +108,7 @@ def eager_programs(
             for tensor, like in zip(made_up(inputs), inputs, strict=True)
         ]
         leaves = [
-            tensor.requires_grad_(wanted)
-            for tensor, wanted in zip(made_up(parameters), segment.trainable, strict=True)
+            tensor.requires_grad_(wanted) for tensor, wanted in zip(made_up(parameters), segment.trainable, strict=True)
         ]
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             before = made_up(buffers)
@@ -121,6 +120,8 @@ def eager_programs(
         layouts = EagerLayouts({}, {}, {}, {})
         if strides:
             layouts = _layouts_of(values, outputs, seeds or {}, gradients or {})
+        if training:
+            _try_backward(leaves, outputs, name)
     # Which buffers a forward changes, data may decide too: in training all of them are written back.
     changing = any(one.training and one._buffers for one in module.modules())
     updates = list(range(len(after))) if changing else []
@@ -178,9 +179,7 @@ def eager_programs(
                 laid(Role.VALUE_GRADIENT, number, values[number], layouts.gradients, True)
                 for number in call.value_gradients
             ]
-        taken = [
-            Port(Role.VALUE, len(values) + place, port.shape, port.dtype) for place, port in enumerate(copies)
-        ]
+        taken = [Port(Role.VALUE, len(values) + place, port.shape, port.dtype) for place, port in enumerate(copies)]
         if kind != "backward":
             taken = []
         return _one_node(call, f"{name} {kind}", [*ports, *taken, *taken_seeds], results, saved)
@@ -208,7 +207,7 @@ def _layouts_of(
     if asking and wanted:
         ones = [torch.empty_like(taken[number]).fill_(1) for number in asking]
         found = torch.autograd.grad(
-            [outputs[number] for number in asking], [values[number] for number in wanted], ones, allow_unused=True
+            [outputs[number] for number in asking], [values[number] for number in wanted], ones, True, allow_unused=True
         )
     made = {number: order_of(one) for number, one in zip(wanted, found, strict=False) if one is not None}
     return EagerLayouts(
@@ -217,6 +216,20 @@ def _layouts_of(
         {number: order_of(one) for number, one in taken.items()},
         {number: gradients.get(number, made.get(number, ())) for number in wanted},
     )
+
+
+def _try_backward(leaves: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], name: str) -> None:
+    """Raise CaptureError where autograd cannot go back to the parameters: there are ops that it has no derivative of.
+
+    Found here, before a step, and not in its middle.
+    """
+    asking = [output for output in outputs if output.requires_grad]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    if asking and wanted:
+        try:
+            torch.autograd.grad(asking, wanted, [torch.ones_like(output) for output in asking], allow_unused=True)
+        except Exception as failure:
+            raise explain(failure, name) from failure
 
 
 def _read_in_training(module: nn.Module) -> set[int]:

@@ -127,8 +127,7 @@ class EagerCall:
                 buffers[number] = buffer
         values = [as_written(one, self.layouts.inputs.get(number, ())) for number, one in enumerate(values)]
         seeds = [
-            as_written(one, self.layouts.seeds.get(number, ()))
-            for number, one in zip(self.seeded, seeds, strict=True)
+            as_written(one, self.layouts.seeds.get(number, ())) for number, one in zip(self.seeded, seeds, strict=True)
         ]
         # The generator is torch's own for the while: an op that draws knows no other.
         with torch.random.fork_rng(**generators_of(tensors)):
@@ -155,9 +154,7 @@ class EagerCall:
             tensor.detach().requires_grad_(wanted)
             for tensor, wanted in zip(parameters, self.segment.trainable, strict=True)
         ]
-        inputs = [
-            tensor.detach().requires_grad_(number in self.differentiated) for number, tensor in enumerate(values)
-        ]
+        inputs = [tensor.detach().requires_grad_(number in self.differentiated) for number, tensor in enumerate(values)]
         return leaves, inputs
 
     def _backward(

@@ -1,4 +1,7 @@
-"""Why a capture failed, in words: which layer, which op, and what to do about it."""
+"""Why a capture failed, in words: which layer, which op, and what to do about it.
+
+It makes errors and raises none; whether a layer that cannot be captured may run eagerly is decided in `joint`.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ class HasEffect(Exception):
         self.op = op
 
 
+_NO_DERIVATIVE = re.compile(r"derivative for '?(?:aten::)?(\w+)")
 _DATA_DEPENDENT = re.compile(r"(aten[.:]+\w+(?:\.\w+)?)")
 
 
@@ -32,6 +36,15 @@ def explain(failure: Exception, layer: str) -> RelayError:
     if isinstance(failure, RelayError):
         return failure
     kind = type(failure).__name__
+    underived = _NO_DERIVATIVE.search(str(failure))
+    if underived:
+        return CaptureError(
+            f"layer {layer!r} needs a gradient through aten.{underived[1]}, for which PyTorch has none (its own "
+            f"backward fails too: {failure}) Detach what the op is given (x.detach()) where no gradient is meant to "
+            "flow through it, or use another op.",
+            layer=layer,
+            op=f"aten.{underived[1]}",
+        )
     op = operation(failure)
     by_data = kind in (
         "DynamicOutputShapeException",
@@ -51,9 +64,7 @@ def explain(failure: Exception, layer: str) -> RelayError:
             by_data=True,
         )
     text = str(failure).strip().splitlines()
-    return CaptureError(
-        f"layer {layer!r} cannot be captured: {kind}: {text[0] if text else ''}", layer=layer, op=op
-    )
+    return CaptureError(f"layer {layer!r} cannot be captured: {kind}: {text[0] if text else ''}", layer=layer, op=op)
 
 
 def reason(failure: Exception, layer: str) -> str | None:
@@ -67,6 +78,18 @@ def reason(failure: Exception, layer: str) -> str | None:
         return f"{explained.op or 'an op'} makes its shapes or its control flow depend on the data"
     text = str(failure).strip().splitlines()
     return f"it cannot be captured ({type(failure).__name__}: {text[0] if text else ''})"
+
+
+def explain_eager(failure: Exception, layer: str, why: str) -> RelayError:
+    """The error for a layer that cannot be captured, and that PyTorch does not run on made-up numbers either."""
+    if isinstance(failure, RelayError) or _NO_DERIVATIVE.search(str(failure)):
+        return explain(failure, layer)
+    text = str(failure).strip().splitlines()
+    return CaptureError(
+        f"layer {layer!r} cannot be captured, since {why}; and run eagerly on small numbers and zeros of the right "
+        f"shapes, to learn the shapes that come out, it fails: {type(failure).__name__}: {text[0] if text else ''}",
+        layer=layer,
+    )
 
 
 def own_name(name: str) -> str:

@@ -330,9 +330,7 @@ class Extraction:
         draws = bool(key.users)
         if not draws:
             graph.erase_node(key)
-        constants = {
-            node.target: getattr(self.traced, node.target) for node in graph.nodes if node.op == "get_attr"
-        }
+        constants = {node.target: getattr(self.traced, node.target) for node in graph.nodes if node.op == "get_attr"}
         out_ports = tuple(port for _, port in results)
         return Program(
             name=f"{self.name} {kind}",

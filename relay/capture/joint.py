@@ -37,11 +37,12 @@ from relay.capture.core import Lowering, attention, decompositions
 from relay.capture.dtypes import correct_statistics
 from relay.capture.eager import eager_programs
 from relay.capture.elsewhere import CPU, fakes_on, missing, spell_out
-from relay.capture.explain import HasEffect, explain, operation, reason, sparse_gradient
+from relay.capture.explain import HasEffect, explain_eager, operation, reason, sparse_gradient
 from relay.capture.extraction import Extraction
 from relay.capture.keyed import draws_by_itself
 from relay.capture.layouts import Order, order_of, stored
 from relay.capture.reads import Reads, recorded_reads
+from relay.capture.states import put_back
 from relay.capture.traced import Traced, autocast
 from relay.errors import RelayError
 
@@ -105,14 +106,13 @@ def capture(
             )
         except RelayError:
             raise
-        except Exception:
-            raise explain(failure, name) from failure
+        except Exception as second:
+            raise explain_eager(second, name, why) from failure
         where = f"layer {name!r}" + (" (or the loss, which runs with it)" if ends_in_loss else "")
         if lowering is Lowering.CORE:
             raise Unsupported(
-                f"{where} would have to run eagerly, op by op, since {why}; and this device takes graphs of known ops "
-                "only. Use a device that executes PyTorch, such as 'cpu' or 'cuda', or write the layer with fixed "
-                "shapes and control flow.",
+                f"{where} would have to run eagerly, op by op, since {why}. Use a device that executes PyTorch, such "
+                "as 'cpu' or 'cuda', or write the layer with fixed shapes and control flow.",
                 op=operation(failure),
             ) from failure
         warnings.warn(
@@ -154,6 +154,7 @@ def _trace(
             table = decompositions()
         if place != CPU:
             inputs = stack.enter_context(fakes_on(place, mode, module, inputs))
+        stack.enter_context(put_back(module))
         # In this order: to look at attributes would count as the module's code reading them all.
         plain = stack.enter_context(PlainTensors(module))
         reads = stack.enter_context(recorded_reads(module))

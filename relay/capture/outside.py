@@ -114,14 +114,22 @@ def watching_draws() -> Iterator[None]:
         )
 
 
+_HOOKING: dict[Any, str] = {
+    torch.Tensor.register_hook: "calls register_hook on a tensor",
+    torch.Tensor.register_post_accumulate_grad_hook: "calls register_post_accumulate_grad_hook on a tensor",
+    # register_multi_grad_hook does so, and whoever hooks a node of the backward.
+    torch.Tensor.grad_fn.__get__: "reads a tensor's grad_fn, on which it can have hooks,",  # type: ignore[attr-defined]
+}
+
+
 class _TensorHooks(TorchFunctionMode):
     """Refuses hooks on tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.register_hook and not _inside_layer:
+        if func in _HOOKING and not _inside_layer:
             raise PartitionError(
-                "the model calls register_hook on a tensor outside of its repeated layers, where only ops are "
-                "recorded: the hook would be lost. Put it into one of the layers."
+                f"the model {_HOOKING[func]} outside of its repeated layers, where only ops are recorded: the hook "
+                "would be lost. Put it into one of the layers."
             )
         return func(*args, **(kwargs or {}))
 

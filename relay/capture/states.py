@@ -8,6 +8,7 @@ name, however many paths lead to it, and tied tensors are replaced in all their 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,3 +30,14 @@ def call_with(
     other_of = {id(original): other for original, other in zip(originals, others, strict=True)}
     state = {name: other_of[id(tensor)] for name, tensor in places(module) if id(tensor) in other_of}
     return torch.func.functional_call(module, state, tuple(args), kwargs or {}, tie_weights=False)
+
+
+@contextmanager
+def put_back(module: nn.Module) -> Iterator[None]:
+    """Afterwards every place holds the parameter or buffer that it holds now: a trace replaces them by name."""
+    held = [(table, dict(table)) for one in module.modules() for table in (one._parameters, one._buffers)]
+    try:
+        yield
+    finally:
+        for table, before in held:
+            table.update(before)

@@ -94,6 +94,26 @@ def _block_on_fakes(call: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]
     return [torch.empty_like(output) for output in outputs]
 
 
+_TRAINED = torch.zeros((), requires_grad=True)
+
+
+class _DependsOn(torch.autograd.Function):
+    """Has autograd take a tensor for one that depends on another. It computes nothing and leaves nothing in a trace."""
+
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        context.mark_dirty(tensor)
+        return tensor
+
+
+def _mark_as_trained(outputs: Sequence[torch.Tensor]) -> None:
+    """Have what a block with parameters to train returns require a gradient, as it does in eager: models ask."""
+    for output in outputs:
+        if output.is_floating_point() and not output.requires_grad:
+            with inside_layer():
+                _DependsOn.apply(output, _TRAINED)
+
+
 @contextlib.contextmanager
 def _unlogged() -> Iterator[None]:
     """Within it PyTorch does not log that an op failed on fake tensors: real ones are tried next, and that is said."""
@@ -145,6 +165,8 @@ def opaque_blocks(
             call = OpaqueCall(name, block, forward, compute, tree)
             calls.append(call)
             outputs = BLOCK(len(calls) - 1, tensors)
+            if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in block.parameters()):
+                _mark_as_trained(outputs)
             assert call.output_tree is not None
             if name in skipped:
                 call.skipped = True

@@ -16,7 +16,7 @@ import torch
 
 from hal.host import Host
 from relay.eps import fused
-from relay.eps.optimizers import State, _Optimizer
+from relay.eps.optimizers import HostOptimizer, State
 from relay.eps.small_states import GROUP, Int8State, group_count
 from relay.eps.store import LayerStore
 from relay.eps.torch_optimizer import TorchOptimizer
@@ -72,9 +72,7 @@ class BoundOptimizer(Protocol):
         """The bytes of that state which an update reads and writes; two moments where it is not made yet."""
 
 
-def bind(
-    optimizer: Any, host: Host, store: LayerStore, state_dtype: str, computes: bool = True
-) -> BoundOptimizer:
+def bind(optimizer: Any, host: Host, store: LayerStore, state_dtype: str, computes: bool = True) -> BoundOptimizer:
     """Bind what `as_spec` gave. Raises ValueError for states that the optimizer cannot keep small.
 
     `computes` is False where updates are never run, so that nothing need be compiled for them.
@@ -97,7 +95,7 @@ def as_spec(optimizer: Any) -> Any:
     made_by = optimizer.func if isinstance(optimizer, functools.partial) else None
     if isinstance(made_by, type) and issubclass(made_by, torch.optim.Optimizer):
         return TorchOptimizer(optimizer)
-    if isinstance(optimizer, _Optimizer):
+    if isinstance(optimizer, HostOptimizer):
         return optimizer
     raise TypeError(
         f"optimizer={optimizer!r} is not an optimizer for the relay. Give relay.AdamW(lr=...), Adam, SGD, LAMB or "
@@ -108,13 +106,14 @@ def as_spec(optimizer: Any) -> Any:
 class _Bound:
     """States of a layer lie in one flat region each, in the layer's own order."""
 
-    def __init__(self, optimizer: _Optimizer, host: Host, store: LayerStore, state_dtype: str) -> None:
+    def __init__(self, optimizer: HostOptimizer, host: Host, store: LayerStore, state_dtype: str) -> None:
         self._optimizer = optimizer
         self._host = host
         self._store = store
         self._state_dtype = state_dtype
         self._state: dict[str, State] = {}
         self._waiting: dict[str, State] = {}
+        self._bytes: dict[str, int] = {}
         self._regions: list[tuple[set[str], torch.Tensor, str]] = []
 
     def allocate(self, names: Sequence[str], group: Mapping[str, Any]) -> None:
@@ -141,6 +140,7 @@ class _Bound:
         for label in self._optimizer.wide_states(group):
             self._allocate_flat(made, sizes, label, dtype)
         self._state.update(made)
+        self._bytes.update((name, _bytes_of(state)) for name, state in made.items())
         for name in names:
             if name in self._waiting:
                 _fill(made[name], self._waiting.pop(name))
@@ -154,6 +154,7 @@ class _Bound:
     def rename(self, names: Mapping[str, str | None]) -> None:
         moved = ((names.get(name, name), state) for name, state in self._state.items())
         self._state = {name: state for name, state in moved if name is not None}
+        self._bytes = {name: _bytes_of(state) for name, state in self._state.items()}
         waiting = ((names.get(name, name), state) for name, state in self._waiting.items())
         self._waiting = {name: state for name, state in waiting if name is not None}
         kept = []
@@ -204,9 +205,7 @@ class _Bound:
 
     def _update_fused(self, name: str, gradient: torch.Tensor, group: Mapping[str, Any], factor: float) -> None:
         master, state, rounded = self._store[name], self._state[name], self._store.rounded(name)
-        flat_state = {
-            key: value.view(-1) if isinstance(value, torch.Tensor) else value for key, value in state.items()
-        }
+        flat_state = {key: value.view(-1) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
         self._optimizer.update(
             master.view(-1),
             gradient.view(-1),
@@ -247,11 +246,8 @@ class _Bound:
         return self._state.get(name) or self._waiting.get(name, {})
 
     def state_bytes(self, name: str) -> int:
-        total = 0
-        for value in self.state(name).values():
-            parts = (value.codes, value.scales) if isinstance(value, Int8State) else (value,)
-            total += sum(part.numel() * part.dtype.itemsize for part in parts)
-        return total
+        made = self._bytes.get(name)
+        return _bytes_of(self.state(name)) if made is None else made
 
     @property
     def kind(self) -> str:
@@ -270,6 +266,14 @@ class _Bound:
             self._waiting[name] = state
         else:
             self._waiting.pop(name, None)
+
+
+def _bytes_of(state: State) -> int:
+    total = 0
+    for value in state.values():
+        parts = (value.codes, value.scales) if isinstance(value, Int8State) else (value,)
+        total += sum(part.numel() * part.dtype.itemsize for part in parts)
+    return total
 
 
 def _fill(own: State, state: State) -> None:

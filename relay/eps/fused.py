@@ -211,9 +211,7 @@ def lion(
     """Lion (Chen et al. 2023): the sign of an average, with decoupled weight decay. step: for random rounding only."""
     decay = 1 - lr * weight_decay
     constants = [_signed(factor, maximize), decay, beta1, 1 - beta1, beta2, 1 - beta2, lr]
-    _Pass(master, gradient, exp_avg, None, weight_out).run(
-        "LION", constants, step=step, seed=seed, threads=threads
-    )
+    _Pass(master, gradient, exp_avg, None, weight_out).run("LION", constants, step=step, seed=seed, threads=threads)
 
 
 def lamb(
@@ -320,14 +318,10 @@ def _signed(factor: float, maximize: bool) -> float:
     return -factor if maximize else factor
 
 
-def _adam_constants(
-    lr: float, beta1: float, beta2: float, eps: float, step: int, factor: float
-) -> list[float]:
+def _adam_constants(lr: float, beta1: float, beta2: float, eps: float, step: int, factor: float) -> list[float]:
     """As torch computes them in double before they are rounded; decay and L2 are neutral."""
     if step < 1:
-        raise ValueError(
-            f"step is out of range: expected 1 for the first step, received {step}. Count it first."
-        )
+        raise ValueError(f"step is out of range: expected 1 for the first step, received {step}. Count it first.")
     root_correction = math.sqrt(1 - beta2**step)
     return [factor, 1.0, 0.0, 1 - beta1, beta2, 1 - beta2, root_correction, eps, lr / (1 - beta1**step)]
 
@@ -343,12 +337,7 @@ def _keys(seed: int, step: int) -> tuple[int, int]:
 
 def _kind(kernels: Any, name: str, tensor: torch.Tensor, size: int, allowed: tuple[torch.dtype, ...]) -> int:
     """The kernels' number for a tensor's dtype; ValueError for a tensor they cannot take."""
-    if (
-        tensor.dtype not in allowed
-        or tensor.numel() != size
-        or not tensor.is_contiguous()
-        or not tensor.is_cpu
-    ):
+    if tensor.dtype not in allowed or tensor.numel() != size or not tensor.is_contiguous() or not tensor.is_cpu:
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
         layout = "contiguous" if tensor.is_contiguous() else "strided"
         raise ValueError(

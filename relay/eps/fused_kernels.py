@@ -130,9 +130,7 @@ def _encode(signed, source, count, codes_at, first, key):
     else:
         for i in range(count):
             noise = random_word(np.uint32(first + np.uint32(i)), key) & LOW_16
-            code = np.int32((words[i] + (noise << np.uint32(4))) >> MANTISSA_DROPPED) - np.int32(
-                UNSIGNED_OFFSET
-            )
+            code = np.int32((words[i] + (noise << np.uint32(4))) >> MANTISSA_DROPPED) - np.int32(UNSIGNED_OFFSET)
             codes[i] = np.uint8(max(code, np.int32(0)))
     return scale if largest < INFINITE else np.float32(np.nan)
 

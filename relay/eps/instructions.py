@@ -82,9 +82,7 @@ def _streamed(narrow):
     def typed(typing_context, source, target):
         def generate(context, builder, signature, arguments):
             line = ir.VectorType(ir.FloatType(), LINE)
-            narrowed = narrow(
-                builder, builder.load(builder.inttoptr(arguments[0], line.as_pointer()), align=4)
-            )
+            narrowed = narrow(builder, builder.load(builder.inttoptr(arguments[0], line.as_pointer()), align=4))
             target_at = builder.inttoptr(arguments[1], narrowed.type.as_pointer())
             store = builder.store(narrowed, target_at, align=2 * LINE)
             store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))

@@ -78,7 +78,7 @@ class OptimizerEntry:
 
 @dataclass
 class Manifest:
-    """What a checkpoint holds. `progress` is `step`, `seed`, and the loss scale (None without one)."""
+    """What a checkpoint holds. `loss_scale` is None without one; `user` is what the caller gave to be kept."""
 
     step: int
     seed: int

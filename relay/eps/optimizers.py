@@ -26,7 +26,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)
-class _Optimizer:
+class HostOptimizer:
     """What the five have in common.
 
     `kernel` is the fused pass over a tensor, its gradient and its `moments`: the states that may be small, each with
@@ -91,7 +91,7 @@ class _Optimizer:
 
 
 @dataclass(frozen=True)
-class AdamW(_Optimizer):
+class AdamW(HostOptimizer):
     """AdamW (Loshchilov and Hutter 2019), bit for bit `torch.optim.AdamW(fused=True)`."""
 
     kernel = staticmethod(fused.adamw)
@@ -141,7 +141,7 @@ class Adam(AdamW):
 
 
 @dataclass(frozen=True)
-class SGD(_Optimizer):
+class SGD(HostOptimizer):
     """Stochastic gradient descent with momentum (Nesterov's if asked), bit for bit `torch.optim.SGD(fused=True)`."""
 
     kernel = staticmethod(fused.sgd)
@@ -186,7 +186,7 @@ class SGD(_Optimizer):
 
 
 @dataclass(frozen=True)
-class LAMB(_Optimizer):
+class LAMB(HostOptimizer):
     """LAMB (You et al. 2020), for large batches: AdamW's direction, each tensor's step as long as lr times its norm."""
 
     kernel = staticmethod(fused.lamb)
@@ -198,7 +198,7 @@ class LAMB(_Optimizer):
 
 
 @dataclass(frozen=True)
-class Lion(_Optimizer):
+class Lion(HostOptimizer):
     """Lion (Chen et al. 2023): the sign of an average; a third to a tenth of AdamW's learning rate suits it."""
 
     kernel = staticmethod(fused.lion)

@@ -170,18 +170,25 @@ class ParameterServer:
         content = slot.content
         assert content is not None
         turn = self._turn = 1 - self._turn
-        if self._device.info.unified:
-            gradients = [self._device.host_tensor(view) for view in slot.gradients]
+        device, views = self._device, slot.gradients
+        passing: torch.Tensor | None = None  # where gradients pass through that have no place of their own
+        if device.info.unified:
             arrived = list(slot.computed)
         else:
-            home = content.gradient_home
-            flat = home if home is not None else self._staging[turn][: content.gradient_size]
-            wait = [] if home is not None else self._staging_free[turn]
-            arrived = slot.drain(queue, slot.flat_gradients(content, flat), wait)
+            pieces: Sequence[tuple[int, torch.Tensor]] = content.gradient_pieces
+            wait: Sequence[Event] = ()
+            if not pieces:
+                passing = self._staging[turn][: content.gradient_size]
+                pieces, wait = [(0, passing)], self._staging_free[turn]
+            arrived = slot.drain(queue, slot.flat_gradients(pieces), wait)
             record.drains += arrived
-            gradients = content.gradients_in(flat)
 
         def arrive() -> None:
+            gradients: Sequence[torch.Tensor] = content.gradient_tensors
+            if device.info.unified:
+                gradients = [device.host_tensor(view) for view in views]
+            elif passing is not None:
+                gradients = content.gradients_in(passing)
             self._arrive(plan, gradients, unscale, record)
             if not self.held:
                 if unscale != 1.0 and not all(
@@ -192,7 +199,8 @@ class ParameterServer:
 
         # Host tasks run in order, so sums that other segments started are there.
         label = f"{'arrival' if self.held else 'update'} of {plan.name}"
-        done = self._host.run(arrive, [*arrived, verdict], label, self._work(plan, gradients, True, not self.held))
+        work = self._work(plan, content.gradient_sizes, True, not self.held)
+        done = self._host.run(arrive, [*arrived, verdict], label, work)
         record.arrivals.append(done)
         if self._device.info.unified:
             slot.hold_gradients([done])
@@ -251,7 +259,7 @@ class ParameterServer:
                     self._held_update(plan, tensors, groups, record),
                     [record.decision],
                     f"update of {plan.name}",
-                    self._work(plan, tensors, False, True),
+                    self._work(plan, [_size(tensor) for tensor in tensors], False, True),
                 )
                 self._note(plan, done, record)
 
@@ -268,20 +276,21 @@ class ParameterServer:
 
         return update
 
-    def _work(
-        self, plan: GradientPlan, gradients: Sequence[torch.Tensor], arrives: bool, updates: bool
-    ) -> HostWork:
-        """The host memory that `_arrive` and `_update` read and write: each operand once each way."""
+    def _work(self, plan: GradientPlan, sizes: Sequence[int], arrives: bool, updates: bool) -> HostWork:
+        """The host memory that `_arrive` and `_update` read and write: each operand once each way.
+
+        `sizes` are the bytes of the segment's gradients.
+        """
         moved = 0
         if arrives:
             for place in plan.partial:
-                moved += (2 if place in plan.first_arrivals else 3) * _size(gradients[place])
-            moved += sum(3 * _size(gradients[place]) for place in plan.joined)
-            moved += sum(_size(gradients[place]) for place in plan.updates)
+                moved += (2 if place in plan.first_arrivals else 3) * sizes[place]
+            moved += sum(3 * sizes[place] for place in plan.joined)
+            moved += sum(sizes[place] for place in plan.updates)
         if updates:
             for place in plan.updates:
                 name = plan.names[place]
-                moved += _size(gradients[place]) + 2 * _size(self._store[name])
+                moved += sizes[place] + 2 * _size(self._store[name])
                 moved += sum(_size(copy) for copy in self._store.rounded(name))
                 moved += 2 * self.optimizer.state_bytes(name)
         return HostWork(moved)

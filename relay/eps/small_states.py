@@ -45,11 +45,7 @@ class Int8State:
 
     def __post_init__(self) -> None:
         groups = group_count(self.codes.numel())
-        if (
-            self.codes.dtype != torch.uint8
-            or self.scales.dtype != torch.float32
-            or self.scales.numel() != groups
-        ):
+        if self.codes.dtype != torch.uint8 or self.scales.dtype != torch.float32 or self.scales.numel() != groups:
             raise ValueError(
                 f"The parts of an 8-bit state do not fit: expected uint8 codes and {groups} float32 scales for "
                 f"{self.codes.numel()} elements, received {self.codes.dtype} codes and {self.scales.numel()} "
@@ -80,9 +76,7 @@ class Int8State:
     def assign(self, values: torch.Tensor) -> None:
         """Take float32 values (of a checkpoint, say), rounded to nearest."""
         elements = self.codes.numel()
-        flat = torch.nn.functional.pad(values.detach().reshape(-1).float(), (0, -elements % GROUP)).view(
-            -1, GROUP
-        )
+        flat = torch.nn.functional.pad(values.detach().reshape(-1).float(), (0, -elements % GROUP)).view(-1, GROUP)
         largest = flat.abs().amax(1)
         mantissa, exponent = torch.frexp(largest)
         exponent = exponent - 1 + (2 * mantissa > _LARGEST_MANTISSA).int()

@@ -56,7 +56,7 @@ class Snapshot:
     """The state of `weights` (parameters by the model's names) and of their optimizer, from `begin` on.
 
     `budget` is how many bytes of copies may wait to be read; one record always may. `layout` tells, once it has begun,
-    what there is to read, in dtypes and shapes; its tensors are the live ones. `waited` counts updates that waited.
+    what there is to read, in dtypes and shapes; its tensors are the live ones.
     """
 
     def __init__(self, weights: dict[str, torch.Tensor], optimizer: BoundOptimizer, host: Host, budget: int) -> None:
@@ -70,7 +70,6 @@ class Snapshot:
         self._ended = False
         self._changed = threading.Condition()
         self.error: BaseException | None = None
-        self.waited = 0
         self.layout: dict[str, Record] = {}
 
     def begin(self) -> None:
@@ -97,7 +96,6 @@ class Snapshot:
         live = self.live(name)
         size = live.size
         if self._held and self._held + size > self._budget:
-            self.waited += 1
             self._changed.wait_for(lambda: self._ended or not self._held or self._held + size <= self._budget)
             if self._ended or name not in self._unread:
                 return

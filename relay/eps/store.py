@@ -11,6 +11,7 @@ held twice and always shows the current weights. Invariant: a name has one place
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,16 +33,24 @@ GRADIENTS = "gradients"
 TRIM_EVERY = 16 << 20
 """Bytes that move in between two times that freed memory is given back to the system."""
 
+CONTENTS = 1024
+"""Descriptions of what slots hold that are kept (more for a model with more tensors): steps with other layers each time
+make new ones without end."""
+
 Wanted = tuple[str, torch.dtype]
 """A parameter or buffer and the dtype it is taken in."""
 
 
 @dataclass(frozen=True)
 class GradientField:
-    """A gradient that a segment makes: of which parameter, in which dtype."""
+    """A gradient that a segment makes: of which parameter, in which dtype, and by which of a tied one's uses.
+
+    `use` counts the segments of a pass that have a gradient for it, in forward order.
+    """
 
     name: str
     dtype: torch.dtype
+    use: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +71,9 @@ class LayerStore:
         self._master: dict[str, torch.dtype] = {}
         self._copies: dict[str, list[torch.Tensor]] = {}
         self._contents: dict[tuple[object, ...], SlotContent] = {}
-        self._names_of: dict[SlotContent, tuple[str, ...]] = {}
-        self._homes: dict[str, torch.Tensor] = {}
+        self._names_of: weakref.WeakKeyDictionary[SlotContent, tuple[str, ...]] = weakref.WeakKeyDictionary()
+        self._homes: dict[GradientField, _Stored] = {}
+        self._home_flats: list[torch.Tensor] = []
         self._seen: dict[str, tuple[torch.Tensor, int]] = {}
         self._regions: list[tuple[torch.Tensor, str]] = []
         self.updated: dict[str, Event] = {}
@@ -180,8 +190,9 @@ class LayerStore:
         self.updated.clear()
         self._contents.clear()
         self._names_of.clear()
-        for home in self._homes.values():
-            self._host.free(home, GRADIENTS)
+        for flat in self._home_flats:
+            self._host.free(flat, GRADIENTS)
+        self._home_flats.clear()
         self._homes.clear()
         living = {stored.flat.data_ptr() for stored in self._stored.values()}
         for flat, state in self._regions:
@@ -189,24 +200,27 @@ class LayerStore:
                 self._host.free(flat, state)
         self._regions = [(flat, state) for flat, state in self._regions if flat.data_ptr() in living]
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no model has moved in yet."""
-        return not self._stored
-
     def content(
         self, name: str, tensors: Sequence[Wanted], gradients: Sequence[GradientField], keeps_gradients: bool
     ) -> SlotContent:
         """What a slot needs to hold these tensors and the gradients of some: as few pieces as they lie in.
 
-        With `keeps_gradients` the gradients have a place of their own on the host, for all layers at once.
+        With `keeps_gradients` each gradient has a place of its own on the host, the same one whichever layers it
+        shares a slot with: the layers of a step may be others than those of the step before.
         """
         key = (name, *tensors, *gradients, keeps_gradients)
-        content = self._contents.get(key)
+        content = self._contents.pop(key, None)
         if content is None:
-            content = self._contents[key] = self._lay_out_content(name, tensors, gradients, keeps_gradients)
+            content = self._lay_out_content(name, tensors, gradients, keeps_gradients)
             self._names_of[content] = tuple(tensor for tensor, _ in tensors)
+        self._contents[key] = content  # behind the others: those not asked for go first
+        while len(self._contents) > max(CONTENTS, 4 * len(self._stored)):
+            del self._contents[next(iter(self._contents))]
         return content
+
+    def homes_beyond(self, other: LayerStore) -> int:
+        """Bytes of the places for gradients here that another store does not have."""
+        return sum(extent(home.tensor) for one, home in self._homes.items() if one not in other._homes)
 
     def ready(self, content: SlotContent) -> list[Event]:
         """The updates that must have ended before a content is sent."""
@@ -216,34 +230,48 @@ class LayerStore:
     def _lay_out_content(
         self, name: str, tensors: Sequence[Wanted], gradients: Sequence[GradientField], keeps_gradients: bool
     ) -> SlotContent:
-        pieces: list[tuple[int, torch.Tensor]] = []
-        fields: list[Field] = []
-        size = 0
-        run_flat: torch.Tensor | None = None
-        run_start = run_end = run_base = 0
-        for wanted in tensors:
-            stored = self._stored[wanted]
-            extent = -(-stored.tensor.numel() * stored.tensor.dtype.itemsize // ALIGNMENT) * ALIGNMENT
-            if stored.flat is not run_flat or stored.offset != run_end:
-                run_flat, run_start, run_base = stored.flat, stored.offset, size
-                pieces.append((run_base, stored.flat[run_start:run_start]))
-            run_end = stored.offset + extent
-            pieces[-1] = (run_base, stored.flat[run_start:run_end])
-            fields.append(Field(run_base + stored.offset - run_start, tuple(stored.tensor.shape), stored.tensor.dtype))
-            size = run_base + run_end - run_start
+        stored = [self._stored[wanted] for wanted in tensors]
+        fields, size = lay_out([(tuple(one.tensor.shape), one.tensor.dtype) for one in stored])
         gradient_fields, gradient_size = lay_out([(tuple(self[one.name].shape), one.dtype) for one in gradients])
-        home: torch.Tensor | None = None
-        if keeps_gradients and gradients:
-            if name not in self._homes:
-                self._homes[name] = self._host.alloc(gradient_size, torch.uint8, GRADIENTS, crosses=True)
-            home = self._homes[name][:gradient_size]
+        homes = self._homes_of(gradients) if keeps_gradients else []
         return SlotContent(
             name,
-            tuple(fields),
+            fields,
             size,
-            tuple(pieces),
-            tuple(self._stored[wanted].tensor for wanted in tensors),
+            _as_they_lie(stored, fields),
+            tuple(one.tensor for one in stored),
             gradient_fields,
             gradient_size,
-            home,
+            _as_they_lie(homes, gradient_fields if homes else ()),
+            tuple(home.tensor for home in homes),
         )
+
+    def _homes_of(self, gradients: Sequence[GradientField]) -> list[_Stored]:
+        """Where these gradients are kept; those without a place yet get theirs, side by side."""
+        fresh = [one for one in gradients if one not in self._homes]
+        fields, size = lay_out([(tuple(self[one.name].shape), one.dtype) for one in fresh])
+        if fresh:
+            flat = self._host.alloc(size, torch.uint8, GRADIENTS, crosses=True)
+            self._home_flats.append(flat)
+            for one, place in zip(fresh, fields, strict=True):
+                tensor = flat[place.offset : place.offset + place.size].view(place.dtype).view(place.shape)
+                self._homes[one] = _Stored(tensor, flat, place.offset)
+        return [self._homes[one] for one in gradients]
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Bytes that a tensor takes of a region, up to where the next one may begin."""
+    return -(-tensor.numel() * tensor.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+
+def _as_they_lie(stored: Sequence[_Stored], fields: Sequence[Field]) -> tuple[tuple[int, torch.Tensor], ...]:
+    """The same memory in as few pieces (bytes) as it lies in, each with its offset among the fields."""
+    pieces: list[tuple[int, torch.Tensor]] = []
+    start = end = 0
+    for number, (one, place) in enumerate(zip(stored, fields, strict=True)):
+        if not number or one.flat is not stored[number - 1].flat or one.offset != end:
+            start = one.offset
+            pieces.append((place.offset, one.flat[start:start]))
+        end = one.offset + extent(one.tensor)
+        pieces[-1] = (pieces[-1][0], one.flat[start:end])
+    return tuple(pieces)

@@ -1,11 +1,11 @@
-"""A range cut into pieces that a few persistent threads work through, the caller among them.
+"""A range cut into pieces that a crew of a few persistent threads works through, the caller among them.
 
 It is not a queue of tasks: `work_through` returns when the range is done. Invariants: a piece begins at a multiple
 of the alignment, so that no two threads write one cache line; who works on which piece is left to chance, so
-the work on a piece may depend on its bounds only; calls from several threads at once share the helpers, and each
-finishes even if no helper has time for it.
+the work on a piece may depend on its bounds only; calls from several threads at once share the crew, and each
+finishes even if no one of it has time.
 
-The helpers gain from work that lets go of the interpreter lock.
+The crew gains from work that lets go of the interpreter lock.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Range:
             raise self._error
 
 
-class _Helpers:
+class _Crew:
     """Daemon threads that take part in ranges; made when first asked for, and never more than asked for."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class _Helpers:
     def invite(self, count: int, work: _Range) -> None:
         with self._lock:
             while self._count < count:
-                name = f"relay-helper-{self._count}"
+                name = f"relay-crew-{self._count}"
                 threading.Thread(target=self._serve, args=(self._ranges,), name=name, daemon=True).start()
                 self._count += 1
         for _ in range(count):
@@ -82,17 +82,17 @@ class _Helpers:
             ranges.get().help()
 
 
-_helpers = _Helpers()
+_crew = _Crew()
 
 
-def _forget_helpers() -> None:
-    global _helpers
-    _helpers = _Helpers()
+def _forget_crew() -> None:
+    global _crew
+    _crew = _Crew()
 
 
 if hasattr(os, "register_at_fork"):
     # Threads do not survive a fork, and a lock held by one of them would never be released.
-    os.register_at_fork(after_in_child=_forget_helpers)
+    os.register_at_fork(after_in_child=_forget_crew)
 
 
 def work_through(
@@ -110,6 +110,6 @@ def work_through(
         return
     piece = -(-size // (threads * PIECES_A_THREAD))
     shared = _Range(work, size, -(-piece // alignment) * alignment)
-    _helpers.invite(threads - 1, shared)
+    _crew.invite(threads - 1, shared)
     shared.help()
     shared.join()

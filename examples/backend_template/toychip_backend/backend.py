@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from backends.array_ops import stored_dtype
 from backends.array_program import lower
+from backends.arrays import stored_dtype
 from backends.host_memory import self_test
 from backends.numpy_device import as_array, numpy_arrays
 from hal.device import Backend, Buffer, Device, DeviceInfo, Probe, Queue, View, check_transfer
+from hal.dtypes import INTEGERS
 from hal.errors import HalError, Unavailable
 from hal.event import Event
 from hal.host import Host
@@ -29,7 +30,6 @@ from hal.worker import Worker
 from toychip_backend.chip import Chip
 from toychip_backend.gaps import GAPS, LACKING
 
-INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
 STORAGE = INTEGERS | {torch.float32, torch.float16, torch.bfloat16}
 
 
