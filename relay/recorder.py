@@ -27,7 +27,6 @@ from relay.merging import merge_layers
 from relay.partition import list_as_model, partition_list, partition_model
 from relay.program_cache import ProgramCache
 from relay.stations import Captures, Stations, build_stations
-from relay.workspace import level_kept
 
 _RECORDING = threading.RLock()
 logger = logging.getLogger("relay")
@@ -120,7 +119,6 @@ class Recorder:
                     "in which it found other numbers), so they cannot share a step. Make the batch a multiple of "
                     "microbatches, or give it with microbatches=1."
                 )
-        level_kept(stations)
         return Ready(pieces, weights, stations)
 
     def take_apart(self, batch: Any, training: bool, needs_targets: bool) -> Batch:

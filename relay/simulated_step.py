@@ -34,7 +34,7 @@ from relay.session import Session
 from relay.shapes import ModelShape, ShapeError
 from relay.stash import Key, Stash, device_bytes, kept_bytes
 from relay.stations import Stations
-from relay.workspace import kernel_workspace, level_kept, slot_sizes
+from relay.workspace import kernel_workspace, slot_sizes
 
 UNLIMITED = 10**18
 
@@ -135,7 +135,6 @@ class SimulatedRun:
         self._stations = [
             shape.stations(size, run.sequence, compute, run.layers_per_slot, run.recompute) for size in sizes
         ]
-        level_kept(self._stations)
         self._device = _open(replace(machine, device=machine.device.with_values(memory=float(UNLIMITED))))
         self._sides = HostSides() if sides is None else sides
         self._side_key, self._side = self._host_side(shape)

@@ -6,10 +6,9 @@ would reduce it. Stash plans are made here, by the order of the schedule's visit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
 
 from hal.errors import OutOfMemory
 from hal.memory import format_size
@@ -83,37 +82,27 @@ def kernel_workspace(stations: Stations) -> int:
     return max(one.program.workspace for one in passes)
 
 
-def level_kept(pieces: Sequence[Stations]) -> None:
-    """Give what segments keep the same size in all pieces of a batch: the largest; ragged pieces may differ.
+def plan_for(pieces: Sequence[Stations], stash: str, training: bool) -> StashPlan:
+    """Where each value and gradient of a pass lives, by the order of visits that the schedule makes.
 
-    Only pieces with one layout have values that correspond, and share a plan.
+    `pieces` are of one layout, the largest first; what segments keep may be largest in another.
     """
-    distinct = list(dict.fromkeys(pieces))
-    for one in distinct:
-        alike = [other.partition.values for other in distinct if other is one or other.layout() == one.layout()]
-        for values in zip(*alike, strict=False):
-            if values[0].parts:
-                largest = max(value.shape for value in values)
-                for value in values:
-                    value.shape = largest
-
-
-def plan_for(stations: Stations, stash: str, training: bool) -> StashPlan:
-    """Where each value and gradient of a pass lives, by the order of visits that the schedule makes."""
-    values = stations.partition.values
+    stations, values = pieces[0], pieces[0].partition.values
+    corresponding = zip(*(one.partition.values for one in pieces), strict=False)  # as far as they are used
+    sizes = [max(map(_bytes, alike)) for alike in corresponding]
     visits = _visits(stations.stations, training)
     end = len(visits)
     lives: dict[Key, Life] = {}
     most_streamed = 0
     for value in stations.partition.inputs:
         if values[value].consumers:
-            _use(lives, Key(value, False), 0, values[value], stash)
+            _use(lives, Key(value, False), 0, values[value], sizes[value], stash)
     for number, one in enumerate(visits):
         keys = [Key(value, False) for value in (*one.reads, *one.writes)]
         keys += [Key(value, True) for value in (*one.seeds, *one.value_gradients)]
         keys = [key for key in keys if key.value != stations.loss]  # the loss and its seed have places of their own
         for key in keys:
-            _use(lives, key, number, values[key.value], stash)
+            _use(lives, key, number, values[key.value], sizes[key.value], stash)
         most_streamed = max(most_streamed, sum(lives[key].streams and not lives[key].kept for key in keys))
     for value in stations.unfed:
         life = lives[Key(value, True)]
@@ -126,22 +115,25 @@ def plan_for(stations: Stations, stash: str, training: bool) -> StashPlan:
 
 
 def plans_for(pieces: Sequence[Stations], stash: str, training: bool) -> list[StashPlan]:
-    """A plan for each micro-batch: one for all whose values are passed on alike, made for the first (the largest)."""
-    plans: list[tuple[Stations, StashPlan]] = []
-    chosen = []
-    for one in pieces:
-        plan = next((plan for other, plan in plans if other is one or other.layout() == one.layout()), None)
-        if plan is None:
-            plan = plan_for(one, stash, training)
-            plans.append((one, plan))
-        chosen.append(plan)
-    return chosen
+    """A plan for each micro-batch, the largest first: one for all whose values are passed on alike."""
+    groups: list[list[Stations]] = []
+    for one in dict.fromkeys(pieces):
+        group = next((group for group in groups if group[0].layout() == one.layout()), None)
+        if group is None:
+            groups.append([one])
+        else:
+            group.append(one)
+    plans = {one: plan for group in groups for plan in [plan_for(group, stash, training)] for one in group}
+    return [plans[one] for one in pieces]
 
 
-def _use(lives: dict[Key, Life], key: Key, visit: int, value: Value, stash: str) -> None:
+def _bytes(value: Value) -> int:
+    return value.dtype.itemsize * math.prod(value.shape)
+
+
+def _use(lives: dict[Key, Life], key: Key, visit: int, value: Value, size: int, stash: str) -> None:
     life = lives.get(key)
     if life is None:
-        size = value.dtype.itemsize * torch.Size(value.shape).numel()
         resident = stash == "device" or len(set(value.consumers)) >= RESIDENT_FROM
         life = lives[key] = Life(visit, visit, size, not resident, bool(value.parts))
     life.last = visit

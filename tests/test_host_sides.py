@@ -32,3 +32,13 @@ def test_a_run_beside_anothers_host_side_says_what_it_says_by_itself(precision: 
         shared = relay.simulate(SHAPE, **{**common, **choice}, record=True, sides=sides)
         assert (shared.memory, shared.step) == (alone.memory, alone.step), choice
     assert sum(len(idle) for idle in sides._idle.values()) < len(CHOICES)
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_a_run_says_the_same_whatever_was_simulated_before(stash: str) -> None:
+    common: dict[str, Any] = {"device": "t4", "sequence": 16, "microbatches": 2, "recompute": False, "stash": stash}
+    even, ragged = {"batch": 4}, {"batch": 5}
+    before = {number: relay.simulate(SHAPE, **common, **one) for number, one in enumerate((even, ragged))}
+    for number, one in enumerate((even, ragged)):
+        again = relay.simulate(SHAPE, **common, **one)
+        assert (again.memory, again.step) == (before[number].memory, before[number].step)

@@ -265,6 +265,14 @@ def test_simulated_memory_is_that_of_a_real_run(build: Build, options: dict[str,
     assert found.memory.host_total == metrics.host_bytes
 
 
+def test_a_ragged_batch_leaves_the_memory_of_even_ones_as_it_was(build: Build) -> None:
+    trainer = build(gpt(layers=3), recompute=False, stash="host", device="cpu:discrete", microbatches=2)
+    even, ragged, again = (
+        trainer.step(reference.text_batches(1, batch=batch)[0]).host_bytes for batch in (4, 5, 4)
+    )
+    assert again == even < ragged
+
+
 def peak(build: Build, layers: int = 4, **options: Any) -> int:
     return build(gpt(layers=layers), **options).step(reference.text_batches(1)[0]).device_peak_bytes
 
