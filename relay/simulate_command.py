@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -24,6 +24,9 @@ from relay.shared_options import (
     precision_option,
     recompute_option,
 )
+
+if TYPE_CHECKING:
+    from relay.host_sides import HostSides
 
 
 class Count(click.ParamType):
@@ -103,7 +106,7 @@ def simulate(context: click.Context, as_json: bool, **options: Any) -> None:
 def _one(context: click.Context, options: dict[str, Any], as_json: bool) -> None:
     from relay import simulation_report as report
 
-    found = _simulate(options, sensitivity=True, record=options["trace"] is not None)
+    found = _simulate(options, sensitivity=True, record=options["trace"] is not None, must_fit=False)
     if options["trace"] is not None and found.fits:
         report.write_trace(found, options["trace"])
     if as_json:
@@ -114,7 +117,7 @@ def _one(context: click.Context, options: dict[str, Any], as_json: bool) -> None
         context.exit(1)
 
 
-def _simulate(options: dict[str, Any], sensitivity: bool = False, record: bool = False) -> Any:
+def _simulate(options: dict[str, Any], **more: Any) -> Any:
     from relay.simulation import simulate as ask
 
     return ask(
@@ -125,14 +128,13 @@ def _simulate(options: dict[str, Any], sensitivity: bool = False, record: bool =
         **{name: options[name] for name in ("layers_per_slot", "recompute", "clip_grad_norm")},
         sequence=options["seq"],
         microbatches=options["microbatches"] or options["batch"],
-        sensitivity=sensitivity,
-        record=record,
-        must_fit=False,
+        **more,
     )
 
 
 def _sweep(options: dict[str, Any], as_json: bool) -> None:
     from relay import simulation_report as report
+    from relay.host_sides import HostSides
 
     axes = [_axis(text) for text in options["sweep"]]
     if len(axes) > 2 or len({name for name, _ in axes}) < len(axes):
@@ -142,7 +144,8 @@ def _sweep(options: dict[str, Any], as_json: bool) -> None:
     if len(axes) == 1:
         axes.insert(0, ("stash", [options["stash"]]))
     (first, rows), (second, columns) = axes
-    speeds = [[_speed({**options, first: row, second: column}) for column in columns] for row in rows]
+    sides = HostSides()
+    speeds = [[_speed({**options, first: row, second: column}, sides) for column in columns] for row in rows]
     names = tuple([str(value) for value in values] for values in (rows, columns))
     table, picture = report.write_sweep(options["out"], (first, second), (names[0], names[1]), speeds)
     if as_json:
@@ -156,13 +159,13 @@ def _sweep(options: dict[str, Any], as_json: bool) -> None:
         click.echo(f"written: {table}, {picture}", err=True)
 
 
-def _speed(options: dict[str, Any]) -> float:
+def _speed(options: dict[str, Any], sides: HostSides) -> float:
     """Tokens a second; NaN for a combination that does not fit or cannot be (bf16 where there is none)."""
     from hal.spec import SpecError
     from relay.shapes import ShapeError
 
     try:
-        found = _simulate(options)
+        found = _simulate(options, sides=sides, must_fit=None)
     except (SpecError, ShapeError) as impossible:
         click.echo(f"left out: {impossible}", err=True)
         return float("nan")
