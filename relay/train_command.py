@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from relay.console import Size, json_option, print_json
+from relay.console import RunStopped, Size, json_option, print_json
 from relay.sample import DEFAULT_FOLDER
 from relay.shared_options import (
     AT_LEAST_ONE,
@@ -245,8 +245,11 @@ def _run(options: dict[str, Any]) -> dict[str, Any]:
 
     result = train_gpt(options, tell=lambda text: click.echo(text, err=True))
     if options["sample"]:
-        model = run_folder.load(Path(options["out"]))
-        written = generate(model, DEFAULT_PROMPT.encode(), SAMPLE_BYTES, seed=options["seed"])
+        try:
+            model = run_folder.load(Path(options["out"]))
+            written = generate(model, DEFAULT_PROMPT.encode(), SAMPLE_BYTES, seed=options["seed"])
+        except KeyboardInterrupt as stop:
+            raise RunStopped(f"interrupted while sampling: the run is done, and saved in '{result['weights']}'") from stop
         result["sample"] = DEFAULT_PROMPT + written.decode(errors="replace")
     return result
 
