@@ -249,7 +249,9 @@ def _run(options: dict[str, Any]) -> dict[str, Any]:
             model = run_folder.load(Path(options["out"]))
             written = generate(model, DEFAULT_PROMPT.encode(), SAMPLE_BYTES, seed=options["seed"])
         except KeyboardInterrupt as stop:
-            raise RunStopped(f"interrupted while sampling: the run is done, and saved in '{result['weights']}'") from stop
+            raise RunStopped(
+                f"interrupted while sampling: the run is done, and saved in '{result['weights']}'"
+            ) from stop
         result["sample"] = DEFAULT_PROMPT + written.decode(errors="replace")
     return result
 

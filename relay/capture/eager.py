@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hal.kernel import Port, Program, Role
 from relay.capture.eager_call import EagerCall, EagerLayouts, EagerSegment
-from relay.capture.explain import changed_parameter, explain
+from relay.capture.explain import changed_parameter, explain, name_of_program
 from relay.capture.layouts import Order, as_written, order_of, stored, stored_shape
 from relay.capture.states import call_with
 
@@ -182,7 +182,7 @@ def eager_programs(
         taken = [Port(Role.VALUE, len(values) + place, port.shape, port.dtype) for place, port in enumerate(copies)]
         if kind != "backward":
             taken = []
-        return _one_node(call, f"{name} {kind}", [*ports, *taken, *taken_seeds], results, saved)
+        return _one_node(call, name_of_program(name, kind), [*ports, *taken, *taken_seeds], results, saved)
 
     programs: dict[str, Program | None] = {
         "forward": program("forward"),

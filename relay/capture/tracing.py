@@ -76,7 +76,7 @@ def _block_on_fakes(call: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]
     args, kwargs = opaque.input_tree.fill(inputs)
     # An op runs below autocast, which is off for it; what it stands for runs under it.
     try:
-        with inside_layer(), autocast(opaque.compute), _unlogged():
+        with inside_layer(), autocast(opaque.compute):
             outputs = take_apart(observed(*args, **kwargs))
     except Exception as failure:
         with inside_layer(), autocast(opaque.compute):
@@ -112,17 +112,6 @@ def _mark_as_trained(outputs: Sequence[torch.Tensor]) -> None:
         if output.is_floating_point() and not output.requires_grad:
             with inside_layer():
                 _DependsOn.apply(output, _TRAINED)
-
-
-@contextlib.contextmanager
-def _unlogged() -> Iterator[None]:
-    """Within it PyTorch does not log that an op failed on fake tensors: real ones are tried next, and that is said."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
 
 
 def _holds_tensors(value: Any, depth: int = 0) -> bool:
@@ -239,7 +228,7 @@ def run_fake(module: nn.Module, fakes: Sequence[torch.Tensor], name: str) -> Any
     """`module(*fakes)` on fake tensors from one `as_fake`; nothing in the module changes. Raises CaptureError."""
     mode = next(fake.fake_mode for fake in fakes)  # type: ignore[attr-defined]
     try:
-        with PlainTensors(module), mode, torch.no_grad(), warnings.catch_warnings(), _unlogged():
+        with PlainTensors(module), mode, torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             originals = [*module.parameters(), *module.buffers()]
             return call_with(module, originals, [mode.from_tensor(tensor) for tensor in originals], tuple(fakes))
