@@ -59,7 +59,7 @@ def require(
     what = f"the op {op} in {name}" if op else f"values of {name}"
     lack = "does not compute in that dtype" if stored else "does not have that dtype"
     raise Unsupported(
-        f"{program} needs {what}, and device {info.name!r} {lack}. "
+        f"{program!r} needs {what}, and device {info.name!r} {lack}. "
         + advice.get(dtype, "Use another dtype (float32 is everywhere), or another device."),
         op=op,
         dtype=str(dtype),

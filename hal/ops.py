@@ -285,7 +285,7 @@ def check(
         if row is None or name in lacking:
             dtype = str(value.dtype) if isinstance(value, Spec) else ""
             raise Unsupported(
-                f"{program.name} needs the op {name}, which device {device!r} does not have. Run it on a device that "
+                f"{program.name!r} needs the op {name}, which device {device!r} does not have. Run it on a device that "
                 "does (the CPU has all), or write the layer without it.",
                 op=name,
                 dtype=dtype,
@@ -295,10 +295,10 @@ def check(
         try:
             found = row.results(*args, **kwargs)
         except (ValueError, TypeError, IndexError) as failure:
-            what = f"{program.name}: {name} with {args} {kwargs} is not well formed: {failure}"
+            what = f"{program.name!r}: {name} with {args} {kwargs} is not well formed: {failure}"
             raise CompileError(what) from failure
         if found != value:
-            raise CompileError(f"{program.name}: {name} gives {found}, and the graph says {value}")
+            raise CompileError(f"{program.name!r}: {name} gives {found}, and the graph says {value}")
         for spec in value if isinstance(value, tuple) else (value,):
             if spec is not None:
                 require(info, spec.dtype, program.name, name, advice)

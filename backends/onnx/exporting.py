@@ -49,7 +49,7 @@ def export(
         if missing.op in OPS:
             raise
         raise Unsupported(
-            f"{program.name} holds {missing.op}, which is no core op, and only core programs become ONNX. Capture it "
+            f"{program.name!r} holds {missing.op}, which is no core op, and only core programs become ONNX. Capture it "
             "with `lowering=Lowering.CORE` of relay.capture.",
             op=missing.op,
             dtype=missing.dtype,
