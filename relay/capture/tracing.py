@@ -210,8 +210,10 @@ def trace(
             # Arguments that are fake already keep theirs.
             mode = detect_fake_mode(arguments) or FakeTensorMode(allow_non_fake_inputs=True)
             fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, tuple(arguments))
-            with refusing():
-                return make_fx(decided, tracing_mode="fake", pre_dispatch=True)(*fakes)
+            with refusing() as unseen:
+                traced = make_fx(decided, tracing_mode="fake", pre_dispatch=True)(*fakes)
+            traced.meta["unseen"] = unseen
+            return traced
     except RelayError:
         raise
     except Exception as failure:
