@@ -13,6 +13,7 @@ import random
 import sys
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.hooks import RemovableHandle
 
 from relay.errors import PartitionError
 
@@ -36,6 +38,17 @@ def inside_layer() -> Iterator[None]:
         yield
     finally:
         _inside_layer -= 1
+
+
+@contextmanager
+def hooks_wait() -> Iterator[None]:
+    """While open, a layer runs without gradients, for the shapes that it returns or to evaluate: its hooks wait.
+
+    A layer that sets one without asking whether the tensor requires a gradient would fail otherwise, where in training
+    none would fail.
+    """
+    with _NoGradients():
+        yield
 
 
 def check_module(model: nn.Module) -> None:
@@ -187,6 +200,21 @@ class _TensorHooks(TorchFunctionMode):
         if not _inside_layer:
             self.unseen.note(func, args, result)
         return result
+
+
+class _NoGradients(TorchFunctionMode):
+    """Lets tensors that require no gradient be hooked: nothing will flow to call it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ASKING_FOR_GRADIENTS and not args[0].requires_grad:
+            return _ASKING_FOR_GRADIENTS[func]()
+        return func(*args, **(kwargs or {}))
+
+
+_ASKING_FOR_GRADIENTS: dict[Any, Any] = {
+    torch.Tensor.register_hook: lambda: RemovableHandle(OrderedDict()),
+    torch.Tensor.retain_grad: lambda: None,
+}
 
 
 def _generators() -> tuple[Any, ...]:

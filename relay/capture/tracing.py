@@ -26,7 +26,7 @@ from relay.capture.decisions import Decider, deciding
 from relay.capture.eager import run_made_up
 from relay.capture.explain import explain
 from relay.capture.given import call_observed, write_back
-from relay.capture.outside import inside_layer, refusing
+from relay.capture.outside import hooks_wait, inside_layer, refusing
 from relay.capture.states import call_with
 from relay.capture.traced import autocast
 from relay.errors import PartitionError, RelayError
@@ -76,7 +76,7 @@ def _block_on_fakes(call: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]
     args, kwargs = opaque.input_tree.fill(inputs)
     # An op runs below autocast, which is off for it; what it stands for runs under it.
     try:
-        with inside_layer(), autocast(opaque.compute):
+        with inside_layer(), hooks_wait(), autocast(opaque.compute):
             outputs = take_apart(observed(*args, **kwargs))
     except Exception as failure:
         with inside_layer(), autocast(opaque.compute):
@@ -230,7 +230,7 @@ def run_fake(module: nn.Module, fakes: Sequence[torch.Tensor], name: str) -> Any
     """`module(*fakes)` on fake tensors from one `as_fake`; nothing in the module changes. Raises CaptureError."""
     mode = next(fake.fake_mode for fake in fakes)  # type: ignore[attr-defined]
     try:
-        with PlainTensors(module), mode, torch.no_grad(), warnings.catch_warnings():
+        with PlainTensors(module), mode, hooks_wait(), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             originals = [*module.parameters(), *module.buffers()]
             return call_with(module, originals, [mode.from_tensor(tensor) for tensor in originals], tuple(fakes))
