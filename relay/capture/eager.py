@@ -217,7 +217,7 @@ def _layouts_of(
         {number: order_of(value) for number, value in enumerate(values)},
         {number: order_of(output) for number, output in enumerate(outputs)},
         {number: order_of(one) for number, one in taken.items()},
-        {number: gradients.get(number, made.get(number, ())) for number in wanted},
+        {number: gradients.get(number, made.get(number, ())) for number in wanted if asking},
     )
 
 
