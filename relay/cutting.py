@@ -303,7 +303,7 @@ class _Cut:
                 graph.call_function(_SET_GRAD, (gradients_on,))
             if node.op == "get_attr":
                 constant = getattr(self.traced, node.target)
-                raise_if_left_behind(constant)
+                raise_if_left_behind(constant, self.traced)
                 raise_if_large(constant, node)
                 environment[node] = graph.call_function(torch.tensor, (constant.tolist(),), {"dtype": constant.dtype})
             else:
@@ -351,13 +351,10 @@ def _copy_states_given_to_blocks(
     return set(copies.values())
 
 
-def raise_if_left_behind(constant: torch.Tensor) -> None:
-    """A tensor without numbers in a trace is one that a layer put into an attribute."""
+def raise_if_left_behind(constant: torch.Tensor, traced: fx.GraphModule) -> None:
+    """A tensor without numbers in a trace is one that got past it: by an attribute that a layer put it into, say."""
     if isinstance(constant, FakeTensor):
-        raise PartitionError(
-            f"the model reads a tensor of shape {tuple(constant.shape)} that one of its layers left in an attribute "
-            "(an auxiliary loss, say). Between layers only what they return is handed on: return it."
-        )
+        raise PartitionError(f"the model {traced.meta['unseen'].why(constant)}")
 
 
 def raise_if_large(constant: torch.Tensor, node: fx.Node) -> None:
