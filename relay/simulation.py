@@ -21,10 +21,11 @@ from hal.memory import format_size, parse_size
 from hal.spec import Machine, SpecError, machine
 from hal.virtual import Timeline
 from relay.ambient import as_if_alone
+from relay.configurations import shape_of_config
 from relay.errors import RelayError
 from relay.host_sides import HostSides
 from relay.meta_models import MetaModel
-from relay.shapes import BYTES, MODELS, ModelShape, ShapeError, shape_of_config
+from relay.shapes import BYTES, MODELS, ModelShape, ShapeError
 from relay.simulated_step import Memory, RunShape, SimulatedRun, Step
 
 ENERGY_ERROR = 0.37

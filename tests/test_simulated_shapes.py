@@ -10,7 +10,8 @@ import pytest
 import relay
 import relay.simulation
 from relay.models import GPT
-from relay.shapes import ModelShape, ShapeError, shape_of_config
+from relay.configurations import FAMILIES, read_configuration, shape_of_config
+from relay.shapes import ModelShape, ShapeError
 
 
 def test_a_module_on_the_meta_device_is_simulated_as_its_shape_is() -> None:
