@@ -22,6 +22,7 @@ from hal.spec import Machine, SpecError, machine
 from hal.virtual import Timeline
 from relay.ambient import as_if_alone
 from relay.configurations import shape_of_config
+from relay.energy import joules, joules_waiting
 from relay.errors import RelayError
 from relay.host_sides import HostSides
 from relay.meta_models import MetaModel
@@ -143,13 +144,8 @@ class Simulation:
 
     @property
     def joules_per_token(self) -> tuple[float, float, float]:
-        """Low, middle and high estimate: idle power throughout, busy power while something runs."""
-        device, host = self.machine.device, self.machine.host
-        busy, whole = self.timeline.busy, self.step_seconds
-        joules = device["power_idle"] * whole + (device["power_busy"] - device["power_idle"]) * busy["compute"]
-        moving = min(whole, max(busy["host"], busy["down"], busy["up"]))
-        joules += host["power_idle"] * whole + (host["power_busy"] - host["power_idle"]) * moving
-        middle = joules / self.run.tokens
+        """Low, middle and high estimate, by the model of power in `relay.energy`."""
+        middle = joules(self.machine, self.timeline) / self.run.tokens
         return middle * (1 - ENERGY_ERROR), middle, middle * (1 + ENERGY_ERROR)
 
     @property
@@ -160,9 +156,7 @@ class Simulation:
     @property
     def wasted_energy(self) -> float:
         """The share of energy spent while compute stood still."""
-        device, host = self.machine.device, self.machine.host
-        still = self.step_seconds - self.timeline.busy["compute"]
-        return still * (device["power_idle"] + host["power_idle"]) / (self.joules_per_token[1] * self.run.tokens)
+        return joules_waiting(self.machine, self.timeline) / joules(self.machine, self.timeline)
 
     @property
     def break_even(self) -> dict[str, float]:

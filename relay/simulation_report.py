@@ -15,6 +15,7 @@ from typing import Any
 from hal.memory import format_size
 from hal.spec import Spec
 from hal.virtual import LANES
+from relay.energy import power
 from relay.files import write_whole
 from relay.simulated_step import RunShape
 from relay.simulation import Simulation
@@ -178,34 +179,28 @@ def as_text(found: Simulation, tokens: float | None) -> str:
 
 
 def write_trace(found: Simulation, path: str | Path) -> None:
-    """Trace-event JSON for https://ui.perfetto.dev: a track a lane, counters for bytes in flight and for watts."""
-    spans = found.timeline.spans
-    zero = min((span.start for span in spans), default=0.0)
+    """Trace-event JSON for https://ui.perfetto.dev: a track a lane, counters for bytes in flight and for watts. Time
+    begins with the step, and the watts over the step add up to the joules of the report."""
+    spans = (*found.timeline.spans, *found.timeline.unfinished)
     track = {lane: number for number, lane in enumerate(LANES)}
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "tid": track[lane], "name": "thread_name", "args": {"name": _TRACKS[lane]}}
         for lane in LANES
     ]
-    device, host = found.machine.device, found.machine.host
-    edges: list[tuple[float, float, float]] = []
-    swing = {
-        "compute": device["power_busy"] - device["power_idle"],
-        "host": host["power_busy"] - host["power_idle"],
-    }
+    crossing: dict[float, int] = {}
     for span in spans:
-        start, end = (span.start - zero) * 1e6, (span.end - zero) * 1e6
-        one = {"ph": "X", "pid": 0, "tid": track[span.lane], "name": span.label, "ts": start, "dur": end - start}
+        start, length = span.start * 1e6, (span.end - span.start) * 1e6
+        one = {"ph": "X", "pid": 0, "tid": track[span.lane], "name": span.label, "ts": start, "dur": length}
         events.append({**one, "args": {"bytes": span.moved}})
-        crossing = span.moved if span.lane in ("down", "up") else 0
-        watts = swing.get(span.lane, 0.0)
-        if end > start and (crossing or watts):
-            edges += [(start, crossing, watts), (end, -crossing, -watts)]
-    moving, power = 0.0, device["power_idle"] + host["power_idle"]
-    for at, crossing, watts in sorted(edges):
-        moving += crossing
-        power += watts
-        events.append({"ph": "C", "pid": 0, "name": "bytes in flight", "ts": at, "args": {"bytes": moving}})
-        events.append({"ph": "C", "pid": 0, "name": "watts", "ts": at, "args": {"watts": power}})
+        if span.lane in ("down", "up"):
+            for at, change in ((span.start, span.moved), (span.end, -span.moved)):
+                crossing[at] = crossing.get(at, 0) + change
+    moving = 0
+    for at in sorted(crossing):
+        moving += crossing[at]
+        events.append({"ph": "C", "pid": 0, "name": "bytes in flight", "ts": at * 1e6, "args": {"bytes": moving}})
+    for at, watts in power(found.machine, found.timeline):
+        events.append({"ph": "C", "pid": 0, "name": "watts", "ts": at * 1e6, "args": {"watts": watts}})
     write_whole(path, json.dumps({"traceEvents": events}))
 
 
