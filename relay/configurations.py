@@ -69,7 +69,7 @@ _NO_ROWS = {
         "lfm2_moe qwen3_next qwen3_5 qwen3_5_text kimi_linear minimax olmo_hybrid granitemoehybrid"
     ),
     "has layers of another kind than a transformer's": (
-        "reformer funnel fnet perceiver canine xlnet squeezebert convbert mobilebert hrm_text dbrx deberta deberta-v2 "
+        "albert reformer funnel fnet perceiver canine xlnet squeezebert convbert mobilebert hrm_text dbrx deberta deberta-v2 "
         "luke longformer"
     ),
 }

@@ -48,6 +48,5 @@ def idle(machine: Machine) -> float:
 
 def _swing(machine: Machine, device: float, host: float) -> float:
     """What is drawn beyond idle by a device and a host that are busy for so long."""
-    return sum(
-        (spec["power_busy"] - spec["power_idle"]) * busy for spec, busy in ((machine.device, device), (machine.host, host))
-    )
+    times = (machine.device, device), (machine.host, host)
+    return sum((spec["power_busy"] - spec["power_idle"]) * busy for spec, busy in times)

@@ -96,8 +96,8 @@ class ModelShape:
         return f"{self.layers} layers x hidden {self.hidden}"
 
     def described(self) -> dict[str, Any]:
-        """What `--json` says of it."""
-        return asdict(self)
+        """What `--json` says of it: sizes as they are, where 0 stood for the usual too."""
+        return asdict(self) | {"ffn": self.wide, "kv_heads": self.key_heads, "head_size": self.depth}
 
     def stations(
         self,
@@ -138,6 +138,13 @@ MODELS = {
     "llama-3-70b": ModelShape(80, 8192, 64, vocabulary=128256, ffn=28672, kv_heads=8, gated=True),
 }
 """Shapes by name, from the models' papers and configurations."""
+
+LEARNED_POSITIONS = {
+    **dict.fromkeys(("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"), 1024),
+    **dict.fromkeys(("gpt3-6.7b", "gpt3-13b", "gpt3-175b"), 2048),
+    "bert-large": 512,
+}
+"""How long the tables of positions are, of those that have one."""
 
 
 class GatedBlock(nn.Module):

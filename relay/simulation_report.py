@@ -18,12 +18,12 @@ from hal.virtual import LANES
 from relay.energy import power
 from relay.files import write_whole
 from relay.simulated_step import RunShape
-from relay.simulation import Simulation
+from relay.simulation import FEWER_LAUNCHES, Simulation
 
 _TRACKS = {"down": "link down", "up": "link up", "compute": "compute", "host": "host optimizer"}
 _RUN = (
     "sequence", "batch", "microbatches", "precision", "state_dtype", "stash", "slots", "layers_per_slot", "recompute",
-    "loss_scale",
+    "loss_scale", "clip_grad_norm",
 )  # fmt: skip
 
 
@@ -34,6 +34,7 @@ def as_json(found: Simulation, tokens: float | None) -> dict[str, Any]:
         "fits": found.fits,
         "shortfalls": list(found.shortfalls),
         "would_fit": list(found.suggestions),
+        "notes": list(found.notes),
         "parameters": memory.parameters,
         "model": shape.described(),
         "run": {key: getattr(run, key) for key in _RUN},
@@ -129,12 +130,13 @@ def as_text(found: Simulation, tokens: float | None) -> str:
         f"{_count(memory.parameters)} parameters: {shape.title}, {run.precision}, AdamW with {run.state_dtype} "
         "states",
         f"{machine.device.title}, {machine.link.title}, {machine.host.title}",
-        f"{run.tokens:,} tokens a step: {run.batch} sequences of {run.sequence} in {len(run.pieces())} micro-batches, "
+        f"{run.tokens:,} tokens a step: {run.batch} sequences of {run.sequence} in {run.microbatches} micro-batches, "
         f"stash on the {run.stash}, {run.slots} slots{_of_segments(run)}",
         "",
         f"verdict         {'it fits' if found.fits else 'it does not fit'}",
     ]
     lines += [f"                {text}" for text in found.shortfalls]
+    lines += [f"note            {text}" for text in found.notes]
     if found.suggestions:
         lines += [f"                would fit: {text}" for text in found.suggestions]
     elif not found.fits:
@@ -170,7 +172,8 @@ def as_text(found: Simulation, tokens: float | None) -> str:
             f" ({low:,.0f} to {high:,.0f})"
         )
     even = ", ".join(f"{what} {count:,.0f}" for what, count in found.break_even.items())
-    lines += [f"bottleneck      {found.bottleneck}", f"break-even      tokens a layer visit: {even}"]
+    bottleneck = FEWER_LAUNCHES if found.bottleneck == "launch" else found.bottleneck
+    lines += [f"bottleneck      {bottleneck}", f"break-even      tokens a layer visit: {even}"]
     if found.sensitivity:
         gains = ", ".join(f"{what} {gain:.1%}" for what, gain in found.sensitivity.items())
         lines.append(f"10 % faster     shortens the step by: {gains}")
