@@ -45,6 +45,7 @@ _MEMBERS = {
         "bert roberta roberta-prelayernorm camembert xlm-roberta xlm-roberta-xl distilbert electra ernie mpnet ibert "
         "data2vec-text megatron-bert big_bird nystromformer yoso mra"
     ),
+    Family(causal=False): "esm",
     Family(tied=False): "gpt_neox gptj codegen phi persimmon arcee apertus nemotron jais2",
     Family(): "bloom mpt falcon starcoder2 gpt_neox_japanese",
 }

@@ -43,6 +43,8 @@ def test_what_a_family_leaves_out_is_what_transformers_has_by_default(name: str,
         options |= {"head_dim": 128, "num_key_value_heads": 8}
     if name == "electra":
         options |= {"embedding_size": 256}
+    if name == "esm":
+        options |= {"vocab_size": 33, "pad_token_id": 1, "position_embedding_type": "rotary"}  # as ESM-2 has it
     config = CONFIG_MAPPING[name](**options)
     family = FAMILIES[name]
     told = config.to_dict()
