@@ -55,9 +55,10 @@ FAMILIES = {name: family for family, names in _MEMBERS.items() for name in names
 _NO_ROWS = {
     "is an encoder with a decoder": (
         "t5 t5gemma t5gemma2 mt5 umt5 longt5 pix2struct switch_transformers bart mbart mvp plbart pegasus pegasus_x "
-        "bigbird_pegasus marian blenderbot blenderbot-small led m2m_100 nllb-moe fsmt prophetnet xlm-prophetnet bert-"
-        "generation encoder-decoder speech-encoder-decoder vision-encoder-decoder whisper speech_to_text speecht5 "
-        "seamless_m4t seamless_m4t_v2 moonshine musicgen musicgen_melody trocr udop nougat donut"
+        "bigbird_pegasus marian blenderbot blenderbot-small led m2m_100 nllb-moe fsmt prophetnet xlm-prophetnet "
+        "encoder-decoder speech-encoder-decoder vision-encoder-decoder whisper speech_to_text speecht5 "
+        "seamless_m4t seamless_m4t_v2 moonshine musicgen musicgen_melody trocr udop nougat rag florence2 "
+        "pop2piano canary dia"
     ),
     "is a model of images, sounds or several of these": (
         "clip clip_text_model clip_vision_model clipseg clvp chinese_clip altclip align siglip siglip2 flava blip "
@@ -70,8 +71,8 @@ _NO_ROWS = {
         "lfm2_moe qwen3_next qwen3_5 qwen3_5_text kimi_linear minimax olmo_hybrid granitemoehybrid"
     ),
     "has layers of another kind than a transformer's": (
-        "albert reformer funnel fnet perceiver canine xlnet squeezebert convbert mobilebert hrm_text dbrx deberta deberta-v2 "
-        "luke longformer"
+        "albert reformer funnel fnet perceiver canine xlnet squeezebert convbert mobilebert hrm_text dbrx deberta "
+        "deberta-v2 luke longformer"
     ),
 }
 _REFUSED = {name: what for what, names in _NO_ROWS.items() for name in names.split()}

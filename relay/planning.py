@@ -331,8 +331,8 @@ def _reasons(chosen: Simulation, changes: Sequence[tuple[str, Any, Simulation]],
     reasons = [
         f"{_name(chosen)}: {chosen.tokens_per_second:,.1f} tokens/s, {format_size(chosen.memory.device_total)} of the "
         f"device and {format_size(chosen.memory.host_total)} of the host; bottleneck {chosen.bottleneck}",
-        f"{len(search.found)} of {len(search.tried)} combinations fit; with one option changed and the others as "
-        "chosen:",
+        f"{len(search.found)} of {len(search.tried)} combinations fit; the plainest within {TIE:.0%} of the fastest is "
+        f"chosen, so a change may give up to {TIE:+.0%}; with one option changed and the others as chosen:",
     ]
     for option, value, other in changes:
         if other.fits:

@@ -97,6 +97,14 @@ def test_a_simulation_and_a_plan_print_as_their_reports() -> None:
     assert "it does not fit" in str(refused)
 
 
+def test_a_plan_says_how_much_a_printed_change_may_give_and_none_gives_more() -> None:
+    planned = relay.plan(**{**TINY, "sequence": 512, "hidden": 512}, batch=8)
+    assert "the plainest within 2% of the fastest is chosen, so a change may give up to +2%" in planned.reasons[1]
+    gains = [float(reason.split("give ")[1].rstrip("%")) for reason in planned.reasons[2:] if "give" in reason]
+    assert len(gains) > 5
+    assert max(gains) <= 2.1
+
+
 # **** asked wrongly ****
 
 
