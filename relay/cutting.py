@@ -21,6 +21,7 @@ from relay.capture.given import call_observed
 from relay.capture.layouts import order_of
 from relay.errors import PartitionError
 from relay.in_place import bind_writes
+from relay.loss_forms import doubt_about
 from relay.segments import Partition, Segment, Value
 from relay.trees import TensorTree, tensor_leaves
 from relay.weighing import loss_weight_of
@@ -201,8 +202,9 @@ class _Cut:
         result_values = self.segments[-1].outputs[1:] if self.has_loss else self.segments[-1].outputs
         held = {node: tensor for node, (_, tensor) in self.state_nodes.items()}
         weight = loss_weight_of(self.traced, self.results[0], self.batch_nodes, held) if self.has_loss else None
+        doubt = doubt_about(self.traced, self.results[0], self.batch_nodes) if self.has_loss else None
         inputs = tuple(self.value_of[node] for node in self.batch_nodes)
-        return Partition(self.segments, self.values, inputs, self.has_loss, result_values, result_tree, weight)
+        return Partition(self.segments, self.values, inputs, self.has_loss, result_values, result_tree, weight, doubt)
 
     def _new_value(self, key: Any, example: torch.Tensor, producer: int | None) -> int:
         # Segments' outputs lie as their programs make them; that is known once they are captured.
