@@ -8,6 +8,7 @@ order, and each runs with gradients on or off as it did in the model.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from relay.capture.given import call_observed
 from relay.capture.layouts import order_of
 from relay.errors import PartitionError
 from relay.in_place import bind_writes
+from relay.loss_forms import doubt_about
 from relay.segments import Partition, Segment, Value
 from relay.trees import TensorTree, tensor_leaves
 from relay.weighing import loss_weight_of
@@ -80,11 +82,13 @@ class BlockSegment(nn.Module):
         self.places = tuple(places)
         self.used = tuple(used)
         self.changes = call.changes
+        self.gradients = call.gradients
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.input_tree.fill([values[place] for place in self.places])
         # Not the block's call but its forward: its hooks are in the trace around it already.
-        result, given = call_observed(self.block.forward, args, kwargs)
+        with contextlib.nullcontext() if self.gradients else torch.no_grad():
+            result, given = call_observed(self.block.forward, args, kwargs)
         outputs, _ = tensor_leaves((result, given) if self.changes else result)
         return tuple(outputs[number] for number in self.used)
 
@@ -110,7 +114,7 @@ class _Cut:
         self.output_node = next(iter(reversed(traced.graph.nodes)))
         self.results: list[fx.Node] = list(self.output_node.args[0])
         self.block_nodes = [node for node in traced.graph.nodes if node.target is BLOCK]
-        _copy_states_given_to_blocks(traced.graph, self.block_nodes, self.state_nodes)
+        self.copies = _copy_states_given_to_blocks(traced.graph, self.block_nodes, self.state_nodes)
         self.last_stage = len(self.block_nodes)
         self.calls = [calls[node.args[0]] for node in self.block_nodes]
         self.stage: dict[fx.Node, int] = {}
@@ -129,7 +133,8 @@ class _Cut:
             if node.target is _SET_GRAD:
                 gradients_on = bool(node.args[0])
                 continue
-            self.gradients_on[node] = gradients_on
+            # Another block may be given the same copy, with gradients; one under no_grad runs without them anyway.
+            self.gradients_on[node] = gradients_on or node in self.copies
             if node.target is BLOCK:
                 continue
             source = node.args[0] if node.target is operator.getitem else None
@@ -201,8 +206,9 @@ class _Cut:
         result_values = self.segments[-1].outputs[1:] if self.has_loss else self.segments[-1].outputs
         held = {node: tensor for node, (_, tensor) in self.state_nodes.items()}
         weight = loss_weight_of(self.traced, self.results[0], self.batch_nodes, held) if self.has_loss else None
+        doubt = doubt_about(self.traced, self.results[0], self.batch_nodes) if self.has_loss else None
         inputs = tuple(self.value_of[node] for node in self.batch_nodes)
-        return Partition(self.segments, self.values, inputs, self.has_loss, result_values, result_tree, weight)
+        return Partition(self.segments, self.values, inputs, self.has_loss, result_values, result_tree, weight, doubt)
 
     def _new_value(self, key: Any, example: torch.Tensor, producer: int | None) -> int:
         # Segments' outputs lie as their programs make them; that is known once they are captured.
@@ -237,7 +243,7 @@ class _Cut:
                 tuple(outputs),
                 self._names_of(module, f"{call.name}.", module.named_parameters(remove_duplicate=False)),
                 self._names_of(module, f"{call.name}.", module.named_buffers(remove_duplicate=False)),
-                (call.block, call.input_tree.spec, call.input_tree.constants, places, tuple(used)),
+                (call.block, call.input_tree.spec, call.input_tree.constants, places, tuple(used), call.gradients),
                 "layer",
             )
         )
@@ -330,7 +336,7 @@ def _drop_skipped(graph: fx.Graph, calls: Sequence[OpaqueCall]) -> None:
 
 def _copy_states_given_to_blocks(
     graph: fx.Graph, blocks: Sequence[fx.Node], states: Mapping[fx.Node, tuple[str, torch.Tensor]]
-) -> None:
+) -> set[fx.Node]:
     """A parameter or buffer of the model that is given to a block becomes a value: what is handed on is a copy."""
     copies: dict[fx.Node, fx.Node] = {}
     for block in blocks:
@@ -342,6 +348,7 @@ def _copy_states_given_to_blocks(
                     copies[source] = graph.call_function(torch.ops.aten.clone.default, (source,))
                 copies[source].meta = dict(source.meta)
             block.replace_input_with(source, copies[source])
+    return set(copies.values())
 
 
 def raise_if_left_behind(constant: torch.Tensor, traced: fx.GraphModule) -> None:

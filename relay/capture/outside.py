@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -101,7 +101,10 @@ def refusing() -> Iterator[Unseen]:
         if _inside_layer or threading.get_ident() != thread:
             return plain.__get__(None, cls)(*args, **kwargs)
         if cls is CheckpointFunction:
-            return args[0](*args[2:])  # the relay recomputes in any case
+            # The relay recomputes in any case. Without an input that is trained nothing inside has a gradient.
+            trained = any(isinstance(one, torch.Tensor) and one.requires_grad for one in args[2:])
+            with nullcontext() if trained else torch.no_grad():
+                return args[0](*args[2:])
         raise PartitionError(
             f"the model calls {cls.__name__}.apply, a custom gradient, outside of its repeated layers, where only ops "
             "are recorded: its backward would be lost. Put the call into one of the layers, or give the model as a "

@@ -26,6 +26,7 @@ from relay.capture.decisions import Decider, deciding
 from relay.capture.eager import run_made_up
 from relay.capture.explain import explain
 from relay.capture.given import call_observed, write_back
+from relay.capture.inference import inference_as_no_grad
 from relay.capture.outside import hooks_wait, inside_layer, refusing
 from relay.capture.states import call_with
 from relay.capture.traced import autocast
@@ -45,7 +46,8 @@ _running: list[list[OpaqueCall]] = []
 
 @dataclass(eq=False)
 class OpaqueCall:
-    """One call of a block in a trace: which block, computed in what, how its arguments were nested, and its output.
+    """One call of a block in a trace: which block, computed in what, with `gradients` or under no_grad, how its
+    arguments were nested, and its output.
 
     Where the block `changes` the lists or dicts it is given, its output is (what it returns, what it was given).
     """
@@ -54,6 +56,7 @@ class OpaqueCall:
     block: nn.Module
     forward: Callable[..., Any]
     compute: torch.dtype
+    gradients: bool
     input_tree: TensorTree
     output_tree: TensorTree | None = None
     skipped: bool = False
@@ -151,7 +154,7 @@ def opaque_blocks(
                     "forward."
                 )
             tensors, tree = tensor_leaves((args, kwargs))
-            call = OpaqueCall(name, block, forward, compute, tree)
+            call = OpaqueCall(name, block, forward, compute, torch.is_grad_enabled(), tree)
             calls.append(call)
             outputs = BLOCK(len(calls) - 1, tensors)
             if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in block.parameters()):
@@ -210,7 +213,7 @@ def trace(
             # Arguments that are fake already keep theirs.
             mode = detect_fake_mode(arguments) or FakeTensorMode(allow_non_fake_inputs=True)
             fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, tuple(arguments))
-            with refusing() as unseen:
+            with refusing() as unseen, inference_as_no_grad():
                 traced = make_fx(decided, tracing_mode="fake", pre_dispatch=True)(*fakes)
             traced.meta["unseen"] = unseen
             return traced
