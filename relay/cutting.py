@@ -8,6 +8,7 @@ order, and each runs with gradients on or off as it did in the model.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -81,11 +82,13 @@ class BlockSegment(nn.Module):
         self.places = tuple(places)
         self.used = tuple(used)
         self.changes = call.changes
+        self.gradients = call.gradients
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.input_tree.fill([values[place] for place in self.places])
         # Not the block's call but its forward: its hooks are in the trace around it already.
-        result, given = call_observed(self.block.forward, args, kwargs)
+        with contextlib.nullcontext() if self.gradients else torch.no_grad():
+            result, given = call_observed(self.block.forward, args, kwargs)
         outputs, _ = tensor_leaves((result, given) if self.changes else result)
         return tuple(outputs[number] for number in self.used)
 
@@ -111,7 +114,7 @@ class _Cut:
         self.output_node = next(iter(reversed(traced.graph.nodes)))
         self.results: list[fx.Node] = list(self.output_node.args[0])
         self.block_nodes = [node for node in traced.graph.nodes if node.target is BLOCK]
-        _copy_states_given_to_blocks(traced.graph, self.block_nodes, self.state_nodes)
+        self.copies = _copy_states_given_to_blocks(traced.graph, self.block_nodes, self.state_nodes)
         self.last_stage = len(self.block_nodes)
         self.calls = [calls[node.args[0]] for node in self.block_nodes]
         self.stage: dict[fx.Node, int] = {}
@@ -130,7 +133,8 @@ class _Cut:
             if node.target is _SET_GRAD:
                 gradients_on = bool(node.args[0])
                 continue
-            self.gradients_on[node] = gradients_on
+            # Another block may be given the same copy, with gradients; one under no_grad runs without them anyway.
+            self.gradients_on[node] = gradients_on or node in self.copies
             if node.target is BLOCK:
                 continue
             source = node.args[0] if node.target is operator.getitem else None
@@ -239,7 +243,7 @@ class _Cut:
                 tuple(outputs),
                 self._names_of(module, f"{call.name}.", module.named_parameters(remove_duplicate=False)),
                 self._names_of(module, f"{call.name}.", module.named_buffers(remove_duplicate=False)),
-                (call.block, call.input_tree.spec, call.input_tree.constants, places, tuple(used)),
+                (call.block, call.input_tree.spec, call.input_tree.constants, places, tuple(used), call.gradients),
                 "layer",
             )
         )
@@ -299,7 +303,7 @@ class _Cut:
                 graph.call_function(_SET_GRAD, (gradients_on,))
             if node.op == "get_attr":
                 constant = getattr(self.traced, node.target)
-                raise_if_left_behind(constant)
+                raise_if_left_behind(constant, self.traced)
                 raise_if_large(constant, node)
                 environment[node] = graph.call_function(torch.tensor, (constant.tolist(),), {"dtype": constant.dtype})
             else:
@@ -332,7 +336,7 @@ def _drop_skipped(graph: fx.Graph, calls: Sequence[OpaqueCall]) -> None:
 
 def _copy_states_given_to_blocks(
     graph: fx.Graph, blocks: Sequence[fx.Node], states: Mapping[fx.Node, tuple[str, torch.Tensor]]
-) -> None:
+) -> set[fx.Node]:
     """A parameter or buffer of the model that is given to a block becomes a value: what is handed on is a copy."""
     copies: dict[fx.Node, fx.Node] = {}
     for block in blocks:
@@ -344,15 +348,13 @@ def _copy_states_given_to_blocks(
                     copies[source] = graph.call_function(torch.ops.aten.clone.default, (source,))
                 copies[source].meta = dict(source.meta)
             block.replace_input_with(source, copies[source])
+    return set(copies.values())
 
 
-def raise_if_left_behind(constant: torch.Tensor) -> None:
-    """A tensor without numbers in a trace is one that a layer put into an attribute."""
+def raise_if_left_behind(constant: torch.Tensor, traced: fx.GraphModule) -> None:
+    """A tensor without numbers in a trace is one that got past it: by an attribute that a layer put it into, say."""
     if isinstance(constant, FakeTensor):
-        raise PartitionError(
-            f"the model reads a tensor of shape {tuple(constant.shape)} that one of its layers left in an attribute "
-            "(an auxiliary loss, say). Between layers only what they return is handed on: return it."
-        )
+        raise PartitionError(f"the model {traced.meta['unseen'].why(constant)}")
 
 
 def raise_if_large(constant: torch.Tensor, node: fx.Node) -> None:

@@ -21,7 +21,7 @@ from relay.architecture import chosen_layers, layer_names
 from relay.batches import Batch, take_apart, weigh, without_empty
 from relay.blocks import plain_attributes, undisturbed
 from relay.buckets import Buckets
-from relay.capture import Lowering, Presence
+from relay.capture import Lowering, Presence, unlogged
 from relay.capture.outside import watching_draws
 from relay.errors import PartitionError
 from relay.merging import merge_layers
@@ -105,6 +105,8 @@ class Recorder:
         if self._buckets is not None and isinstance(batch, Mapping):
             batch = self._buckets.pad(batch)
         chosen = None if active is None else chosen_layers(layer_names(self.model, self.modules or []), active)
+        if chosen == () and not self.whole:
+            raise ValueError("active=[] leaves out every module of the list, so there is nothing to run. Name one.")
         pieces = self.take_apart(batch, training, needs_targets=True)
         first = self.stations(pieces, 0, training, False, chosen)
         if not first.partition.has_loss:
@@ -178,7 +180,7 @@ class Recorder:
         shapes = ", ".join("x".join(map(str, tensor.shape)) or "1" for tensor in tensors)
         purpose = "training" if training else "evaluation"
         logger.info("compiling for %s on micro-batches of %s", purpose, shapes)
-        with _RECORDING, undisturbed(self.model), watching_draws():
+        with _RECORDING, undisturbed(self.model), watching_draws(), unlogged():
             if self.modules is None:
                 partition = partition_model(self.model, tensors, batch.tree, self._compute, active)
             else:

@@ -25,7 +25,7 @@ from relay.errors import RelayError
 from relay.interrupts import DeferredInterrupt
 from relay.rehearsal import Build, CountingHost, refuse_beyond, rehearse
 from relay.schedule import Ran, Relay, SlotRing
-from relay.stash import STASH_STATE, Key, Stash, device_bytes, host_bytes, kept_bytes
+from relay.stash import STASH_STATE, Stash, device_bytes, host_bytes, kept_bytes
 from relay.stations import Stations, changing_buffers, gradient_fields, wanted_of
 from relay.trace import Trace
 from relay.watchdog import Watchdog, waited_for
@@ -343,10 +343,6 @@ class Session:
             queues = self.device.queue("stash in"), self.device.queue("stash out")
             self._stash = Stash(stash_plans, self.device, self.host, *queues, values)
             self._stash_key = key
-            for microbatch, one in enumerate(pieces):
-                for value in one.unfed if purpose == "train" else ():
-                    view = self._stash.access(Key(value, True), microbatch, True).view
-                    queues[0].fill(view, 0.0).wait()
         return self._stash
 
     def _free_device_memory(self) -> None:

@@ -7,7 +7,7 @@ things up. Segments built alike are captured once and share their kernels. It al
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,11 +21,10 @@ from relay.blocks import plain_attributes, same_structure, tie_pattern
 from relay.capture import Captured, Lowering, Presence, capture
 from relay.capture.layouts import Order, as_written, order_of, stored_shape
 from relay.eps.store import GradientField, Wanted
+from relay.gradients import Orders, settle_gradients
 from relay.segments import Partition, Segment, Value
 
 CPU = torch.device("cpu")
-Orders = Mapping[int, Order]
-"""Orders in memory by the number of an input or output."""
 
 
 @dataclass(eq=False)
@@ -83,11 +82,10 @@ class Station:
 
 @dataclass(eq=False)
 class Stations:
-    """All stations, for one shape of micro-batch. `unfed` are seeds that no later segment contributes to."""
+    """All stations, for one shape of micro-batch."""
 
     partition: Partition
     stations: list[Station]
-    unfed: frozenset[int]
 
     @property
     def loss(self) -> int | None:
@@ -144,18 +142,24 @@ def build_stations(
     captures = captures if captures is not None else Captures()
     count = len(partition.segments)
 
-    def captured_as(segment: Segment, inputs: list[torch.Tensor], seeds: Orders, gradients: Orders) -> Captured:
+    def captured_as(
+        segment: Segment,
+        inputs: list[torch.Tensor],
+        seeds: Orders,
+        gradients: Orders,
+        unreached: frozenset[int],
+    ) -> Captured:
         last = segment.index == count - 1
         keep = training and not last and segment.index >= recomputing(recompute, count)
         examples = {index: _example(partition.values[segment.outputs[index]], seeds[index]) for index in seeds}
         described = [(tuple(one.shape), one.dtype, one.requires_grad, order_of(one)) for one in inputs]
-        traced, cut = [described, dict(seeds)], (dict(gradients), keep)
+        traced, cut = [described, dict(seeds), unreached], (dict(gradients), keep)
         captured = captures.find(segment, traced, cut)
         if captured is None:
             ends_in_loss = last and partition.has_loss
             captured = capture(
                 segment.module, inputs, segment.name, ends_in_loss, compute, lowering, training, keep, place, examples,
-                gradients,
+                gradients, unreached=unreached,
             )  # fmt: skip
             if captured.eager is None:
                 captured = captures.add(segment, traced, cut, captured)
@@ -174,7 +178,7 @@ def build_stations(
         inputs = [_example(one, one.order) for one in values]
         for one, value in zip(inputs, segment.inputs, strict=True):
             one.requires_grad_(training and requires_grad.get(value, False))
-        captured = captured_as(segment, inputs, {}, {})
+        captured = captured_as(segment, inputs, {}, {}, frozenset())
         for index, value in enumerate(segment.outputs):
             requires_grad[value] = captured.output_requires_grad[index]
             # As computed, which may be other than as traced.
@@ -182,59 +186,24 @@ def build_stations(
             partition.values[value].order = captured.output_orders.get(index, ())
         given.append(inputs)
         found.append(captured)
-    if training:
-        _settle_gradients(partition, given, found, captured_as)
+    if training and partition.has_loss:
+        settle_gradients(partition, given, found, captured_as)
     built = list(zip(partition.segments, found, strict=True))
     for segment, captured in built:
         _add_kept(segment, captured, partition)
 
     stations = [_station(segment, captured, partition, training, results) for segment, captured in built]
     fed: set[int] = set()
-    unfed: set[int] = set()
     for station in reversed(stations):
         if station.backward is None:
             continue
-        unfed.update(value for value in station.backward.seeds if value not in fed)
         station.backward.added = tuple(value in fed for value in station.backward.value_gradients)
         fed.update(station.backward.value_gradients)
     for station in stations:
         for one in (station.forward, station.backward):
             if one is not None:
                 one.first, one.later = one.accumulate(False), one.accumulate(True)
-    result = Stations(partition, stations, frozenset())
-    result.unfed = frozenset(unfed - {result.loss})
-    return result
-
-
-def _settle_gradients(
-    partition: Partition,
-    given: Sequence[list[torch.Tensor]],
-    found: list[Captured],
-    captured_as: Callable[[Segment, list[torch.Tensor], Orders, Orders], Captured],
-) -> None:
-    """Let each gradient lie as the segment that makes it first makes it, from the end to the beginning.
-
-    Others add theirs to that, and the segment that takes it is captured again if it was captured for another order.
-    """
-    settled: dict[int, Order] = {}
-    for segment, inputs in zip(reversed(partition.segments), reversed(given), strict=True):
-        captured = found[segment.index]
-        seeds = {
-            index: settled[segment.outputs[index]]
-            for index, order in captured.seed_orders.items()
-            if settled.get(segment.outputs[index], order) != order
-        }
-        gradients = {
-            index: settled[segment.inputs[index]]
-            for index, order in captured.gradient_orders.items()
-            if settled.get(segment.inputs[index], order) != order
-        }
-        if seeds or gradients:
-            captured = found[segment.index] = captured_as(segment, inputs, seeds, gradients)
-        for index, order in captured.seed_orders.items():
-            partition.values[segment.outputs[index]].gradient_order = order
-        for index, order in captured.gradient_orders.items():
-            settled.setdefault(segment.inputs[index], order)
+    return Stations(partition, stations)
 
 
 def _example(value: Value, order: Order) -> torch.Tensor:

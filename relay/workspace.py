@@ -104,9 +104,6 @@ def plan_for(pieces: Sequence[Stations], stash: str, training: bool) -> StashPla
         for key in keys:
             _use(lives, key, number, values[key.value], sizes[key.value], stash)
         most_streamed = max(most_streamed, sum(lives[key].streams and not lives[key].kept for key in keys))
-    for value in stations.unfed:
-        life = lives[Key(value, True)]
-        life.first, life.last, life.streams = 0, end, False
     for value in stations.partition.results:
         life = lives.get(Key(value, False))
         if life is not None:  # asked for: it is read back after the last visit

@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hal.kernel import Port, Program, Role
 from relay.capture.eager_call import EagerCall, EagerLayouts, EagerSegment
-from relay.capture.explain import changed_parameter, explain
+from relay.capture.explain import changed_parameter, explain, name_of_program
 from relay.capture.layouts import Order, as_written, order_of, stored, stored_shape
+from relay.capture.outside import hooks_wait
 from relay.capture.states import call_with
 
 _numbers = itertools.count()
@@ -60,7 +61,7 @@ def run_made_up(module: nn.Module, forward: Callable[..., Any], fill: Callable[[
 
     `fill` makes (args, kwargs) of the tensors.
     """
-    with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=()), warnings.catch_warnings():
+    with _disable_current_modes(), torch.random.fork_rng(devices=()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         originals = [*module.parameters(), *module.buffers()]
         states = made_up(originals)
@@ -74,7 +75,8 @@ def run_made_up(module: nn.Module, forward: Callable[..., Any], fill: Callable[[
             def forward(self) -> Any:
                 return forward(*args, **kwargs)
 
-        return call_with(Shell(), originals, states, ())
+        with hooks_wait(), torch.no_grad():
+            return call_with(Shell(), originals, states, ())
 
 
 def eager_programs(
@@ -87,8 +89,10 @@ def eager_programs(
     seeds: Mapping[int, torch.Tensor] | None = None,
     gradients: Mapping[int, Order] | None = None,
     strides: bool = True,
+    unreached: frozenset[int] = frozenset(),
 ) -> EagerPrograms:
-    """The programs for `module(*inputs)`; `seeds`, `gradients` and `strides` as `capture` takes them.
+    """The programs for `module(*inputs)`; `seeds`, `gradients`, `strides` and `unreached` as `capture` takes
+    them.
 
     Raises whatever the module raises when run on made-up numbers.
     """
@@ -118,14 +122,14 @@ def eager_programs(
                 if leaf._version != version:
                     raise changed_parameter(name, names[0])
         layouts = EagerLayouts({}, {}, {}, {})
+        wants = tuple(output.requires_grad and number not in unreached for number, output in enumerate(outputs))
         if strides:
-            layouts = _layouts_of(values, outputs, seeds or {}, gradients or {})
+            layouts = _layouts_of(values, outputs, wants, seeds or {}, gradients or {})
         if training:
             _try_backward(leaves, outputs, name)
     # Which buffers a forward changes, data may decide too: in training all of them are written back.
     changing = any(one.training and one._buffers for one in module.modules())
     updates = list(range(len(after))) if changing else []
-    wants = tuple(output.requires_grad for output in outputs)
     differentiates = any(wants)
     read = _read_in_training(module)
     kept = [number for number in updates if id(buffers[number]) in read]
@@ -182,7 +186,7 @@ def eager_programs(
         taken = [Port(Role.VALUE, len(values) + place, port.shape, port.dtype) for place, port in enumerate(copies)]
         if kind != "backward":
             taken = []
-        return _one_node(call, f"{name} {kind}", [*ports, *taken, *taken_seeds], results, saved)
+        return _one_node(call, name_of_program(name, kind), [*ports, *taken, *taken_seeds], results, saved)
 
     programs: dict[str, Program | None] = {
         "forward": program("forward"),
@@ -196,11 +200,12 @@ def eager_programs(
 def _layouts_of(
     values: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
+    wants: Sequence[bool],
     seeds: Mapping[int, torch.Tensor],
     gradients: Mapping[int, Order],
 ) -> EagerLayouts:
     """How everything lies; for that of the gradients a backward is run on made-up numbers."""
-    asking = [number for number, output in enumerate(outputs) if output.requires_grad]
+    asking = [number for number, wanted in enumerate(wants) if wanted]
     taken = {number: seeds.get(number, outputs[number]) for number in asking}
     wanted = [number for number, value in enumerate(values) if value.requires_grad]
     found: Sequence[torch.Tensor | None] = ()
@@ -214,7 +219,7 @@ def _layouts_of(
         {number: order_of(value) for number, value in enumerate(values)},
         {number: order_of(output) for number, output in enumerate(outputs)},
         {number: order_of(one) for number, one in taken.items()},
-        {number: gradients.get(number, made.get(number, ())) for number in wanted},
+        {number: gradients.get(number, made.get(number, ())) for number in wanted if asking},
     )
 
 

@@ -41,6 +41,7 @@ from relay.capture.explain import HasEffect, explain_eager, operation, reason, s
 from relay.capture.extraction import Extraction
 from relay.capture.keyed import draws_by_itself
 from relay.capture.layouts import Order, order_of, stored
+from relay.capture.operands import check_operands
 from relay.capture.reads import Reads, recorded_reads
 from relay.capture.states import put_back
 from relay.capture.traced import Traced, autocast
@@ -62,6 +63,7 @@ def capture(
     seeds: Mapping[int, torch.Tensor] | None = None,
     gradients: Mapping[int, Order] | None = None,
     strides: bool = True,
+    unreached: frozenset[int] = frozenset(),
 ) -> Captured:
     """Capture `module(*inputs)`, which returns a tuple of tensors, the loss first where it `ends_in_loss`.
 
@@ -76,11 +78,16 @@ def capture(
     has examples of; those of inputs come as they are made, or in the orders that `gradients` names. Without `strides`
     everything lies as it is written, as it always does in core graphs.
 
+    The outputs `unreached` are those that no gradient comes back to: as in plain PyTorch, what only they depend on has
+    no gradient then, rather than one of zeros.
+
     Raises CaptureError.
     """
     if lowering is Lowering.NATIVE and any(isinstance(one, (nn.RNNBase, nn.RNNCellBase)) for one in module.modules()):
         logger.info("layer %r holds recurrent layers, and runs as PyTorch's own kernels have it", name)
-        return _run_eagerly(module, inputs, name, ends_in_loss, compute, training, place, seeds, gradients, strides)
+        return _run_eagerly(
+            module, inputs, name, ends_in_loss, compute, training, place, seeds, gradients, strides, unreached
+        )
     wants_gradients = any(tensor.requires_grad for tensor in [*module.parameters(), *inputs])
     strides = strides and lowering is not Lowering.CORE
     examples = dict(seeds or {}) if wants_gradients else {}
@@ -92,17 +99,19 @@ def capture(
     try:
         if lowering is Lowering.NATIVE and place.type != "cpu":
             traced, reads, plain = _trace_elsewhere(
-                module, given, name, compute, not wants_gradients, place, orders, strides
+                module, given, name, compute, not wants_gradients, place, orders, strides, unreached
             )
         else:
-            traced, reads, plain = _trace(module, given, compute, not wants_gradients, lowering, orders, strides)
+            traced, reads, plain = _trace(
+                module, given, compute, not wants_gradients, lowering, orders, strides, unreached
+            )
     except Exception as failure:
         why = reason(failure, name)
         if why is None:
             raise
         try:
             captured = _run_eagerly(
-                module, inputs, name, ends_in_loss, compute, training, place, seeds, gradients, strides
+                module, inputs, name, ends_in_loss, compute, training, place, seeds, gradients, strides, unreached
             )
         except RelayError:
             raise
@@ -122,6 +131,7 @@ def capture(
         )
         return captured
     plain.refuse_states(name, constants_of(traced))
+    check_operands(traced.graph, module, inputs, name, ends_in_loss)
     if lowering is not Lowering.CORE:
         correct_statistics(traced.graph, place)
     extraction = Extraction(module, traced, name, wants_gradients, compute, lowering, orders, strides)
@@ -144,10 +154,11 @@ def _trace(
     lowering: Lowering,
     seeds: Mapping[int, Order],
     strides: bool,
+    unreached: frozenset[int],
     place: torch.device = CPU,
 ) -> tuple[fx.GraphModule, Reads, PlainTensors]:
     """The joint graph of a module, what its code read, and what it did to plain tensors. Raises what tracing raises."""
-    traced = Traced(module, compute, has_spare, place, seeds, strides)
+    traced = Traced(module, compute, has_spare, place, seeds, strides, unreached)
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore")
         # A module's tensors that are neither parameters nor buffers meet fake ones in the trace.
@@ -188,19 +199,20 @@ def _trace_elsewhere(
     place: torch.device,
     seeds: Mapping[int, Order],
     strides: bool,
+    unreached: frozenset[int],
 ) -> tuple[fx.GraphModule, Reads, PlainTensors]:
     """The joint graph as PyTorch would run it on `place`, or the portable one where it cannot be traced for that."""
     why = missing(place)
     if not why:
         try:
-            traced = _trace(module, inputs, compute, has_spare, Lowering.NATIVE, seeds, strides, place)
+            traced = _trace(module, inputs, compute, has_spare, Lowering.NATIVE, seeds, strides, unreached, place)
             if any(draws_by_itself(node) and "attention" in str(node.target) for node in traced[0].graph.nodes):
-                traced = _trace(module, inputs, compute, has_spare, Lowering.PORTABLE, seeds, strides, place)
+                traced = _trace(module, inputs, compute, has_spare, Lowering.PORTABLE, seeds, strides, unreached, place)
             return traced
         except Exception as failure:
             why = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0] if str(failure) else ''}"
     logger.warning("%s is traced for any device, attention as matrix products, and not for %s: %s", name, place, why)
-    return _trace(module, inputs, compute, has_spare, Lowering.PORTABLE, seeds, strides)
+    return _trace(module, inputs, compute, has_spare, Lowering.PORTABLE, seeds, strides, unreached)
 
 
 def _run_eagerly(
@@ -214,6 +226,7 @@ def _run_eagerly(
     seeds: Mapping[int, torch.Tensor] | None,
     gradients: Mapping[int, Order] | None,
     strides: bool,
+    unreached: frozenset[int],
 ) -> Captured:
     """A segment that is not captured: Python runs it at every visit. Raises what the module raises."""
     for path, one in module.named_modules():
@@ -222,7 +235,7 @@ def _run_eagerly(
     with PlainTensors(module) as plain, UsedTensors() as used:
         made = eager_programs(
             module, inputs, name, ends_in_loss, functools.partial(autocast, compute, place.type), training, seeds,
-            gradients, strides,
+            gradients, strides, unreached,
         )  # fmt: skip
     plain.refuse_states(name, used.addresses)
     forward = made.programs["forward"]

@@ -36,6 +36,7 @@ class Traced(nn.Module):
         place: torch.device,
         seeds: Mapping[int, Order],
         strided: bool,
+        unreached: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__()
         self.module = module
@@ -44,6 +45,7 @@ class Traced(nn.Module):
         self.place = place
         self.seeds = dict(seeds)
         self.strided = strided
+        self.unreached = unreached
 
     def forward(self, *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
         spare = arguments[-1:] if self.has_spare else ()
@@ -68,6 +70,8 @@ class Traced(nn.Module):
             taken.add(id(output))
         for (index, order), seed in zip(self.seeds.items(), seeds, strict=True):
             separate[index] = Seeded.apply(separate[index], as_written(seed, order))
+        for index in self.unreached:
+            separate[index] = separate[index].detach()
         return (*separate, *(one * 2 for one in spare))
 
     def _take_in_assigned(self, buffers: Mapping[str, torch.Tensor]) -> None:

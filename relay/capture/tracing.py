@@ -26,7 +26,8 @@ from relay.capture.decisions import Decider, deciding
 from relay.capture.eager import run_made_up
 from relay.capture.explain import explain
 from relay.capture.given import call_observed, write_back
-from relay.capture.outside import inside_layer, refusing
+from relay.capture.inference import inference_as_no_grad
+from relay.capture.outside import hooks_wait, inside_layer, refusing
 from relay.capture.states import call_with
 from relay.capture.traced import autocast
 from relay.errors import PartitionError, RelayError
@@ -45,7 +46,8 @@ _running: list[list[OpaqueCall]] = []
 
 @dataclass(eq=False)
 class OpaqueCall:
-    """One call of a block in a trace: which block, computed in what, how its arguments were nested, and its output.
+    """One call of a block in a trace: which block, computed in what, with `gradients` or under no_grad, how its
+    arguments were nested, and its output.
 
     Where the block `changes` the lists or dicts it is given, its output is (what it returns, what it was given).
     """
@@ -54,6 +56,7 @@ class OpaqueCall:
     block: nn.Module
     forward: Callable[..., Any]
     compute: torch.dtype
+    gradients: bool
     input_tree: TensorTree
     output_tree: TensorTree | None = None
     skipped: bool = False
@@ -76,7 +79,7 @@ def _block_on_fakes(call: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]
     args, kwargs = opaque.input_tree.fill(inputs)
     # An op runs below autocast, which is off for it; what it stands for runs under it.
     try:
-        with inside_layer(), autocast(opaque.compute), _unlogged():
+        with inside_layer(), hooks_wait(), autocast(opaque.compute):
             outputs = take_apart(observed(*args, **kwargs))
     except Exception as failure:
         with inside_layer(), autocast(opaque.compute):
@@ -112,17 +115,6 @@ def _mark_as_trained(outputs: Sequence[torch.Tensor]) -> None:
         if output.is_floating_point() and not output.requires_grad:
             with inside_layer():
                 _DependsOn.apply(output, _TRAINED)
-
-
-@contextlib.contextmanager
-def _unlogged() -> Iterator[None]:
-    """Within it PyTorch does not log that an op failed on fake tensors: real ones are tried next, and that is said."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
 
 
 def _holds_tensors(value: Any, depth: int = 0) -> bool:
@@ -162,7 +154,7 @@ def opaque_blocks(
                     "forward."
                 )
             tensors, tree = tensor_leaves((args, kwargs))
-            call = OpaqueCall(name, block, forward, compute, tree)
+            call = OpaqueCall(name, block, forward, compute, torch.is_grad_enabled(), tree)
             calls.append(call)
             outputs = BLOCK(len(calls) - 1, tensors)
             if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in block.parameters()):
@@ -221,8 +213,10 @@ def trace(
             # Arguments that are fake already keep theirs.
             mode = detect_fake_mode(arguments) or FakeTensorMode(allow_non_fake_inputs=True)
             fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, tuple(arguments))
-            with refusing():
-                return make_fx(decided, tracing_mode="fake", pre_dispatch=True)(*fakes)
+            with refusing() as unseen, inference_as_no_grad():
+                traced = make_fx(decided, tracing_mode="fake", pre_dispatch=True)(*fakes)
+            traced.meta["unseen"] = unseen
+            return traced
     except RelayError:
         raise
     except Exception as failure:
@@ -239,7 +233,7 @@ def run_fake(module: nn.Module, fakes: Sequence[torch.Tensor], name: str) -> Any
     """`module(*fakes)` on fake tensors from one `as_fake`; nothing in the module changes. Raises CaptureError."""
     mode = next(fake.fake_mode for fake in fakes)  # type: ignore[attr-defined]
     try:
-        with PlainTensors(module), mode, torch.no_grad(), warnings.catch_warnings(), _unlogged():
+        with PlainTensors(module), mode, hooks_wait(), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             originals = [*module.parameters(), *module.buffers()]
             return call_with(module, originals, [mode.from_tensor(tensor) for tensor in originals], tuple(fakes))
