@@ -304,4 +304,10 @@ def machine(device: str, link: str | None = None, host: str | None = None, softw
     spec = load("device", device)
     beside = device if device.endswith(".json") else ""
     link, host = link or spec.link or beside, host or spec.host or beside
+    for kind, name in (("link", link), ("host", host)):
+        if not name:
+            raise SpecError(
+                f"{device} does not say which {kind} it has. Add {kind} = \"NAME\" to it, of a preset "
+                f"({', '.join(presets(kind))}) or a .toml file; or give one with --{kind}, {kind}= in Python."
+            )
     return Machine(spec, load("link", link), load("host", host), SOFTWARE[software])

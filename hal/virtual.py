@@ -8,7 +8,7 @@ time that passed while somebody waited.
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hal.device import Backend, Device
 from hal.spec import Machine
@@ -33,7 +33,9 @@ class Timeline:
     """What a virtual device has done since it was opened. Times in seconds, traffic in bytes.
 
     `busy` is by lane. `stalled` is the time in which compute stood still, by the lane that held it up. `launch` is
-    the part of the compute lane's busy time that is neither arithmetic nor bytes.
+    the part of the compute lane's busy time that is neither arithmetic nor bytes. `beside` is the time in which any
+    lane but compute's was busy, and `beside_alone` the part of it in which compute was not. `spans`, where recorded,
+    are of calls that have ended and `unfinished` of those under way, up to now, with no bytes yet.
     """
 
     now: float
@@ -43,27 +45,39 @@ class Timeline:
     host_memory_bytes: int
     device_memory_bytes: int
     launch: float
+    beside: float
+    beside_alone: float
     flops: float
     calls: int
     spans: tuple[Span, ...] = field(repr=False)
+    unfinished: tuple[Span, ...] = field(repr=False)
 
     def since(self, earlier: Timeline) -> Timeline:
-        """What has happened between two timelines of one device."""
+        """What has happened between two timelines of one device. Its time, that of its spans too, begins at 0 with the
+        earlier one; what was under way then is there from 0 on."""
 
         def minus(now: dict[str, float], then: dict[str, float]) -> dict[str, float]:
             return {key: value - then[key] for key, value in now.items()}
 
+        began = earlier.now
+
+        def cut(spans: tuple[Span, ...]) -> tuple[Span, ...]:
+            return tuple(replace(one, start=max(one.start - began, 0.0), end=one.end - began) for one in spans)
+
         return Timeline(
-            self.now - earlier.now,
+            self.now - began,
             minus(self.busy, earlier.busy),
             minus(self.stalled, earlier.stalled),
             {key: value - earlier.link_bytes[key] for key, value in self.link_bytes.items()},
             self.host_memory_bytes - earlier.host_memory_bytes,
             self.device_memory_bytes - earlier.device_memory_bytes,
             self.launch - earlier.launch,
+            self.beside - earlier.beside,
+            self.beside_alone - earlier.beside_alone,
             self.flops - earlier.flops,
             self.calls - earlier.calls,
-            self.spans[len(earlier.spans) :],
+            cut(self.spans[len(earlier.spans) :]),
+            cut(self.unfinished),
         )
 
 

@@ -25,6 +25,8 @@ def layer_names(model: nn.Module, modules: Sequence[nn.Module]) -> list[str]:
 
 def chosen_layers(names: Sequence[str], active: Sequence[int | str]) -> tuple[str, ...]:
     """The names of the layers of a step, in the model's order. Raises ValueError for ones that are not there."""
+    if isinstance(active, (str, int)):
+        raise ValueError(f"active={active!r} must be a list of layers, by place or by name: active=[{active!r}]")
     chosen = set()
     for one in active:
         if isinstance(one, str) and one in names:
@@ -121,4 +123,3 @@ def renames(before: dict[int, str], model: nn.Module) -> Renames:
     """What the names of a model's tensors have become."""
     after = names_by_tensor(model)
     return {name: after.get(identity) for identity, name in before.items()}
-

@@ -41,6 +41,8 @@ HOST_DEVICES = ("cpu", "numpy")
 """Backends that compute on the host even where they keep a memory apart."""
 
 CHUNK = 32 * 2**20
+LEAST_ATTENTION = 0.01
+"""Of the rate of matrix products: the least that a description may say."""
 REPEATS = 5
 
 
@@ -187,7 +189,10 @@ class _Prepared:
 
 def fit(programs: Sequence[Program], seconds: Sequence[float]) -> dict[str, float]:
     """The cost model's constants, by least squares of relative errors with no constant below zero; `error` is the
-    mean relative error of what was fitted."""
+    mean relative error of what was fitted.
+
+    Where times are too noisy to tell arithmetic from launches, arithmetic is all that is fitted beside a call.
+    """
     rows = []
     for program in programs:
         works = [work for work in map(work_of, program.graph.nodes) if work is not None]
@@ -204,15 +209,20 @@ def fit(programs: Sequence[Program], seconds: Sequence[float]) -> dict[str, floa
         )
     matrix, target = np.array(rows), np.array(seconds)
     solution = _non_negative(matrix / target[:, None], np.ones(len(target)))
+    if solution[2] <= 0:
+        plainer = matrix.copy()
+        plainer[:, 2] += matrix[:, 4]
+        plainer[:, [1, 3, 4, 5]] = 0.0
+        solution = _non_negative(plainer / target[:, None], np.ones(len(target)))
+        solution[4] = solution[2] = max(solution[2], float(np.median(target / plainer[:, 2].clip(1.0))) / 10)
     call, launch, product, ramp, attention, moved = solution
     predicted = matrix @ solution
-    product = max(product, 1e-16)
     return {
         "call": call,
         "launch": launch,
         "rate": 1 / product,
         "ramp": ramp / product,
-        "attention": product / max(attention, product),
+        "attention": max(product / max(attention, product), LEAST_ATTENTION),
         "bandwidth": 1 / max(moved, 1e-13),  # at most what a description may say
         "error": float(np.mean(np.abs(predicted / target - 1))),
     }

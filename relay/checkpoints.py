@@ -85,6 +85,10 @@ class Checkpoints:
         """The steps of which there is a checkpoint (whole or not), newest first."""
         return sorted(_found(self.folder), reverse=True)
 
+    def path_of(self, step: int) -> Path:
+        """The folder of the checkpoint after that step, whether it is there or not."""
+        return self.folder / f"step-{step:09}"
+
     def resume(self) -> int:
         """Load the newest whole checkpoint, if there is any; the number of steps it had made (0 without one).
 
@@ -191,7 +195,7 @@ class Checkpoints:
     def _save(self, background: bool) -> Saving:
         assert self._position is not None
         self._last_step, self._last_time = self._trainer.steps, monotonic()
-        path = self.folder / f"step-{self._last_step:09}"
+        path = self.path_of(self._last_step)
         states = {**self._facts, **self._position[1]}
         return self._trainer.save(path, background=background, memory=self._memory, **states)
 

@@ -47,6 +47,14 @@ class CouldNot(click.ClickException):
         click.echo(f"relay: {self.message}", file=file, err=True)
 
 
+class RunStopped(Exception):
+    """A run that Ctrl-C or SIGTERM ended, with a message that says what of it is saved and how to go on."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 class Commands(click.Group):
     """A group that turns failures into one clear message and, with `--json`, into one object."""
 
@@ -63,8 +71,9 @@ class Commands(click.Group):
         except click.ClickException as wrong:
             self._answer(context, wrong.format_message(), type(wrong).__name__)
             raise
-        except KeyboardInterrupt as interrupt:
-            stopped = CouldNot(RuntimeError("interrupted: nothing was saved"))
+        except (KeyboardInterrupt, RunStopped) as interrupt:
+            stopped = CouldNot(interrupt if isinstance(interrupt, RunStopped) else RuntimeError("interrupted"))
+            stopped.exit_code = getattr(interrupt, "exit_code", stopped.exit_code)
             self._answer(context, stopped.message, "Interrupted")
             raise stopped from interrupt
         except BrokenPipeError:

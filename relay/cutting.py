@@ -22,6 +22,7 @@ from relay.capture.given import call_observed
 from relay.capture.layouts import order_of
 from relay.errors import PartitionError
 from relay.in_place import bind_writes
+from relay.loss_forms import doubt_about
 from relay.segments import Partition, Segment, Value
 from relay.trees import TensorTree, tensor_leaves
 from relay.weighing import loss_weight_of
@@ -205,8 +206,9 @@ class _Cut:
         result_values = self.segments[-1].outputs[1:] if self.has_loss else self.segments[-1].outputs
         held = {node: tensor for node, (_, tensor) in self.state_nodes.items()}
         weight = loss_weight_of(self.traced, self.results[0], self.batch_nodes, held) if self.has_loss else None
+        doubt = doubt_about(self.traced, self.results[0], self.batch_nodes) if self.has_loss else None
         inputs = tuple(self.value_of[node] for node in self.batch_nodes)
-        return Partition(self.segments, self.values, inputs, self.has_loss, result_values, result_tree, weight)
+        return Partition(self.segments, self.values, inputs, self.has_loss, result_values, result_tree, weight, doubt)
 
     def _new_value(self, key: Any, example: torch.Tensor, producer: int | None) -> int:
         # Segments' outputs lie as their programs make them; that is known once they are captured.
@@ -301,7 +303,7 @@ class _Cut:
                 graph.call_function(_SET_GRAD, (gradients_on,))
             if node.op == "get_attr":
                 constant = getattr(self.traced, node.target)
-                raise_if_left_behind(constant)
+                raise_if_left_behind(constant, self.traced)
                 raise_if_large(constant, node)
                 environment[node] = graph.call_function(torch.tensor, (constant.tolist(),), {"dtype": constant.dtype})
             else:
@@ -349,13 +351,10 @@ def _copy_states_given_to_blocks(
     return set(copies.values())
 
 
-def raise_if_left_behind(constant: torch.Tensor) -> None:
-    """A tensor without numbers in a trace is one that a layer put into an attribute."""
+def raise_if_left_behind(constant: torch.Tensor, traced: fx.GraphModule) -> None:
+    """A tensor without numbers in a trace is one that got past it: by an attribute that a layer put it into, say."""
     if isinstance(constant, FakeTensor):
-        raise PartitionError(
-            f"the model reads a tensor of shape {tuple(constant.shape)} that one of its layers left in an attribute "
-            "(an auxiliary loss, say). Between layers only what they return is handed on: return it."
-        )
+        raise PartitionError(f"the model {traced.meta['unseen'].why(constant)}")
 
 
 def raise_if_large(constant: torch.Tensor, node: fx.Node) -> None:

@@ -5,20 +5,28 @@ It knows no format. Invariant: whatever interrupts the writing, the file is the 
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 
 def put_in_place(path: str | Path, write: Callable[[Path], object]) -> None:
-    """Let `write` make a file, under another name beside `path`, which it then takes. Raises OSError."""
+    """Let `write` make a file, under another name beside `path`, which it then takes. Raises OSError, which names
+    the folder where there is none, and never the other name."""
     target = Path(path)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, f"There is no folder to write {target.name} in", str(target.parent))
     beside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         write(beside)
         with beside.open("rb+") as file:
             os.fsync(file.fileno())
         beside.replace(target)
+    except OSError as failure:
+        if failure.filename == str(beside):
+            failure.filename = str(target)
+        raise
     finally:
         beside.unlink(missing_ok=True)
 

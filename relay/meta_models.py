@@ -36,12 +36,13 @@ class MetaModel:
         self.module = module
         self.example = dict(example)
         self.sequences, self.sequence = tensors[0].shape[:2]
-        self.title = f"{type(module).__name__}, {len(find_blocks(module))} repeated layers"
+        self.layers = len(find_blocks(module))
+        self.title = f"{type(module).__name__}, {self.layers} repeated layers"
         self._stations: dict[tuple[Any, ...], Stations] = {}
 
     def described(self) -> dict[str, Any]:
         """What `--json` says of it."""
-        return {"class": type(self.module).__name__, "layers": len(find_blocks(self.module))}
+        return {"class": type(self.module).__name__, "layers": self.layers}
 
     def stations(
         self,

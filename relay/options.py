@@ -7,6 +7,7 @@ TypeError, and name the option.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -78,12 +79,33 @@ def fixed_scale(scale: str | float) -> float:
         return 1.0
     if scale == "fixed":
         return FIXED_SCALE
-    if not isinstance(scale, Real) or not scale > 0 or math.frexp(scale)[0] != 0.5:
+    if isinstance(scale, bool) or not isinstance(scale, Real) or not scale > 0 or math.frexp(scale)[0] != 0.5:
         raise ValueError(
             f"loss_scale={scale!r} must be 'dynamic', 'fixed' (at {FIXED_SCALE:g}), or the power of two to fix it at: "
             "so unscaling is exact"
         )
     return float(scale)
+
+
+def warn_of_unused(loss_scale: str | float, precision: str) -> None:
+    """Say where a loss scale is asked for that a precision has no use for."""
+    if precision != "fp16" and loss_scale != "dynamic":
+        warnings.warn(
+            f"loss_scale={loss_scale!r} has no effect with precision={precision!r}: only fp16 scales its loss.",
+            stacklevel=4,
+        )
+
+
+def shared_inputs(names: Sequence[str], whole: bool) -> tuple[str, ...]:
+    """The names of inputs that are not cut. Raises ValueError where there can be none."""
+    if isinstance(names, str):
+        raise ValueError(f"shared_inputs={names!r} must be a list of names: shared_inputs=[{names!r}]")
+    if names and not whole:
+        raise ValueError(
+            f"shared_inputs={list(names)!r} names inputs of a whole model, and a list of modules has inputs without "
+            "names. Leave it out, or give the model whole."
+        )
+    return tuple(names)
 
 
 def size_or_none(size: int | str | None) -> int | None:

@@ -27,9 +27,10 @@ from relay.capture.outside import check_module, check_outside
 from relay.cutting import cut_graph
 from relay.errors import PartitionError
 from relay.huggingface import without_cache
+from relay.loss_forms import find_loss_weight
 from relay.segments import Partition, Segment, Value
 from relay.trees import TensorTree, tensor_leaves
-from relay.weighing import LossWeight, find_loss_weight
+from relay.weighing import LossWeight
 
 
 def partition_model(
@@ -127,6 +128,7 @@ def partition_list(
     everything = as_fake([*inputs, *targets])
     fakes, fake_targets = everything[: len(inputs)], everything[len(inputs) :]
     weight: LossWeight | None = None
+    doubt: str | None = None
     taking_part = [
         (str(place), module) for place, module in enumerate(modules) if active is None or str(place) in active
     ]
@@ -139,7 +141,7 @@ def partition_list(
         alike: tuple[Any, ...] = (module, tree.spec, tree.constants)
         if last and target_tree is not None:
             assert loss is not None
-            weight = find_loss_weight(
+            weight, doubt = find_loss_weight(
                 functools.partial(_call_loss, loss, call.output_tree, target_tree), fakes, fake_targets, len(inputs)
             )
             ending = LossCall(call, loss, target_tree, len(current))
@@ -169,7 +171,7 @@ def partition_list(
         current, tree = outputs, call.output_tree
     has_loss = target_tree is not None
     results = segments[-1].outputs[1:] if has_loss else segments[-1].outputs
-    return Partition(segments, values, (*batch_inputs, *batch_targets), has_loss, results, tree, weight)
+    return Partition(segments, values, (*batch_inputs, *batch_targets), has_loss, results, tree, weight, doubt)
 
 
 def list_as_model(modules: Sequence[nn.Module], loss: Any) -> nn.Module:

@@ -54,6 +54,7 @@ def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any
       relay plan --layers 12 --hidden 768 --vocab 256 --seq 512 --device t4 --out plan.toml
       relay train --plan plan.toml
     """
+    from hal.spec import SpecError
     from relay.planning import plan as choose
 
     options["sequence"] = options.pop("seq")
@@ -62,8 +63,10 @@ def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any
             del options[several]
     try:
         chosen = choose(options.pop("model"), **options)
-    except ValueError as wrong:
+    except (ValueError, SpecError) as wrong:
         raise click.UsageError(str(wrong), context) from wrong
+    for note in chosen.expected.notes:
+        click.echo(f"note: {note}", err=True)
     if out is not None:
         out.write_text(chosen.as_toml(), encoding="utf-8")
         if chosen.caution is not None:

@@ -17,19 +17,23 @@ import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 from hal.memory import format_size, parse_size
 from hal.spec import Machine, machine
 from relay.ambient import as_if_alone
+from relay.described_models import describe
 from relay.errors import RelayError
+from relay.fitting import shortfalls
 from relay.host_sides import HostSides
+from relay.keywords import refuse_unknown, several
 from relay.meta_models import MetaModel
 from relay.options import fixed_scale
 from relay.planned_model import TABLE, as_table, caution
 from relay.shapes import ModelShape
 from relay.simulated_step import RunShape, SimulatedRun
-from relay.simulation import Simulation, check_precision, default_precision, resolve, shortfalls, simulate
+from relay.simulation import Simulation, check_precision, default_precision, simulate
 
 PROMISING = 0.2
 """The search goes on from choices that are slower than the fastest by no more than this share."""
@@ -55,6 +59,9 @@ class Plan:
     expected: Simulation
     reasons: tuple[str, ...]
     tried: int
+
+    def __str__(self) -> str:
+        return "\n".join(self.reasons)
 
     @property
     def caution(self) -> str | None:
@@ -111,15 +118,20 @@ def plan(
     `batch` sequences make a step; they are cut into as many pieces as powers of two give, and into single ones. Raises
     NoPlan where nothing fits.
     """
+    refuse_unknown("plan", shape, _KEYWORDS)
+    state_dtypes, stashes, slots = (
+        several("plan", name, values)
+        for name, values in (("state_dtypes", state_dtypes), ("stashes", stashes), ("slots", slots))
+    )
+    meant = describe(model, **shape)
     described = device if isinstance(device, Machine) else machine(device, link, host, software)
-    resolved = resolve(model, **shape)
     precision = precision or default_precision(described)
     check_precision(described, precision)
     fixed: dict[str, Any] = {
         "device": described, "precision": precision, "loss_scale": loss_scale, "clip_grad_norm": clip_grad_norm,
         "batch": batch, "sequence": sequence, "host_memory": host_memory, "capacity": capacity, "must_fit": None,
     }  # fmt: skip
-    search = _Search(resolved, batch, fixed)
+    search = _Search(meant.shape, batch, fixed)
     for microbatches in _counts(batch):
         for stash in stashes:
             for count in slots:
@@ -146,6 +158,7 @@ def plan(
         "state_dtype": state_dtypes, "stash": stashes, "slots": slots, "microbatches": _counts(batch),
     }  # fmt: skip
     chosen, changed = search.settle(allowed)
+    chosen = replace(chosen, notes=meant.notes_at(sequence))
     options = {name: getattr(chosen.run, name) for name in _OPTIONS}
     if precision == "fp16":
         options["loss_scale"] = loss_scale if loss_scale == "dynamic" else fixed_scale(loss_scale)
@@ -154,6 +167,12 @@ def plan(
     if capacity is not None:
         options["capacity"] = parse_size(capacity)
     return Plan(options, chosen, tuple(_reasons(chosen, changed, search)), len(search.tried))
+
+
+_KEYWORDS = (
+    *(name for name in signature(plan).parameters if name != "shape"),
+    *(name for name in signature(describe).parameters if name != "model"),
+)
 
 
 class _Search:
@@ -312,8 +331,8 @@ def _reasons(chosen: Simulation, changes: Sequence[tuple[str, Any, Simulation]],
     reasons = [
         f"{_name(chosen)}: {chosen.tokens_per_second:,.1f} tokens/s, {format_size(chosen.memory.device_total)} of the "
         f"device and {format_size(chosen.memory.host_total)} of the host; bottleneck {chosen.bottleneck}",
-        f"{len(search.found)} of {len(search.tried)} combinations fit; with one option changed and the others as "
-        "chosen:",
+        f"{len(search.found)} of {len(search.tried)} combinations fit; the plainest within {TIE:.0%} of the fastest is "
+        f"chosen, so a change may give up to {TIE:+.0%}; with one option changed and the others as chosen:",
     ]
     for option, value, other in changes:
         if other.fits:

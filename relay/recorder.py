@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from relay.architecture import chosen_layers, layer_names
 from relay.batches import Batch, take_apart, weigh, without_empty
 from relay.blocks import plain_attributes, undisturbed
 from relay.buckets import Buckets
-from relay.capture import Lowering, Presence
+from relay.capture import Lowering, Presence, unlogged
 from relay.capture.outside import watching_draws
 from relay.errors import PartitionError
 from relay.merging import merge_layers
@@ -73,6 +74,7 @@ class Recorder:
         self._recompute = recompute
         self._presences: dict[str, Presence] = {}
         self._captures = Captures()
+        self._doubted = False
 
     @property
     def whole(self) -> bool:
@@ -103,6 +105,8 @@ class Recorder:
         if self._buckets is not None and isinstance(batch, Mapping):
             batch = self._buckets.pad(batch)
         chosen = None if active is None else chosen_layers(layer_names(self.model, self.modules or []), active)
+        if chosen == () and not self.whole:
+            raise ValueError("active=[] leaves out every module of the list, so there is nothing to run. Name one.")
         pieces = self.take_apart(batch, training, needs_targets=True)
         first = self.stations(pieces, 0, training, False, chosen)
         if not first.partition.has_loss:
@@ -110,6 +114,8 @@ class Recorder:
                 f"The output of {type(self.model).__name__} has no loss for this batch. A whole model must return "
                 "an object with .loss: does the batch hold labels?"
             )
+        if first.partition.loss_doubt is not None and len(pieces.pieces) > 1:
+            self._doubt(first.partition.loss_doubt)
         pieces, weights = without_empty(pieces, weigh(pieces, first.partition.loss_weight))
         stations = [self.stations(pieces, number, training, False, chosen) for number in range(len(pieces.pieces))]
         for other in stations[1:]:
@@ -120,6 +126,18 @@ class Recorder:
                     "microbatches, or give it with microbatches=1."
                 )
         return Ready(pieces, weights, stations)
+
+    def _doubt(self, why: str) -> None:
+        """Say, once, that this loss may be another one for a batch that is cut."""
+        if not self._doubted:
+            self._doubted = True
+            warnings.warn(
+                f"The loss of a batch in {self._microbatches} micro-batches may not be that of the whole batch, "
+                f"because {why}. Each micro-batch's loss counts by its share of the samples, which is right for a mean "
+                "over samples, however it is made. Otherwise use microbatches=1, or a loss that is a mean or a sum "
+                "over samples, or one cross-entropy with its mask as targets of -100.",
+                stacklevel=4,
+            )
 
     def take_apart(self, batch: Any, training: bool, needs_targets: bool) -> Batch:
         """The batch in pieces. Outside of training a batch may be smaller than the number of micro-batches."""
@@ -162,7 +180,7 @@ class Recorder:
         shapes = ", ".join("x".join(map(str, tensor.shape)) or "1" for tensor in tensors)
         purpose = "training" if training else "evaluation"
         logger.info("compiling for %s on micro-batches of %s", purpose, shapes)
-        with _RECORDING, undisturbed(self.model), watching_draws():
+        with _RECORDING, undisturbed(self.model), watching_draws(), unlogged():
             if self.modules is None:
                 partition = partition_model(self.model, tensors, batch.tree, self._compute, active)
             else:

@@ -75,7 +75,8 @@ class Partition:
 
     The last segment's first output is the loss when `has_loss`; `results` are the values of the model's other
     outputs, which `result_tree` puts back into the model's own structure. `decisions` are the model's questions about
-    the batch that was traced: for one that answers otherwise it takes another path.
+    the batch that was traced: for one that answers otherwise it takes another path. `loss_doubt` says why the pieces'
+    losses may not make the batch's (`relay.loss_forms`).
     """
 
     segments: list[Segment]
@@ -85,4 +86,5 @@ class Partition:
     results: tuple[int, ...]
     result_tree: TensorTree
     loss_weight: LossWeight | None
+    loss_doubt: str | None = None
     decisions: tuple[Decision, ...] = ()

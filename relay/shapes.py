@@ -10,10 +10,8 @@ B sequences, T positions, H hidden size, A heads, V vocabulary.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,13 +35,15 @@ class ShapeError(RelayError, ValueError):
 BYTES = 256
 """The vocabulary of the GPT over bytes that `relay train` trains, whose embedding and head are one matrix."""
 
+_LEAST = {"layers": 1, "hidden": 1, "heads": 1, "vocabulary": 1, "ffn": 0, "kv_heads": 0, "head_size": 0}
+
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A transformer. `gated` is a layer as Llama has it: a feed-forward network of three matrices, RMSNorm, `kv_heads`
-    below `heads` for grouped-query attention, heads of `head_size` where that is not hidden / heads. Otherwise it is
-    GPT-2's layer. `tied` shares embedding and head. With `causal` positions do not see those after them, and fused
-    attention takes about half the time; an encoder's see all."""
+    """A transformer. `gated` is a layer as Llama has it: a feed-forward network of three matrices, RMSNorm, no biases.
+    Otherwise it is GPT-2's layer. Either has `kv_heads` below `heads` for grouped-query attention, and heads of
+    `head_size` where that is not hidden / heads; 0 is the usual. `tied` shares embedding and head. With `causal`
+    positions do not see those after them, and fused attention takes about half the time; an encoder's see all."""
 
     layers: int
     hidden: int
@@ -57,10 +57,11 @@ class ModelShape:
     causal: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "vocabulary"):
-            if getattr(self, name) < 1:
-                raise ShapeError(f"{name} must be at least 1; received {getattr(self, name)}.")
-        if self.hidden % self.heads and not (self.gated and self.head_size):
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ShapeError(f"{name} must be a whole number of at least {least}; received {value!r}.")
+        if self.hidden % self.heads and not self.head_size:
             raise ShapeError(
                 f"hidden must be a multiple of heads; received hidden={self.hidden}, heads={self.heads}. "
                 f"Heads of 128 would be {max(1, self.hidden // 128)}."
@@ -76,12 +77,12 @@ class ModelShape:
     @property
     def key_heads(self) -> int:
         """Heads of keys and values."""
-        return self.kv_heads if self.gated and self.kv_heads else self.heads
+        return self.kv_heads or self.heads
 
     @property
     def depth(self) -> int:
         """Width of a head."""
-        return self.head_size if self.gated and self.head_size else self.hidden // self.heads
+        return self.head_size or self.hidden // self.heads
 
     @property
     def layer_matrices(self) -> int:
@@ -95,8 +96,8 @@ class ModelShape:
         return f"{self.layers} layers x hidden {self.hidden}"
 
     def described(self) -> dict[str, Any]:
-        """What `--json` says of it."""
-        return asdict(self)
+        """What `--json` says of it: sizes as they are, where 0 stood for the usual too."""
+        return asdict(self) | {"ffn": self.wide, "kv_heads": self.key_heads, "head_size": self.depth}
 
     def stations(
         self,
@@ -138,71 +139,12 @@ MODELS = {
 }
 """Shapes by name, from the models' papers and configurations."""
 
-_CONFIG_NAMES = {
-    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
-    "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
-    "vocabulary": ("vocab_size",),
-    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "hidden_dim"),
-    "kv_heads": ("num_key_value_heads",),
-    "head_size": ("head_dim",),
+LEARNED_POSITIONS = {
+    **dict.fromkeys(("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"), 1024),
+    **dict.fromkeys(("gpt3-6.7b", "gpt3-13b", "gpt3-175b"), 2048),
+    "bert-large": 512,
 }
-_GATED = ("silu", "swish", "swiglu")
-_GATED_TYPES = ("gemma",)  # whose activation does not tell
-_ENCODERS = ("electra", "mpnet", "esm", "longformer", "big_bird", "nystromformer", "ernie")  # and all of "...bert..."
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-
-
-def shape_of_config(path: str | Path) -> ModelShape:
-    """The shape that a Hugging Face `config.json` describes. ShapeError where it lacks something."""
-    try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as failure:
-        raise ShapeError(f"The configuration {str(path)!r} cannot be read: {failure.strerror}.") from failure
-    except ValueError as wrong:
-        raise ShapeError(f"{path} is not JSON: {wrong}") from wrong
-    if not isinstance(config, dict):
-        raise ShapeError(f"{path} should hold one object, as a Hugging Face config.json does.")
-    config = {**config, **(config.get("text_config") or {})}
-    _refuse_other_architectures(config, path)
-    found: dict[str, Any] = {}
-    for field, names in _CONFIG_NAMES.items():
-        value = next((config[name] for name in names if config.get(name) is not None), None)
-        if value is not None:
-            found[field] = value
-        elif field in ("layers", "hidden", "heads", "vocabulary"):
-            raise ShapeError(f"{path} does not say {field}: expected one of {', '.join(names)}.")
-    activation = str(config.get("hidden_act", config.get("activation_function", "gelu")))
-    kind = str(config.get("model_type"))
-    gated = activation in _GATED or kind.startswith(_GATED_TYPES)
-    causal = bool(config.get("is_decoder")) or not ("bert" in kind or kind.startswith(_ENCODERS))
-    try:
-        return ModelShape(**found, gated=gated, tied=bool(config.get("tie_word_embeddings", True)), causal=causal)
-    except TypeError as wrong:
-        raise ShapeError(f"{path} holds something other than whole numbers: {found}.") from wrong
-
-
-def _refuse_other_architectures(config: dict[str, Any], path: str | Path) -> None:
-    """Raise ShapeError for what a row of equal layers between an embedding and a head is not: it would be counted
-    wrongly, and mixtures of experts by a fraction."""
-    hidden = config.get("hidden_size")
-    experts = next((config[name] for name in _EXPERTS if isinstance(config.get(name), int)), 1)
-    found = ""
-    if experts > 1:
-        found = f"has layers of {experts} experts"
-    elif config.get("is_encoder_decoder"):
-        found = "is an encoder with a decoder"
-    elif config.get("embedding_size", hidden) != hidden:
-        found = f"has embeddings of {config['embedding_size']} before layers of {hidden}"
-    elif config.get("multi_query"):
-        found = "has one head of keys and values for all of queries in layers without gates"
-    elif "num_hidden_groups" in config:
-        found = "uses the same layers several times"
-    if found:
-        raise ShapeError(
-            f"{path} {found}, which is no plain transformer. relay.simulate(module, example=batch) takes any module, "
-            "on torch's meta device too."
-        )
+"""How long the tables of positions are, of those that have one."""
 
 
 class GatedBlock(nn.Module):
@@ -249,6 +191,25 @@ class GatedBlock(nn.Module):
         return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
 
 
+class GroupedBlock(Block):
+    """GPT-2's layer with fewer heads of keys and values than of queries, or heads of a size of their own."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__(shape.hidden, shape.heads, 0.0, shape.causal)
+        self.key_heads, self.size = shape.key_heads, shape.depth
+        self.attention_in = nn.Linear(shape.hidden, (shape.heads + 2 * shape.key_heads) * self.size)
+        self.attention_out = nn.Linear(shape.heads * self.size, shape.hidden)
+
+    def attention(self, states: Tensor) -> Tensor:
+        joint = self.attention_in(states).unflatten(2, (-1, self.size)).transpose(1, 2)  # (B, A + 2 K, T, S)
+        query, key, value = joint.split([self.heads, self.key_heads, self.key_heads], 1)
+        groups = self.heads // self.key_heads
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)  # (B, A, T, S)
+        return self.attention_out(mixed.transpose(1, 2).flatten(2))  # (B, T, H)
+
+
 class _Start(nn.Module):
     def __init__(self, shape: ModelShape, sequence: int) -> None:
         super().__init__()
@@ -267,7 +228,8 @@ class _Layer(nn.Module):
         if shape.gated:
             self.block: nn.Module = GatedBlock(shape)
         else:
-            block = Block(shape.hidden, shape.heads, 0.0, shape.causal)
+            usual = shape.key_heads == shape.heads and shape.depth * shape.heads == shape.hidden
+            block = Block(shape.hidden, shape.heads, 0.0, shape.causal) if usual else GroupedBlock(shape)
             block.feed_in = nn.Linear(shape.hidden, shape.wide)
             block.feed_out = nn.Linear(shape.wide, shape.hidden)
             self.block = block

@@ -117,8 +117,9 @@ recompute_option = click.option(
     default="all",
     show_default=True,
     type=Recompute(),
-    help="How many segments run their forward again in the backward: all, none, or a number (the first ones). "
-    "The others keep what the backward needs in the stash.",
+    help="How many segments run their forward again in the backward: all, none, or a number, of the first ones: the "
+    "embedding counts as one, then each slot's layers; the head never runs again. The others keep what the backward "
+    "needs in the stash.",
 )
 loss_scale_option = click.option(
     "--loss-scale",

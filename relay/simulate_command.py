@@ -91,15 +91,16 @@ def simulate(context: click.Context, as_json: bool, **options: Any) -> None:
       relay simulate --layers 24 --hidden 4096 --sweep batch=8,16,32 --sweep device=rtx-3090,rtx-4090
       relay simulate --presets
     """
-    if options["presets"]:
-        _list_presets(as_json)
-        return
+    from hal.spec import SpecError
+
     try:
-        if options["sweep"]:
+        if options["presets"]:
+            _list_presets(as_json)
+        elif options["sweep"]:
             _sweep(options, as_json)
-            return
-        _one(context, options, as_json)
-    except ValueError as wrong:
+        else:
+            _one(context, options, as_json)
+    except (ValueError, SpecError) as wrong:
         raise click.UsageError(str(wrong), context) from wrong
 
 
@@ -145,7 +146,8 @@ def _sweep(options: dict[str, Any], as_json: bool) -> None:
         axes.insert(0, ("stash", [options["stash"]]))
     (first, rows), (second, columns) = axes
     sides = HostSides()
-    speeds = [[_speed({**options, first: row, second: column}, sides) for column in columns] for row in rows]
+    speeds = [[_speed(options, {first: row, second: column}, sides) for column in columns] for row in rows]
+    rows, columns = [_word(value) for value in rows], [_word(value) for value in columns]
     names = tuple([str(value) for value in values] for values in (rows, columns))
     table, picture = report.write_sweep(options["out"], (first, second), (names[0], names[1]), speeds)
     if as_json:
@@ -159,15 +161,21 @@ def _sweep(options: dict[str, Any], as_json: bool) -> None:
         click.echo(f"written: {table}, {picture}", err=True)
 
 
-def _speed(options: dict[str, Any], sides: HostSides) -> float:
+def _word(value: Any) -> Any:
+    """A swept value as the option has it: 'all' and 'none' for what --recompute makes of them."""
+    return {True: "all", False: "none"}[value] if isinstance(value, bool) else value
+
+
+def _speed(options: dict[str, Any], varied: dict[str, Any], sides: HostSides) -> float:
     """Tokens a second; NaN for a combination that does not fit or cannot be (bf16 where there is none)."""
     from hal.spec import SpecError
     from relay.shapes import ShapeError
 
     try:
-        found = _simulate(options, sides=sides, must_fit=None)
+        found = _simulate({**options, **varied}, sides=sides, must_fit=None)
     except (SpecError, ShapeError) as impossible:
-        click.echo(f"left out: {impossible}", err=True)
+        which = ", ".join(f"{name}={_word(value)}" for name, value in varied.items())
+        click.echo(f"left out: {which}: {impossible}", err=True)
         return float("nan")
     return found.tokens_per_second if found.fits else float("nan")
 

@@ -33,7 +33,7 @@ from relay.schedule import Ran, Relay, TrainingStep
 from relay.session import Session
 from relay.shapes import ModelShape, ShapeError
 from relay.stash import Key, Stash, device_bytes, kept_bytes
-from relay.stations import Stations
+from relay.stations import Stations, recomputing
 from relay.workspace import kernel_workspace, slot_sizes
 
 UNLIMITED = 10**18
@@ -128,13 +128,22 @@ class SimulatedRun:
     def __init__(
         self, shape: ModelShape | MetaModel, run: RunShape, machine: Machine, sides: HostSides | None = None
     ) -> None:
-        """`sides` are host sides of runs of this shape that have ended; this run's is among them after `close`."""
-        self.run = run
+        """`sides` are host sides of runs of this shape that have ended; this run's is among them after `close`.
+
+        `run` then says what runs: micro-batches as the batch is cut, no more layers a slot than the model has, and True
+        for `recompute` where that many segments are all (the last, the head, has no forward of its own to repeat).
+        """
         compute = options.COMPUTE[run.precision]
         sizes = run.pieces()
         self._stations = [
             shape.stations(size, run.sequence, compute, run.layers_per_slot, run.recompute) for size in sizes
         ]
+        segments = len(self._stations[0].stations)
+        most = max(1, segments - 1)
+        count = recomputing(run.recompute, most)
+        repeats = True if count >= most else count or False
+        layers = min(run.layers_per_slot, max(1, shape.layers))
+        run = self.run = replace(run, microbatches=len(sizes), layers_per_slot=layers, recompute=repeats)
         self._device = _open(replace(machine, device=machine.device.with_values(memory=float(UNLIMITED))))
         self._sides = HostSides() if sides is None else sides
         self._side_key, self._side = self._host_side(shape)

@@ -9,22 +9,26 @@ because board power says little about the power drawn (published comparisons are
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
 
-from hal.memory import format_size, parse_size
+from hal.memory import parse_size
 from hal.spec import Machine, SpecError, machine
 from hal.virtual import Timeline
 from relay.ambient import as_if_alone
+from relay.described_models import describe
+from relay.energy import joules, joules_waiting
 from relay.errors import RelayError
+from relay.fitting import shortfalls, suggestions
 from relay.host_sides import HostSides
+from relay.keywords import refuse_unknown
 from relay.meta_models import MetaModel
-from relay.shapes import BYTES, MODELS, ModelShape, ShapeError, shape_of_config
+from relay.shapes import ModelShape, ShapeError
 from relay.simulated_step import Memory, RunShape, SimulatedRun, Step
 
 ENERGY_ERROR = 0.37
@@ -37,7 +41,15 @@ SENSITIVE = {
     "link up": ("link", ("up", "both")),
     "host memory bandwidth": ("host", ("bandwidth_achieved", "optimizer_bandwidth")),
 }
-"""What `sensitivity` makes ten per cent faster, one at a time."""
+"""What `sensitivity` makes ten per cent faster, one at a time; last of all it takes a tenth off `LAUNCH`."""
+
+LAUNCH = ("launch", "call")
+"""Seconds of the device for each op and each program that are neither arithmetic nor bytes."""
+
+FEWER_LAUNCHES = (
+    "launch (fewer, larger micro-batches launch less often; so does software that joins ops into one kernel, of which "
+    "--software counts the traffic it saves and not the launches)"
+)
 
 _LABELS = {"compute": "compute", "down": "link down", "up": "link up", "host": "host optimizer"}
 
@@ -53,11 +65,13 @@ class DoesNotFit(RelayError):
         self.simulation = simulation
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Simulation:
-    """The answer. Bytes, seconds, joules; `waterfall` adds up to `step_seconds`.
+    """The answer. Bytes, seconds, joules; `waterfall` adds up to `step_seconds`. As a string it is the report.
 
-    Where it does not fit, `step` is None, every figure that needs it is too, and `shortfalls` says why.
+    `run` is what runs: as many micro-batches as the batch is cut into, no more layers a slot than there are. `notes`
+    say what was guessed of the model. Where it does not fit, `step` is None, every figure that needs it is too, and
+    `shortfalls` says why.
     """
 
     shape: ModelShape | MetaModel
@@ -70,6 +84,16 @@ class Simulation:
     suggestions: tuple[str, ...]
     step: Step | None
     sensitivity: dict[str, float]
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        from relay.simulation_report import as_text
+
+        return as_text(self, None)
+
+    def __repr__(self) -> str:
+        speed = f"{self.tokens_per_second:,.1f} tokens/s" if self.fits else "does not fit"
+        return f"<Simulation of {self.shape.title} on {self.machine.device.title}: {speed}>"
 
     @property
     def fits(self) -> bool:
@@ -119,9 +143,10 @@ class Simulation:
 
     @property
     def bottleneck(self) -> str:
-        """The busiest resource."""
+        """The busiest resource; "launch" where compute is and launches are the larger part of it."""
         busy = self.timeline.busy
-        return _LABELS[max(busy, key=lambda lane: busy[lane])]
+        busiest = max(busy, key=lambda lane: busy[lane])
+        return "launch" if busiest == "compute" and self.timeline.launch > busy["compute"] / 2 else _LABELS[busiest]
 
     @property
     def peak_flops(self) -> float:
@@ -142,13 +167,8 @@ class Simulation:
 
     @property
     def joules_per_token(self) -> tuple[float, float, float]:
-        """Low, middle and high estimate: idle power throughout, busy power while something runs."""
-        device, host = self.machine.device, self.machine.host
-        busy, whole = self.timeline.busy, self.step_seconds
-        joules = device["power_idle"] * whole + (device["power_busy"] - device["power_idle"]) * busy["compute"]
-        moving = min(whole, max(busy["host"], busy["down"], busy["up"]))
-        joules += host["power_idle"] * whole + (host["power_busy"] - host["power_idle"]) * moving
-        middle = joules / self.run.tokens
+        """Low, middle and high estimate, by the model of power in `relay.energy`."""
+        middle = joules(self.machine, self.timeline) / self.run.tokens
         return middle * (1 - ENERGY_ERROR), middle, middle * (1 + ENERGY_ERROR)
 
     @property
@@ -159,9 +179,7 @@ class Simulation:
     @property
     def wasted_energy(self) -> float:
         """The share of energy spent while compute stood still."""
-        device, host = self.machine.device, self.machine.host
-        still = self.step_seconds - self.timeline.busy["compute"]
-        return still * (device["power_idle"] + host["power_idle"]) / (self.joules_per_token[1] * self.run.tokens)
+        return joules_waiting(self.machine, self.timeline) / joules(self.machine, self.timeline)
 
     @property
     def break_even(self) -> dict[str, float]:
@@ -188,41 +206,6 @@ class Simulation:
         """kWh for that many tokens: low, middle, high."""
         low, middle, high = (joules * tokens / 3.6e6 for joules in self.joules_per_token)
         return low, middle, high
-
-
-def resolve(
-    model: str | ModelShape | MetaModel | None = None,
-    config: str | None = None,
-    layers: int | None = None,
-    hidden: int | None = None,
-    heads: int | None = None,
-    vocabulary: int = 50257,
-    ffn: int = 0,
-    tied: bool | None = None,
-) -> ModelShape | MetaModel:
-    """The shape meant: a name, a Hugging Face `config.json`, or numbers. ShapeError for none or several of these.
-
-    `tied` (of numbers) says whether embedding and head are one matrix; where it is not given they are with a vocabulary
-    of 256, which is the model of `relay train`, and are two with any other.
-    """
-    given = [model is not None, config is not None, layers is not None or hidden is not None]
-    if sum(given) != 1:
-        raise ShapeError(
-            f"Say which model: one of a name ({', '.join(MODELS)}), a config.json, or layers and hidden."
-        )
-    if isinstance(model, (ModelShape, MetaModel)):
-        return model
-    if model is not None:
-        if model not in MODELS:
-            known = ", ".join(MODELS)
-            raise ShapeError(f"There is no model {model!r} here. Known: {known}; or give layers and hidden.")
-        return MODELS[model]
-    if config is not None:
-        return shape_of_config(config)
-    if layers is None or hidden is None:
-        raise ShapeError("A model by shape needs both layers and hidden.")
-    tied = vocabulary == BYTES if tied is None else tied
-    return ModelShape(layers, hidden, heads or max(1, hidden // 128), vocabulary, ffn, tied=tied)
 
 
 def default_precision(described: Machine) -> str:
@@ -261,25 +244,30 @@ def simulate(
     The model is a name, a `config.json`, numbers (as `resolve` takes them), or an `nn.Module` (on torch's meta device
     it takes no memory) with an `example` of a step's batch. `device`, `link` and `host` are presets or TOML files (or
     one `Machine`); `host_memory` and `capacity` (of the device) are bytes, or such as "512GB". `run` takes `sequence`,
-    `batch`, `microbatches`, `state_dtype`, `stash`, `slots`, `layers_per_slot`, `recompute`, `clip_grad_norm`,
-    `loss_scale` and `optimizer`, as `RunShape` has them. `sides` saves time where one model is simulated often.
+    `batch`, `microbatches` (one a sequence where it is not given), `state_dtype`, `stash`, `slots`, `layers_per_slot`,
+    `recompute`, `clip_grad_norm`, `loss_scale` and `optimizer`, as `RunShape` has them. `sides` saves time where one
+    model is simulated often.
 
     Raises DoesNotFit, with ledgers and what would fit, unless `must_fit` is False (or None, which does not look for
     what would fit either); SpecError for arithmetic that the device does not have; ShapeError for a model or batch
-    that cannot be; ValueError for an option that the trainer would refuse too.
+    that cannot be; ValueError for an option that the trainer would refuse too; TypeError for one that is not known.
     """
+    refuse_unknown("simulate", run, _KEYWORDS)
     if isinstance(model, nn.Module):
         if example is None:
             raise ShapeError("A module needs an example= of a step's batch, for its shapes.")
         model = MetaModel(model, example)
         run = {"batch": model.sequences, "sequence": model.sequence, **run}
-    shape = resolve(model, config, layers, hidden, heads, vocabulary, ffn, tied)
+    meant = describe(model, config, layers, hidden, heads, vocabulary, ffn, tied)
+    shape = meant.shape
     described = device if isinstance(device, Machine) else machine(device, link, host, software)
+    run.setdefault("microbatches", run.get("batch", RunShape.batch))
     wanted = RunShape(precision=precision or default_precision(described), **run)
     check_precision(described, wanted.precision)
     limits = _capacities(described, capacity, host_memory)
     sides = HostSides() if sides is None else sides
     prepared = SimulatedRun(shape, wanted, described, sides)
+    wanted = prepared.run
     memory = prepared.memory()
     missing = shortfalls(memory, *limits, described.device.unified)
     step: Step | None = None
@@ -289,13 +277,14 @@ def simulate(
         step = prepared.step()
     prepared.close()
     seeks = bool(missing) and must_fit is not None
-    suggestions = _suggestions(shape, wanted, described, *limits, sides) if seeks else ()
+    would_fit = suggestions(shape, wanted, described, *limits, sides) if seeks else ()
     gains: dict[str, float] = {}
     if step is not None and sensitivity:
         gains = _sensitivity(shape, wanted, described, step.timeline.now, sides)
-    result = Simulation(shape, wanted, described, memory, *limits, missing, suggestions, step, gains)
+    notes = meant.notes_at(wanted.sequence)
+    result = Simulation(shape, wanted, described, memory, *limits, missing, would_fit, step, gains, notes)
     if missing and must_fit:
-        advice = f" What would fit: {'; '.join(suggestions)}." if suggestions else " No smaller setting fits either."
+        advice = f" What would fit: {'; '.join(would_fit)}." if would_fit else " No smaller setting fits either."
         raise DoesNotFit(" ".join(missing) + advice, result)
     return result
 
@@ -318,76 +307,27 @@ def _capacities(
     return limit, int(host["memory"]) if host_memory is None else parse_size(host_memory)
 
 
-def shortfalls(memory: Memory, device: int, host: int, unified: bool) -> tuple[str, ...]:
-    """What is too little for a run, in words; nothing where it fits."""
-    found = []
-    if unified:
-        # One memory for both; what a slot would hold is the host's own.
-        together = memory.host_total + memory.device_total - memory.slots
-        if together > host:
-            found.append(
-                f"Host and device share {format_size(host)} and need {format_size(together)}: "
-                f"{format_size(together - host)} too little."
-            )
-        return tuple(found)
-    if memory.device_total > device:
-        found.append(
-            f"The device needs {format_size(memory.device_total)} and has {format_size(device)} to use: "
-            f"{format_size(memory.device_total - device)} too little."
-        )
-    if memory.host_total > host:
-        found.append(
-            f"The host needs {format_size(memory.host_total)} and has {format_size(host)}: "
-            f"{format_size(memory.host_total - host)} too little."
-        )
-    return tuple(found)
-
-
-def _suggestions(
-    shape: ModelShape | MetaModel, run: RunShape, described: Machine, device: int, host: int, sides: HostSides
-) -> tuple[str, ...]:
-    """The smallest changes that fit, of those that can be made: one alone where one does, else several together."""
-    changes: list[dict[str, Any]] = []
-    states: list[dict[str, Any]] = [{}, *({"state_dtype": kind} for kind in ("bf16", "int8"))]
-    places: list[dict[str, Any]] = [{}, {"stash": "host"}, {"microbatches": run.batch}]
-    places += [{"stash": "host", "microbatches": run.batch}, {"stash": "host", "microbatches": run.batch, "slots": 1}]
-    scales: list[dict[str, Any]] = [{}]
-    if run.precision == "fp16" and run.loss_scale == "dynamic":
-        scales.append({"loss_scale": "fixed"})
-    lesser = {"recompute": True, "layers_per_slot": 1}
-    segments: list[dict[str, Any]] = [{}]
-    if any(getattr(run, key) != value for key, value in lesser.items()):
-        segments.append(lesser)
-    for scale, segment in itertools.product(scales, segments):
-        for state in states:
-            for place in places:
-                together = {**scale, **segment, **state, **place}
-                change = {key: value for key, value in together.items() if getattr(run, key) != value}
-                if change and change not in changes:
-                    changes.append(change)
-    found: list[dict[str, Any]] = []
-    for change in sorted(changes, key=len):
-        if any(all(change.get(key) == value for key, value in other.items()) for other in found):
-            continue  # what already fits with less need not be told again
-        prepared = SimulatedRun(shape, replace(run, **change), described, sides)
-        memory = prepared.memory()
-        prepared.close()
-        if not shortfalls(memory, device, host, described.device.unified):
-            found.append(change)
-        if len(found) == 3:
-            break
-    return tuple(" with ".join(f"{key}={value}" for key, value in change.items()) for change in found)
-
-
 def _sensitivity(
     shape: ModelShape | MetaModel, run: RunShape, described: Machine, seconds: float, sides: HostSides
 ) -> dict[str, float]:
-    """By how much the step shortens when one figure grows by ten per cent, as a share of the step."""
+    """By how much the step shortens when one figure gets better by ten per cent, as a share of the step."""
     gains = {}
-    for label, (part, figures) in SENSITIVE.items():
-        spec = getattr(described, part)
-        known = {name: 1.1 for name in figures if not name.startswith("achieved") or spec.computes(name[9:])}
-        faster = SimulatedRun(shape, run, described.scaled(part, **known), sides)
+    for label, better in _improved(described):
+        faster = SimulatedRun(shape, run, better, sides)
         gains[label] = 1 - faster.step().timeline.now / seconds
         faster.close()
     return gains
+
+
+def _improved(described: Machine) -> Iterator[tuple[str, Machine]]:
+    for label, (part, figures) in SENSITIVE.items():
+        spec = getattr(described, part)
+        known = {name: 1.1 for name in figures if not name.startswith("achieved") or spec.computes(name[9:])}
+        yield label, described.scaled(part, **known)
+    yield "launch", described.scaled("device", **dict.fromkeys(LAUNCH, 0.9))
+
+
+_KEYWORDS = (
+    *(name for name in signature(simulate).parameters if name != "run"),
+    *(one.name for one in fields(RunShape) if one.name != "precision"),
+)

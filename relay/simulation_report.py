@@ -15,14 +15,15 @@ from typing import Any
 from hal.memory import format_size
 from hal.spec import Spec
 from hal.virtual import LANES
+from relay.energy import power
 from relay.files import write_whole
 from relay.simulated_step import RunShape
-from relay.simulation import Simulation
+from relay.simulation import FEWER_LAUNCHES, Simulation
 
 _TRACKS = {"down": "link down", "up": "link up", "compute": "compute", "host": "host optimizer"}
 _RUN = (
     "sequence", "batch", "microbatches", "precision", "state_dtype", "stash", "slots", "layers_per_slot", "recompute",
-    "loss_scale",
+    "loss_scale", "clip_grad_norm",
 )  # fmt: skip
 
 
@@ -33,6 +34,7 @@ def as_json(found: Simulation, tokens: float | None) -> dict[str, Any]:
         "fits": found.fits,
         "shortfalls": list(found.shortfalls),
         "would_fit": list(found.suggestions),
+        "notes": list(found.notes),
         "parameters": memory.parameters,
         "model": shape.described(),
         "run": {key: getattr(run, key) for key in _RUN},
@@ -128,12 +130,13 @@ def as_text(found: Simulation, tokens: float | None) -> str:
         f"{_count(memory.parameters)} parameters: {shape.title}, {run.precision}, AdamW with {run.state_dtype} "
         "states",
         f"{machine.device.title}, {machine.link.title}, {machine.host.title}",
-        f"{run.tokens:,} tokens a step: {run.batch} sequences of {run.sequence} in {len(run.pieces())} micro-batches, "
+        f"{run.tokens:,} tokens a step: {run.batch} sequences of {run.sequence} in {run.microbatches} micro-batches, "
         f"stash on the {run.stash}, {run.slots} slots{_of_segments(run)}",
         "",
         f"verdict         {'it fits' if found.fits else 'it does not fit'}",
     ]
     lines += [f"                {text}" for text in found.shortfalls]
+    lines += [f"note            {text}" for text in found.notes]
     if found.suggestions:
         lines += [f"                would fit: {text}" for text in found.suggestions]
     elif not found.fits:
@@ -169,7 +172,8 @@ def as_text(found: Simulation, tokens: float | None) -> str:
             f" ({low:,.0f} to {high:,.0f})"
         )
     even = ", ".join(f"{what} {count:,.0f}" for what, count in found.break_even.items())
-    lines += [f"bottleneck      {found.bottleneck}", f"break-even      tokens a layer visit: {even}"]
+    bottleneck = FEWER_LAUNCHES if found.bottleneck == "launch" else found.bottleneck
+    lines += [f"bottleneck      {bottleneck}", f"break-even      tokens a layer visit: {even}"]
     if found.sensitivity:
         gains = ", ".join(f"{what} {gain:.1%}" for what, gain in found.sensitivity.items())
         lines.append(f"10 % faster     shortens the step by: {gains}")
@@ -178,34 +182,28 @@ def as_text(found: Simulation, tokens: float | None) -> str:
 
 
 def write_trace(found: Simulation, path: str | Path) -> None:
-    """Trace-event JSON for https://ui.perfetto.dev: a track a lane, counters for bytes in flight and for watts."""
-    spans = found.timeline.spans
-    zero = min((span.start for span in spans), default=0.0)
+    """Trace-event JSON for https://ui.perfetto.dev: a track a lane, counters for bytes in flight and for watts. Time
+    begins with the step, and the watts over the step add up to the joules of the report."""
+    spans = (*found.timeline.spans, *found.timeline.unfinished)
     track = {lane: number for number, lane in enumerate(LANES)}
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "tid": track[lane], "name": "thread_name", "args": {"name": _TRACKS[lane]}}
         for lane in LANES
     ]
-    device, host = found.machine.device, found.machine.host
-    edges: list[tuple[float, float, float]] = []
-    swing = {
-        "compute": device["power_busy"] - device["power_idle"],
-        "host": host["power_busy"] - host["power_idle"],
-    }
+    crossing: dict[float, int] = {}
     for span in spans:
-        start, end = (span.start - zero) * 1e6, (span.end - zero) * 1e6
-        one = {"ph": "X", "pid": 0, "tid": track[span.lane], "name": span.label, "ts": start, "dur": end - start}
+        start, length = span.start * 1e6, (span.end - span.start) * 1e6
+        one = {"ph": "X", "pid": 0, "tid": track[span.lane], "name": span.label, "ts": start, "dur": length}
         events.append({**one, "args": {"bytes": span.moved}})
-        crossing = span.moved if span.lane in ("down", "up") else 0
-        watts = swing.get(span.lane, 0.0)
-        if end > start and (crossing or watts):
-            edges += [(start, crossing, watts), (end, -crossing, -watts)]
-    moving, power = 0.0, device["power_idle"] + host["power_idle"]
-    for at, crossing, watts in sorted(edges):
-        moving += crossing
-        power += watts
-        events.append({"ph": "C", "pid": 0, "name": "bytes in flight", "ts": at, "args": {"bytes": moving}})
-        events.append({"ph": "C", "pid": 0, "name": "watts", "ts": at, "args": {"watts": power}})
+        if span.lane in ("down", "up"):
+            for at, change in ((span.start, span.moved), (span.end, -span.moved)):
+                crossing[at] = crossing.get(at, 0) + change
+    moving = 0
+    for at in sorted(crossing):
+        moving += crossing[at]
+        events.append({"ph": "C", "pid": 0, "name": "bytes in flight", "ts": at * 1e6, "args": {"bytes": moving}})
+    for at, watts in power(found.machine, found.timeline):
+        events.append({"ph": "C", "pid": 0, "name": "watts", "ts": at * 1e6, "args": {"watts": watts}})
     write_whole(path, json.dumps({"traceEvents": events}))
 
 

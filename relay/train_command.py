@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from relay.console import Size, json_option, print_json
+from relay.console import RunStopped, Size, json_option, print_json
 from relay.sample import DEFAULT_FOLDER
 from relay.shared_options import (
     AT_LEAST_ONE,
@@ -30,6 +30,7 @@ else:
     import tomli as tomllib
 
 SAMPLE_BYTES = 300
+BY_DEFAULT = click.core.ParameterSource.DEFAULT
 
 
 @click.command()
@@ -141,10 +142,14 @@ def train(context: click.Context, run_file: Path | None, plan: Path | None, as_j
       relay train --out runs/long --checkpoint-every 100 --resume
     """
     cautions: list[Callable[[dict[str, Any]], str | None]] = []
+    by_default = [name for name in options if context.get_parameter_source(name) is BY_DEFAULT]
+    origins = dict.fromkeys(options, "") | dict.fromkeys(by_default, " (the default)")
     for file in (plan, run_file):
         if file is not None:
-            options |= _from_file(context, file, cautions)
-    _check_together(options)
+            chosen = _from_file(context, file, cautions)
+            options |= chosen
+            origins |= dict.fromkeys(chosen, f" (from '{file}')")
+    _check_together(options, origins)
     for caution in cautions:
         text = caution(options)
         if text is not None:
@@ -188,7 +193,7 @@ def _from_file(
             converted = known[key].process_value(context, value)
         except click.BadParameter as wrong:
             raise click.UsageError(f"'{run_file}': {key}: {wrong.message}", context) from wrong
-        if context.get_parameter_source(key) is click.core.ParameterSource.DEFAULT:
+        if context.get_parameter_source(key) is BY_DEFAULT:
             chosen[key] = converted
     return chosen
 
@@ -220,7 +225,8 @@ def _is_of_kind(value: Any, kind: click.ParamType) -> bool:
     return isinstance(value, str)
 
 
-def _check_together(options: dict[str, Any]) -> None:
+def _check_together(options: dict[str, Any], origins: dict[str, str]) -> None:
+    """Raise UsageError for options that do not go with each other. `origins` says in words where each came from."""
     for name in ("lr", "dropout", "clip"):
         if options[name] is not None and not math.isfinite(options[name]):
             raise click.UsageError(f"--{name} must be a finite number; received {options[name]}.")
@@ -228,12 +234,14 @@ def _check_together(options: dict[str, Any]) -> None:
         raise click.UsageError("--data is empty. Name a file or a folder, or leave it out for Python's own library.")
     if options["hidden"] % options["heads"]:
         raise click.UsageError(
-            f"--hidden must be a multiple of --heads; received {options['hidden']} and {options['heads']}."
+            f"--hidden must be a multiple of --heads; received {options['hidden']}{origins['hidden']} and "
+            f"{options['heads']}{origins['heads']}."
         )
     if options["batch"] < options["microbatches"]:
         raise click.UsageError(
-            f"--batch {options['batch']} cannot be cut into --microbatches {options['microbatches']}: "
-            "every piece takes at least one sequence. Give a larger batch or fewer micro-batches."
+            f"--batch {options['batch']}{origins['batch']} cannot be cut into --microbatches "
+            f"{options['microbatches']}{origins['microbatches']}: every piece takes at least one sequence. Give a "
+            "larger batch or fewer micro-batches."
         )
 
 
@@ -245,8 +253,13 @@ def _run(options: dict[str, Any]) -> dict[str, Any]:
 
     result = train_gpt(options, tell=lambda text: click.echo(text, err=True))
     if options["sample"]:
-        model = run_folder.load(Path(options["out"]))
-        written = generate(model, DEFAULT_PROMPT.encode(), SAMPLE_BYTES, seed=options["seed"])
+        try:
+            model = run_folder.load(Path(options["out"]))
+            written = generate(model, DEFAULT_PROMPT.encode(), SAMPLE_BYTES, seed=options["seed"])
+        except KeyboardInterrupt as stop:
+            raise RunStopped(
+                f"interrupted while sampling: the run is done, and saved in '{result['weights']}'"
+            ) from stop
         result["sample"] = DEFAULT_PROMPT + written.decode(errors="replace")
     return result
 

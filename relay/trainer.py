@@ -118,9 +118,10 @@ class Trainer(RunState):
         }  # fmt: skip
         modules = options.list_of_modules(model, loss)
         options.check(chosen | further)
+        options.warn_of_unused(loss_scale, precision)
         recorder = Recorder(
             model if isinstance(model, nn.Module) else None, modules, loss, microbatches, options.COMPUTE[precision],
-            programs, buckets, shared_inputs, layers_per_slot, recompute,
+            programs, buckets, options.shared_inputs(shared_inputs, modules is None), layers_per_slot, recompute,
         )  # fmt: skip
         whole = recorder.model
         if not any(parameter.requires_grad for parameter in whole.parameters()):

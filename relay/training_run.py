@@ -18,8 +18,9 @@ from tqdm import tqdm
 import relay
 from hal.memory import format_size
 from relay import run_folder
-from relay.checkpoints import newest
+from relay.checkpoints import Terminated, newest
 from relay.compile_notice import CompileNotice, compile_notices
+from relay.console import RunStopped
 from relay.data import TextData, load_text
 from relay.eps.checkpoint import Checkpoint
 from relay.errors import CheckpointError
@@ -45,7 +46,8 @@ def learning_rate(step: int, steps: int, highest: float) -> float:
 def train_gpt(options: dict[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
     """Train as the options of `relay train` say and save the model in the folder `out`.
 
-    Returns the figures of the run. `tell` is given lines for the user before the training starts.
+    Returns the figures of the run. `tell` is given lines for the user before the training starts. Raises RunStopped
+    where Ctrl-C or SIGTERM ends it, once the last checkpoint is written.
     """
     data = TextData(load_text(options["data"]), options["seq"], options["batch"], options["seed"])
     configuration = {"vocabulary": 256, "sequence": options["seq"], "tied": True}
@@ -88,12 +90,17 @@ def train_gpt(options: dict[str, Any], tell: Callable[[str], None]) -> dict[str,
         if trainer.steps:
             tell(f"Going on after step {trainer.steps}.")
         held_out = data.held_out(HELD_OUT_BATCHES)
-        before = _mean_loss(trainer, held_out)
         saving = checkpoints if options["checkpoint_every"] is not None else None
-        with saving or nullcontext():
-            figures = _train(trainer, data, options["steps"], options["lr"], saving, options["trace"], notice)
-        after = _mean_loss(trainer, held_out)
-        run_folder.save(folder, trainer.state_dict(), configuration)
+        try:
+            before = _mean_loss(trainer, held_out)
+            with saving or nullcontext():
+                figures = _train(trainer, data, options["steps"], options["lr"], saving, options["trace"], notice)
+            after = _mean_loss(trainer, held_out)
+            run_folder.save(folder, trainer.state_dict(), configuration)
+        except KeyboardInterrupt as stop:
+            raise RunStopped(_stopped("interrupted", trainer.steps, checkpoints)) from stop
+        except Terminated as stop:
+            raise RunStopped(_stopped("ended by SIGTERM", trainer.steps, checkpoints), stop.code) from stop
         plain_bytes = trainer.plain_bytes
     return figures | {
         "held_out_before": before,
@@ -103,6 +110,19 @@ def train_gpt(options: dict[str, Any], tell: Callable[[str], None]) -> dict[str,
         "weights": str(folder / run_folder.WEIGHTS),
         "options": dict(options),
     }
+
+
+def _stopped(how: str, steps: int, checkpoints: "relay.Checkpoints") -> str:
+    """What of a run that was stopped after `steps` is saved, where, and how to go on."""
+    saved = checkpoints.steps()
+    if not saved:
+        return (
+            f"{how} after step {steps}: nothing was saved. A run with --checkpoint-every is saved on the way, and goes "
+            "on with --resume."
+        )
+    where = f"'{checkpoints.path_of(saved[0])}'"
+    lost = f"; the {steps - saved[0]} steps after it are lost" if steps > saved[0] else ""
+    return f"{how} after step {steps}: the run is saved in {where}{lost}. Go on with the same command and --resume."
 
 
 def _begin(checkpoints: "relay.Checkpoints", run: dict[str, Any], resume: bool) -> None:

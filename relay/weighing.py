@@ -8,16 +8,14 @@ loss; targets that depend on parameters, and losses of several cross-entropies, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
 
-from relay.capture import trace
-
 aten = torch.ops.aten
 
-_CROSS_ENTROPIES = {
+CROSS_ENTROPIES = {
     aten.cross_entropy_loss.default: 4,
     aten.nll_loss.default: 4,
     aten.nll_loss_nd.default: 4,
@@ -26,7 +24,8 @@ _CROSS_ENTROPIES = {
 }
 """Ops of the form (input, target, weight, reduction, ignore_index), with the place of ignore_index."""
 
-_MEAN, _SUM = 1, 2
+MEAN, SUM = 1, 2
+"""PyTorch's numbers for the reductions of a loss."""
 
 
 class LossWeight:
@@ -68,15 +67,15 @@ def loss_weight_of(
     `batch` are the placeholders that carry the batch's tensors from number `first` on, `states` those that carry the
     model's own.
     """
-    if _is_sum(loss):
+    if is_sum(loss):
         return LossWeight(None)
     graph = traced.graph
-    losses = [node for node in graph.nodes if node.op == "call_function" and node.target in _CROSS_ENTROPIES]
+    losses = [node for node in graph.nodes if node.op == "call_function" and node.target in CROSS_ENTROPIES]
     if len(losses) != 1:
         return None
-    arguments = _with_defaults(losses[0])
+    arguments = with_defaults(losses[0])
     target, weight, reduction, ignored = arguments[1:5]
-    if reduction != _MEAN or not isinstance(target, fx.Node) or target.meta["val"].dtype.is_floating_point:
+    if reduction != MEAN or not isinstance(target, fx.Node) or target.meta["val"].dtype.is_floating_point:
         return None
     class_weights: torch.Tensor | None = None
     if isinstance(weight, fx.Node):
@@ -99,42 +98,22 @@ def loss_weight_of(
     return LossWeight(fx.GraphModule(torch.nn.Module(), cut), ignored, first, class_weights)
 
 
-def _is_sum(loss: fx.Node) -> bool:
+def is_sum(loss: fx.Node) -> bool:
     """Whether the last op of a loss is a sum over everything, or a loss that PyTorch was asked to sum."""
     if loss.op != "call_function":
         return False
     if loss.target is aten.sum.default:
-        return True
+        (whole,) = loss.all_input_nodes
+        # A sum of a few losses, each a number, goes over these and not over the samples.
+        stacked = whole.target is aten.stack.default
+        return not (stacked and all(one.meta["val"].dim() == 0 for one in whole.all_input_nodes))
     schema = getattr(loss.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
-    return "reduction" in names and _with_defaults(loss)[names.index("reduction")] == _SUM
+    return "reduction" in names and with_defaults(loss)[names.index("reduction")] == SUM
 
 
-def find_loss_weight(
-    loss: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], torch.Tensor],
-    outputs: Sequence[torch.Tensor],
-    targets: Sequence[torch.Tensor],
-    first: int,
-) -> LossWeight | None:
-    """The weight for `loss(outputs, targets)`, given fake tensors; it counts from the targets alone.
-
-    `first` is how many tensors of the batch come before the targets.
-    """
-    examples = [[torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in group] for group in (outputs, targets)]
-    try:
-        traced = trace(loss, examples, "loss")
-    except Exception:  # a loss that cannot be traced by itself is weighted by samples, and traced again with its layer
-        return None
-    placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
-    result = next(iter(reversed(traced.graph.nodes))).args[0]
-    if isinstance(result, (list, tuple)) and len(result) == 1:
-        result = result[0]
-    if not isinstance(result, fx.Node):
-        return None
-    return loss_weight_of(traced, result, placeholders[len(outputs) :], {}, first)
-
-
-def _with_defaults(node: fx.Node) -> list[object]:
+def with_defaults(node: fx.Node) -> list[object]:
+    """An op's arguments by place, those not given as its schema has them."""
     schema = node.target._schema  # type: ignore[union-attr]
     values = []
     for position, argument in enumerate(schema.arguments):

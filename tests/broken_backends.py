@@ -123,10 +123,10 @@ class FreesEarly(HostBuffer):
         super().__init__(account, size, what)
         for place in reversed(range(len(FreesEarly.spare))):
             if len(FreesEarly.spare[place]) == size:
-                self._memory = FreesEarly.spare.pop(place)
+                self.memory = FreesEarly.spare.pop(place)
                 break
         self._claim: FreesEarly.Claim | None = FreesEarly.Claim()
-        weakref.finalize(self._claim, FreesEarly.spare.append, self._memory)
+        weakref.finalize(self._claim, FreesEarly.spare.append, self.memory)
 
     def view(self, offset: int, shape: Any, dtype: torch.dtype) -> Any:
         view = super().view(offset, shape, dtype)
@@ -146,14 +146,14 @@ class SharesMemory(HostBuffer):
     def __init__(self, account: Any, size: int, what: str) -> None:
         super().__init__(account, size, what)
         if size <= 4096:
-            self._memory = SharesMemory.shared[:size]
+            self.memory = SharesMemory.shared[:size]
 
 
 class KeepsTheAccount(HostBuffer):
     """Freeing gives nothing back."""
 
     def free(self) -> None:
-        self._memory = None
+        self.memory = None
 
 
 QUEUES: dict[str, type[HostQueue]] = {

@@ -1,6 +1,7 @@
 """Batches and options that the relay refuses: each a clear error that says what is wrong, with nothing half done."""
 
 import functools
+import logging
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from torch import nn
 from unspoiled import a_list, gpt, list_batch, text
 
 import relay
-from hal.errors import Unavailable
-from relay.errors import BatchError
+from hal.errors import HalError, Unavailable
+from relay.errors import BatchError, CaptureError
 
 # **** batches ****
 
@@ -89,7 +90,86 @@ def test_a_refused_batch_changes_nothing_and_training_goes_on(build: Build) -> N
     reference.assert_same_state(model.state_dict(), plain.state_dict())
 
 
+def linears() -> list[nn.Module]:
+    return [nn.Linear(4, 8), nn.Linear(8, 3)]
+
+
+def class_batch(inputs: torch.dtype = torch.float32, targets: torch.dtype = torch.int64) -> tuple[torch.Tensor, ...]:
+    return torch.ones(8, 4).to(inputs), torch.ones(8).to(targets)
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "said"),
+    [
+        (linears, class_batch(torch.float64), ["layer '0'", "float64", "float32"]),
+        (linears, class_batch(torch.float16), ["layer '0'", "float16", "float32"]),
+        (linears, class_batch(torch.int64), ["layer '0'", "int64", "float32"]),
+        (linears, class_batch(targets=torch.int32), ["layer '1'", "loss", "int32", "int64"]),
+        (linears, class_batch(targets=torch.float32), ["loss", "int64", "float32"]),
+        (lambda: [nn.Sequential(nn.BatchNorm1d(4)), *linears()], class_batch(torch.float64), ["layer '0'", "float64"]),
+    ],
+    ids=["double", "half", "int", "int32 targets", "float targets", "norm of double"],
+)
+def test_what_no_kernel_takes_is_refused_before_anything_runs_with_layer_and_dtypes(
+    build: Build, caplog: pytest.LogCaptureFixture, make: Any, batch: Any, said: list[str]
+) -> None:
+    modules = make()
+    with pytest.raises(RuntimeError):  # PyTorch takes it no more than we do
+        nn.functional.cross_entropy(nn.Sequential(*modules)(batch[0]), batch[1])
+    trainer = build(modules, loss=nn.functional.cross_entropy, device="cpu:discrete")
+    with pytest.raises(CaptureError) as refused:
+        trainer.step(batch)
+    for part in said:
+        assert part in str(refused.value)
+    assert not [
+        record for record in caplog.records if record.name.startswith("torch") and record.levelno >= logging.WARNING
+    ]
+    trainer.step(class_batch())
+
+
+def test_labels_of_bytes_and_of_other_dtypes_that_pytorch_takes_train_as_there(build: Build) -> None:
+    batch = class_batch(targets=torch.uint8)
+    torch.manual_seed(0)
+    plain = nn.Sequential(*linears())
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match="eagerly"):
+        found = build(linears(), loss=nn.functional.cross_entropy, microbatches=1).step(batch).loss
+    assert found == nn.functional.cross_entropy(plain(batch[0]), batch[1]).item()
+
+
+def test_a_label_out_of_range_is_an_error_that_names_the_layer_as_one(build: Build) -> None:
+    inputs, targets = class_batch()
+    with pytest.raises(HalError, match=r"layer '1' forward, loss and backward failed.*out of bounds"):
+        build(linears(), loss=nn.functional.cross_entropy).step((inputs, targets + 7))
+
+
+@pytest.mark.parametrize(
+    ("active", "message"),
+    [([], "every module"), ("0", r"active='0' must be a list"), (1, r"active=1 must be a list")],
+)
+@pytest.mark.parametrize("call", ["step", "evaluate"])
+def test_active_layers_of_a_list_are_a_list_with_at_least_one(
+    build: Build, call: str, active: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        getattr(build(linears(), loss=nn.functional.cross_entropy), call)(class_batch(), active=active)
+
+
 # **** how a trainer is made ****
+
+
+@pytest.mark.parametrize(("model", "names"), [(a_list, "x"), (a_list, ["x"]), (gpt, "mask")])
+def test_shared_inputs_are_a_list_of_names_for_a_whole_model(model: Any, names: Any) -> None:
+    made = model()
+    with pytest.raises(ValueError, match="shared_inputs"):
+        relay.Trainer(made, loss=nn.functional.mse_loss if isinstance(made, list) else None, shared_inputs=names)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_loss_scale_that_has_no_effect_is_said(build: Build, precision: str) -> None:
+    with pytest.warns(UserWarning, match=rf"loss_scale=1024.0 has no effect with precision='{precision}'") as caught:
+        build(gpt(), precision=precision, loss_scale=1024.0)
+    assert caught[0].filename != relay.trainer.__file__
 
 
 @pytest.mark.parametrize("device", ["quantum:0", "cpu:7", ""])
@@ -112,6 +192,7 @@ def test_an_unknown_device_is_refused_with_those_there_are(device: str) -> None:
         ({"clip_grad_value": -1.0}, "clip_grad_value=-1.0"),
         ({"parameter_groups": [{"params": ["nothing.*"], "lr": 0.1}]}, "nothing"),
         ({"parameter_groups": [{"params": ["*"], "momentum": 0.1}]}, "momentum"),
+        ({"loss_scale": True}, "loss_scale=True"),
         ({"seed": -1}, "seed=-1"),
         ({"seed": 0.5}, "seed=0.5"),
         ({"capacity": "much"}, "much"),

@@ -1,14 +1,20 @@
 """`relay calibrate`: any device here becomes a description that the simulator takes, and no half of one is left."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from hal.kernel import Program
 from relay import calibration
 from relay.cli import main
+from relay.shapes import ModelShape, stations_of
 
 
 @pytest.fixture(autouse=True)
@@ -70,3 +76,22 @@ def test_a_place_that_cannot_be_is_refused_before_anything_is_measured(
     result = invoke("calibrate", "--out", tmp_path / out)
     assert result.exit_code == 2
     assert "ends in .json" in result.output
+
+
+@given(seconds=st.lists(st.floats(1e-6, 1.0), min_size=6, max_size=6))
+@settings(max_examples=60, deadline=None)
+def test_whatever_is_measured_the_constants_are_some_that_a_device_may_have(seconds: list[float]) -> None:
+    constants = calibration.fit(kernels(), seconds)
+    assert 0.01 <= constants["attention"] <= 1
+    assert 0 < constants["rate"] < 1e18
+    assert all(constants[name] >= 0 for name in ("call", "launch", "ramp"))
+
+
+@functools.cache
+def kernels() -> list[Program]:
+    found = []
+    for hidden in (32, 96):
+        stations = stations_of(ModelShape(2, hidden, 2, 64), 2, 32, torch.float32).stations
+        passes = [stations[1].forward, stations[1].backward, stations[-1].backward]
+        found += [one.program for one in passes if one is not None]
+    return found

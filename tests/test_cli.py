@@ -228,7 +228,7 @@ def test_a_run_file_that_is_not_there_is_exit_code_1(tmp_path: Path) -> None:
     ("extra", "message"),
     [
         (["--batch", "3", "--microbatches", "4"], "--microbatches 4"),
-        (["--hidden", "30", "--heads", "4"], "multiple of --heads"),
+        (["--hidden", "30", "--heads", "4"], "multiple of --heads; received 30 and 4."),
         (["--capacity", "lots"], "lots"),
         (["--slots", "0"], "--slots"),
         (["--lr", "0"], "--lr"),
@@ -238,6 +238,18 @@ def test_options_that_cannot_be_meant_are_exit_code_2(extra: list[str], message:
     result = relay("train", *tiny, *extra)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_numbers_that_do_not_go_with_each_other_are_told_with_the_file_that_they_come_from(tmp_path: Path) -> None:
+    plan, run_file = tmp_path / "plan.toml", tmp_path / "run.toml"
+    plan.write_text("hidden = 96\nheads = 12\nmicrobatches = 8\n", encoding="utf-8")
+    run_file.write_text("batch = 6\n", encoding="utf-8")
+    overridden = relay("train", "--plan", plan, "--hidden", "100")
+    assert overridden.exit_code == 2
+    assert f"received 100 and 12 (from '{plan}')" in overridden.stderr
+    assert "received 30 and 4 (the default)" in relay("train", "--hidden", "30").stderr
+    text = relay("train", run_file, "--plan", plan).stderr
+    assert f"--batch 6 (from '{run_file}') cannot be cut into --microbatches 8 (from '{plan}')" in text
 
 
 @pytest.mark.parametrize(

@@ -393,4 +393,4 @@ def test_a_forged_run_file_is_read_or_refused(tmp_path: Path, lines: dict[str, A
     body = "".join(f"{name} = {json.dumps(value)}\n" for name, value in lines.items())
     file.write_text(body + junk, encoding="utf-8", errors="replace")
     with click.Context(train, info_name="train") as context, contextlib.suppress(click.UsageError):
-        _from_file(context, file)
+        _from_file(context, file, [])

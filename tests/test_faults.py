@@ -260,7 +260,7 @@ def test_a_lost_device_is_an_error_otherwise_and_what_the_host_holds_is_whole(
 def test_a_device_lost_early_in_a_long_step_says_so_at_once() -> None:
     lost = Faults(fail_at=0, how="lost")
     device = faulty(registry.open, Faults())("cpu:discrete")
-    queues = [FaultyQueue(device.queue(name), name, lost) for name in ("load", "compute")]
+    queues = [FaultyQueue(device.queue(name), lost) for name in ("load", "compute")]
     view = device.alloc(16).view(0, (4,), torch.float32)
     events = [queue.fill(view, 0.0) for queue in queues]
     for _ in range(60):  # by two ways to the one before: 2 to the power of 60 ways in all

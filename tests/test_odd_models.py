@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -49,6 +50,24 @@ class StraightThrough(Block):
         if value.requires_grad:
             value.register_hook(lambda gradient: gradient * 0.5)
         return value
+
+
+class Watched(Block):
+    """Hooks its value without asking whether a gradient will flow: in training, one always does."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = super().forward(value)
+        value.register_hook(lambda gradient: gradient * 0.5)
+        value.retain_grad()
+        return value
+
+
+class WatchedByData(Watched):
+    """Runs eagerly."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = super().forward(value)
+        return value if value.detach().sum() < 1e9 else value * 2
 
 
 class Fourier(Block):
@@ -117,6 +136,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "checkpointed": lambda: Checkpointed(False),
     "checkpointed, reentrant": lambda: Checkpointed(True),
     "custom gradients": of(StraightThrough),
+    "hooks without a question": of(Watched),
     "Fourier": of(Fourier),
     "old weight norm": of(OldWeightNorm),
     "moving average of weights": of(Shadowed),
@@ -189,6 +209,20 @@ class AsksWhatIsTrained(Layers):
 @pytest.mark.parametrize("frozen", [0, 1, 2])
 def test_a_model_learns_between_layers_what_is_trained(build: Build, frozen: int) -> None:
     check(build, lambda: AsksWhatIsTrained(frozen), batches(2), microbatches=2)
+
+
+@pytest.mark.filterwarnings("ignore:.*runs eagerly")
+@pytest.mark.parametrize("block", [Watched, WatchedByData])
+def test_a_list_of_layers_that_hook_without_a_question_trains_and_evaluates(build: Build, block: type[Block]) -> None:
+    torch.manual_seed(0)
+    plain = [block(), block()]
+    ours = copy.deepcopy(plain)
+    given = [tuple(batch.values()) for batch in batches(2)]
+    losses = reference.train(plain, given, 2, loss=functional.mse_loss)
+    trainer = build(ours, loss=functional.mse_loss, microbatches=2, recompute=False)
+    assert [trainer.step(batch).loss for batch in given] == losses
+    reference.assert_same_state(trainer.state_dict(), reference.state_of(plain))
+    assert trainer.evaluate(given[0]).loss > 0
 
 
 def test_custom_gradients_anywhere_are_kept_in_a_list_of_modules(build: Build) -> None:

@@ -292,6 +292,46 @@ def test_a_run_on_the_command_line_goes_on_where_it_was_stopped(
         )
 
 
+@pytest.mark.parametrize(
+    ("number", "options", "exit_code", "said"),
+    [
+        (signal.SIGINT, ["--checkpoint-every", 2], 1, ["interrupted after step 4", "step-000000004", "--resume"]),
+        (signal.SIGTERM, ["--checkpoint-every", 3], 143, ["SIGTERM after step 4", "step-000000004", "--resume"]),
+        (signal.SIGINT, [], 1, ["interrupted after step 4: nothing was saved", "--checkpoint-every"]),
+    ],
+)
+def test_a_run_that_is_stopped_says_what_is_saved_and_how_to_go_on(
+    number: int, options: list[object], exit_code: int, said: list[str], tmp_path: Path, text: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    steps = relay.Trainer.step
+
+    def stopped_in_the_fourth(self: relay.Trainer, batch: Any) -> Any:
+        if self.steps == 3:
+            # By hand, as pytest has its own ideas of a Ctrl-C, and the one before may be ignored in the background.
+            monkeypatch.setattr(self._session, "take_interrupt", lambda: os.kill(os.getpid(), number))
+        return steps(self, batch)
+
+    monkeypatch.setattr(relay.Trainer, "step", stopped_in_the_fourth)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        result = train(tmp_path / "cut", text, 6, *options)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert result.exit_code == exit_code
+    answer = json.loads(result.stdout)
+    assert answer["type"] == "Interrupted"
+    for part in said:
+        assert part in answer["error"]
+    if not options:
+        return
+    saved = Path(answer["error"].split("'")[1])
+    assert Checkpoint(saved).manifest.step == 4
+    monkeypatch.undo()
+    resumed = train(tmp_path / "cut", text, 6, *options, "--resume")
+    assert json.loads(resumed.stdout)["steps_now"] == 2
+
+
 def test_inspecting_what_is_no_checkpoint_is_exit_code_1(tmp_path: Path) -> None:
     for arguments in (["inspect", tmp_path], ["export", tmp_path / "none", tmp_path / "model"]):
         result = command(*arguments, "--json")

@@ -94,6 +94,35 @@ class LossInAttributes(Layers):
         return Output(found.loss + sum(layer.extra for layer in self.layers), found.value)
 
 
+class DataBetween(Layers):
+    def run(self, value: Tensor) -> Tensor:
+        value = super().run(value)
+        return value - value.data.mean()
+
+
+class DataReplaced(Layers):
+    def run(self, value: Tensor) -> Tensor:
+        value = super().run(value)
+        value.data = value.data * 2
+        return value
+
+
+class GradientPenalty(Layers):
+    """Its slope comes past the layers and through them; the first part alone would be found."""
+
+    def run(self, value: Tensor) -> Tensor:
+        found = super().run(value)
+        (slope,) = torch.autograd.grad(found.square().sum() + value.square().sum(), value, create_graph=True)
+        return found + slope
+
+
+class BackwardOfItsOwn(Layers):
+    def run(self, value: Tensor) -> Tensor:
+        value = super().run(value)
+        value.square().sum().backward(retain_graph=True)
+        return value
+
+
 class Remembering(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -137,6 +166,10 @@ class DropsLayers(Layers):
         (HookAfterAccumulation, r"layers\.1\.inner\.weight.*hook"),
         (BackwardHookOfLayer, r"layers\.1.*backward hook"),
         (LossInAttributes, "left in an attribute"),
+        (DataBetween, r"reads or sets \.data"),
+        (DataReplaced, r"reads or sets \.data"),
+        (GradientPenalty, r"torch\.autograd\.grad"),
+        (BackwardOfItsOwn, r"backward\(\)"),
         (of(Remembering), r"average.*register_buffer"),
         (RememberingOutside, r"average.*register_buffer"),
         (DropsLayers, r"layerdrop.*active="),

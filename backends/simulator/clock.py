@@ -160,6 +160,8 @@ class Clock:
         self._host_bytes = 0.0
         self._device_bytes = 0.0
         self._launch = 0.0
+        self._beside = 0.0
+        self._beside_alone = 0.0
         self._flops = 0.0
         self._calls = 0
         self._spans: list[Span] = []
@@ -263,7 +265,11 @@ class Clock:
     def _account(self, active: Sequence[SimulatedEvent], passed: float, target: SimulatedEvent) -> None:
         for one in active:
             self._busy[one.lane] += passed
-        if self._active[COMPUTE] is None:
+        computes = self._active[COMPUTE] is not None
+        if len(active) > computes:
+            self._beside += passed
+        if not computes:
+            self._beside_alone += passed
             waiting = self._next_compute
             while waiting and waiting[0].finished:
                 waiting.popleft()
@@ -277,6 +283,7 @@ class Clock:
 
     def timeline(self) -> Timeline:
         """What has been so far."""
+        under_way = [one for one in self._active if one is not None] if self.recording else []
         return Timeline(
             now=self.now,
             busy=dict(zip(LANES, self._busy, strict=True)),
@@ -285,7 +292,10 @@ class Clock:
             host_memory_bytes=int(self._host_bytes),
             device_memory_bytes=int(self._device_bytes),
             launch=self._launch,
+            beside=self._beside,
+            beside_alone=self._beside_alone,
             flops=self._flops,
             calls=self._calls,
             spans=tuple(self._spans),
+            unfinished=tuple(Span(LANES[one.lane], one.label, one.start, self.now, 0) for one in under_way),
         )

@@ -11,6 +11,7 @@ from relay.capture.core import Lowering
 from relay.capture.decisions import Decider, Decision
 from relay.capture.eager_call import Presence
 from relay.capture.elsewhere import graphs_for
+from relay.capture.explain import unlogged
 from relay.capture.joint import capture
 from relay.capture.layers import layer_of_segment
 from relay.capture.measure import fingerprint
@@ -36,4 +37,5 @@ __all__ = [
     "opaque_blocks",
     "run_fake",
     "trace",
+    "unlogged",
 ]

@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hal.kernel import Port, Program, Role
 from relay.capture.eager_call import EagerCall, EagerLayouts, EagerSegment
-from relay.capture.explain import changed_parameter, explain
+from relay.capture.explain import changed_parameter, explain, name_of_program
 from relay.capture.layouts import Order, as_written, order_of, stored, stored_shape
+from relay.capture.outside import hooks_wait
 from relay.capture.states import call_with
 
 _numbers = itertools.count()
@@ -60,7 +61,7 @@ def run_made_up(module: nn.Module, forward: Callable[..., Any], fill: Callable[[
 
     `fill` makes (args, kwargs) of the tensors.
     """
-    with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=()), warnings.catch_warnings():
+    with _disable_current_modes(), torch.random.fork_rng(devices=()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         originals = [*module.parameters(), *module.buffers()]
         states = made_up(originals)
@@ -74,7 +75,8 @@ def run_made_up(module: nn.Module, forward: Callable[..., Any], fill: Callable[[
             def forward(self) -> Any:
                 return forward(*args, **kwargs)
 
-        return call_with(Shell(), originals, states, ())
+        with hooks_wait(), torch.no_grad():
+            return call_with(Shell(), originals, states, ())
 
 
 def eager_programs(
@@ -184,7 +186,7 @@ def eager_programs(
         taken = [Port(Role.VALUE, len(values) + place, port.shape, port.dtype) for place, port in enumerate(copies)]
         if kind != "backward":
             taken = []
-        return _one_node(call, f"{name} {kind}", [*ports, *taken, *taken_seeds], results, saved)
+        return _one_node(call, name_of_program(name, kind), [*ports, *taken, *taken_seeds], results, saved)
 
     programs: dict[str, Program | None] = {
         "forward": program("forward"),

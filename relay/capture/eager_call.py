@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 
 from hal.random import RandomKey
 from relay.capture.layouts import Order, as_written, stored
+from relay.capture.outside import hooks_wait
 from relay.capture.states import call_with
 from relay.errors import CaptureError
 
@@ -143,7 +144,7 @@ class EagerCall:
         self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
         # Some kernels (oneDNN's LSTM) round otherwise where no gradient will be asked for.
-        with torch.set_grad_enabled(self.training):
+        with torch.set_grad_enabled(self.training), nullcontext() if self.training else hooks_wait():
             outputs, after = self.segment.run(*self._leaves(parameters, values), buffers)
         self._check(outputs)
         shown = outputs if self.kind == "forward" else outputs[:1]

@@ -5,7 +5,10 @@ It makes errors and raises none; whether a layer that cannot be captured may run
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
+from collections.abc import Iterator
 
 from relay.errors import CaptureError, RelayError
 
@@ -20,6 +23,17 @@ class HasEffect(Exception):
 
 _NO_DERIVATIVE = re.compile(r"derivative for '?(?:aten::)?(\w+)")
 _DATA_DEPENDENT = re.compile(r"(aten[.:]+\w+(?:\.\w+)?)")
+
+
+@contextlib.contextmanager
+def unlogged() -> Iterator[None]:
+    """Within it PyTorch does not log that an op failed on fake tensors: what became of that, we say ourselves."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def operation(failure: Exception) -> str:
@@ -90,6 +104,14 @@ def explain_eager(failure: Exception, layer: str, why: str) -> RelayError:
         f"shapes, to learn the shapes that come out, it fails: {type(failure).__name__}: {text[0] if text else ''}",
         layer=layer,
     )
+
+
+_KINDS = {"joint": "forward, loss and backward", "loss": "forward and loss"}
+
+
+def name_of_program(layer: str, kind: str) -> str:
+    """What a layer's program is called in errors."""
+    return f"layer {layer!r} {_KINDS.get(kind, kind)}"
 
 
 def own_name(name: str) -> str:

@@ -18,7 +18,7 @@ from hal import ops
 from hal.kernel import Port, Program, Role
 from relay.capture.captured import Captured
 from relay.capture.core import Lowering, simplify
-from relay.capture.explain import changed_parameter, sparse_gradient
+from relay.capture.explain import changed_parameter, name_of_program, sparse_gradient
 from relay.capture.keeping import nodes_to_keep
 from relay.capture.keyed import ancestors, copy_nodes
 from relay.capture.layouts import Order, in_order, inverse, order_of, permuted, stored_shape
@@ -340,7 +340,7 @@ class Extraction:
         constants = {node.target: getattr(self.traced, node.target) for node in graph.nodes if node.op == "get_attr"}
         out_ports = tuple(port for _, port in results)
         return Program(
-            name=f"{self.name} {kind}",
+            name=name_of_program(self.name, kind),
             graph=graph,
             inputs=tuple(ports),
             outputs=out_ports,

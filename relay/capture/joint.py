@@ -41,6 +41,7 @@ from relay.capture.explain import HasEffect, explain_eager, operation, reason, s
 from relay.capture.extraction import Extraction
 from relay.capture.keyed import draws_by_itself
 from relay.capture.layouts import Order, order_of, stored
+from relay.capture.operands import check_operands
 from relay.capture.reads import Reads, recorded_reads
 from relay.capture.states import put_back
 from relay.capture.traced import Traced, autocast
@@ -130,6 +131,7 @@ def capture(
         )
         return captured
     plain.refuse_states(name, constants_of(traced))
+    check_operands(traced.graph, module, inputs, name, ends_in_loss)
     if lowering is not Lowering.CORE:
         correct_statistics(traced.graph, place)
     extraction = Extraction(module, traced, name, wants_gradients, compute, lowering, orders, strides)

@@ -2,7 +2,8 @@
 
 The trace of a whole model records ops. A custom gradient (`torch.autograd.Function`) or a hook on a tensor, outside of
 the repeated layers, leaves no op behind, and a hook on a parameter is called by an autograd that never runs here:
-training would go on with other gradients than PyTorch's, silently. Numbers drawn from Python's or numpy's generators
+training would go on with other gradients than PyTorch's, silently. A backward that the model makes itself would not
+reach through layers. Numbers drawn from Python's or numpy's generators
 become constants of the trace. Inside of layers custom gradients and tensor hooks are captured as they are.
 """
 
@@ -12,6 +13,7 @@ import random
 import sys
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -20,6 +22,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.hooks import RemovableHandle
 
 from relay.errors import PartitionError
 
@@ -35,6 +38,17 @@ def inside_layer() -> Iterator[None]:
         yield
     finally:
         _inside_layer -= 1
+
+
+@contextmanager
+def hooks_wait() -> Iterator[None]:
+    """While open, a layer runs without gradients, for the shapes that it returns or to evaluate: its hooks wait.
+
+    A layer that sets one without asking whether the tensor requires a gradient would fail otherwise, where in training
+    none would fail.
+    """
+    with _NoGradients():
+        yield
 
 
 def check_module(model: nn.Module) -> None:
@@ -76,8 +90,11 @@ def check_outside(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
 
 
 @contextmanager
-def refusing() -> Iterator[None]:
-    """While a whole model is traced: custom gradients and hooks on tensors outside of its layers are refused."""
+def refusing() -> Iterator[Unseen]:
+    """While a whole model is traced: custom gradients and hooks on tensors outside of its layers are refused.
+
+    Yields what else was seen by which tensors get past a trace.
+    """
     plain = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -97,8 +114,8 @@ def refusing() -> Iterator[None]:
     thread = threading.get_ident()
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
     try:
-        with _TensorHooks():
-            yield
+        with _TensorHooks() as hooks:
+            yield hooks.unseen
     finally:
         torch.autograd.Function.apply = plain
 
@@ -125,8 +142,50 @@ _HOOKING: dict[Any, str] = {
 }
 
 
+_DATA_GET: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_DATA_SET: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_DIFFERENTIATING: dict[Any, str] = {
+    torch.autograd.grad: "torch.autograd.grad",
+    torch.autograd.backward: "torch.autograd.backward",
+    torch.Tensor.backward: "backward()",
+}
+
+
+class Unseen:
+    """What a model did, outside of its layers, that makes tensors which are no op's result to a trace.
+
+    Harmless where nothing is computed from them, so it is told only of one that a later op uses.
+    """
+
+    def __init__(self) -> None:
+        self._data: list[torch.Tensor] = []
+
+    def note(self, func: Any, args: Any, result: Any) -> None:
+        """See to a call that was made."""
+        if func == _DATA_GET:
+            self._data.append(result)
+        elif func == _DATA_SET:
+            self._data.append(args[0])
+
+    def why(self, constant: torch.Tensor) -> str:
+        """How the model came by a tensor that no op of the trace gave it, and what to do instead."""
+        if any(constant is one for one in self._data):
+            return (
+                "reads or sets .data outside of its repeated layers, where only ops are recorded. Use x.detach() for "
+                "a tensor without gradient."
+            )
+        return (
+            f"reads a tensor of shape {tuple(constant.shape)} that one of its layers left in an attribute (an "
+            "auxiliary loss, say). Between layers only what they return is handed on: return it."
+        )
+
+
 class _TensorHooks(TorchFunctionMode):
-    """Refuses hooks on tensors."""
+    """Refuses hooks on tensors and backwards, and notes what else a trace does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unseen = Unseen()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _HOOKING and not _inside_layer:
@@ -134,7 +193,31 @@ class _TensorHooks(TorchFunctionMode):
                 f"the model {_HOOKING[func]} outside of its repeated layers, where only ops are recorded: the hook "
                 "would be lost. Put it into one of the layers."
             )
+        if func in _DIFFERENTIATING and not _inside_layer:
+            raise PartitionError(
+                f"the model calls {_DIFFERENTIATING[func]} outside of its repeated layers. No gradient flows through "
+                "layers as the model is traced, so it would find another one than PyTorch. Leave such a term (a "
+                "gradient penalty, say) out, or compute it within one layer."
+            )
+        result = func(*args, **(kwargs or {}))
+        if not _inside_layer:
+            self.unseen.note(func, args, result)
+        return result
+
+
+class _NoGradients(TorchFunctionMode):
+    """Lets tensors that require no gradient be hooked: nothing will flow to call it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ASKING_FOR_GRADIENTS and not args[0].requires_grad:
+            return _ASKING_FOR_GRADIENTS[func]()
         return func(*args, **(kwargs or {}))
+
+
+_ASKING_FOR_GRADIENTS: dict[Any, Any] = {
+    torch.Tensor.register_hook: lambda: RemovableHandle(OrderedDict()),
+    torch.Tensor.retain_grad: lambda: None,
+}
 
 
 def _generators() -> tuple[Any, ...]:

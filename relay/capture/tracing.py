@@ -27,7 +27,7 @@ from relay.capture.eager import run_made_up
 from relay.capture.explain import explain
 from relay.capture.given import call_observed, write_back
 from relay.capture.inference import inference_as_no_grad
-from relay.capture.outside import inside_layer, refusing
+from relay.capture.outside import hooks_wait, inside_layer, refusing
 from relay.capture.states import call_with
 from relay.capture.traced import autocast
 from relay.errors import PartitionError, RelayError
@@ -79,7 +79,7 @@ def _block_on_fakes(call: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]
     args, kwargs = opaque.input_tree.fill(inputs)
     # An op runs below autocast, which is off for it; what it stands for runs under it.
     try:
-        with inside_layer(), autocast(opaque.compute), _unlogged():
+        with inside_layer(), hooks_wait(), autocast(opaque.compute):
             outputs = take_apart(observed(*args, **kwargs))
     except Exception as failure:
         with inside_layer(), autocast(opaque.compute):
@@ -115,17 +115,6 @@ def _mark_as_trained(outputs: Sequence[torch.Tensor]) -> None:
         if output.is_floating_point() and not output.requires_grad:
             with inside_layer():
                 _DependsOn.apply(output, _TRAINED)
-
-
-@contextlib.contextmanager
-def _unlogged() -> Iterator[None]:
-    """Within it PyTorch does not log that an op failed on fake tensors: real ones are tried next, and that is said."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
 
 
 def _holds_tensors(value: Any, depth: int = 0) -> bool:
@@ -224,8 +213,10 @@ def trace(
             # Arguments that are fake already keep theirs.
             mode = detect_fake_mode(arguments) or FakeTensorMode(allow_non_fake_inputs=True)
             fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, tuple(arguments))
-            with refusing(), inference_as_no_grad():
-                return make_fx(decided, tracing_mode="fake", pre_dispatch=True)(*fakes)
+            with refusing() as unseen, inference_as_no_grad():
+                traced = make_fx(decided, tracing_mode="fake", pre_dispatch=True)(*fakes)
+            traced.meta["unseen"] = unseen
+            return traced
     except RelayError:
         raise
     except Exception as failure:
@@ -242,7 +233,7 @@ def run_fake(module: nn.Module, fakes: Sequence[torch.Tensor], name: str) -> Any
     """`module(*fakes)` on fake tensors from one `as_fake`; nothing in the module changes. Raises CaptureError."""
     mode = next(fake.fake_mode for fake in fakes)  # type: ignore[attr-defined]
     try:
-        with PlainTensors(module), mode, torch.no_grad(), warnings.catch_warnings(), _unlogged():
+        with PlainTensors(module), mode, hooks_wait(), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             originals = [*module.parameters(), *module.buffers()]
             return call_with(module, originals, [mode.from_tensor(tensor) for tensor in originals], tuple(fakes))

@@ -75,7 +75,11 @@ class ShardWriter:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # the data starts aligned, for whoever maps it
         self._file = path.open("xb", buffering=0)
-        self._write(len(text).to_bytes(8, "little") + text)
+        try:
+            self._write(len(text).to_bytes(8, "little") + text)
+        except BaseException:
+            self._file.close()  # nobody has this writer yet, who could
+            raise
 
     @property
     def sha256(self) -> str:
@@ -97,8 +101,10 @@ class ShardWriter:
         """Bring everything to the disk."""
         if self._next != len(self._plan):
             raise ValueError(f"{self.path} has {self._next} of {len(self._plan)} tensors")
-        os.fsync(self._file.fileno())
-        self._file.close()
+        try:
+            os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
 
     def abandon(self) -> None:
         """Close without bringing anything to the disk."""
