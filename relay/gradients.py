@@ -15,6 +15,7 @@ import torch
 
 from relay.capture import Captured
 from relay.capture.layouts import Order
+from relay.errors import PartitionError
 from relay.segments import Partition, Segment
 
 Orders = Mapping[int, Order]
@@ -41,8 +42,13 @@ def settle_gradients(
     """Put in place of what was `found` of a partition that ends in a loss what its gradients ask for.
 
     Each gradient lies as the segment that makes it first makes it. Others add theirs to that, and the segment that
-    takes it is captured again if it was captured for another order.
+    takes it is captured again if it was captured for another order. Raises PartitionError.
     """
+    if not found[-1].output_requires_grad[0]:
+        raise PartitionError(
+            "The loss depends on nothing that is trained: every way to it is cut off by torch.no_grad or detach, or "
+            "leads to frozen parameters. Plain PyTorch could not differentiate it either."
+        )
     settled: dict[int, Order] = {}
     loss = partition.segments[-1].outputs[0]
     for segment, inputs in zip(reversed(partition.segments), reversed(given), strict=True):

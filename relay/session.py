@@ -127,9 +127,7 @@ class Session:
         segments = [(station.segment.name, station.gradients) for station in stations.stations]
         plans = plan_gradients(segments)
         for station in stations.stations:
-            if station.captured.eager is not None:
-                plan = plans[station.segment.name]
-                plan.presence = station.captured.eager.presence
+            plans[station.segment.name].presence = station.reach
         return [plans[name] for name, _ in segments]
 
     def make_ready(

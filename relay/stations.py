@@ -22,6 +22,7 @@ from relay.capture import Captured, Lowering, Presence, capture
 from relay.capture.layouts import Order, as_written, order_of, stored_shape
 from relay.eps.store import GradientField, Wanted
 from relay.gradients import Orders, settle_gradients
+from relay.reach import Backward, Reach, reach_of
 from relay.segments import Partition, Segment, Value
 
 CPU = torch.device("cpu")
@@ -61,7 +62,8 @@ class Pass:
 class Station:
     """A segment ready to run. Names are the model's; `parameters` each once, in the kernels' order.
 
-    `dtypes` are what the kernels take the parameters and then the buffers in.
+    `dtypes` are what the kernels take the parameters and then the buffers in. `reach` says, where data decide, which
+    of its gradients a step has made.
     """
 
     segment: Segment
@@ -71,6 +73,7 @@ class Station:
     dtypes: tuple[torch.dtype, ...]
     forward: Pass | None
     backward: Pass | None
+    reach: Reach | None = None
 
     @property
     def gradients(self) -> tuple[str, ...]:
@@ -203,6 +206,14 @@ def build_stations(
         for one in (station.forward, station.backward):
             if one is not None:
                 one.first, one.later = one.accumulate(False), one.accumulate(True)
+    backwards = [
+        Backward(one.backward.program, one.backward.seeds, one.backward.value_gradients, presence_in(one.captured))
+        if one.backward is not None
+        else None
+        for one in stations
+    ]
+    for station, reach in zip(stations, reach_of(backwards), strict=True):
+        station.reach = reach
     return Stations(partition, stations)
 
 
@@ -327,6 +338,11 @@ def _station(segment: Segment, captured: Captured, partition: Partition, trainin
     buffers = tuple(segment.buffers[name] for name in captured.buffer_names)
     ports = captured.forward.inputs[: len(parameters) + len(buffers)]
     return Station(segment, captured, parameters, buffers, tuple(port.dtype for port in ports), forward, backward)
+
+
+def presence_in(captured: Captured) -> Presence | None:
+    """What says of a segment that runs eagerly which gradients it has found."""
+    return captured.eager.presence if captured.eager is not None else None
 
 
 def wanted_of(stations: Stations) -> list[list[Wanted]]:

@@ -23,9 +23,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 MACHINES = Path(__file__).parent / "machines"
 
 SCHEDULER = (
-    "architecture", "checkpoint", "clipping", "data_dependent", "dropout", "evaluation", "exactness", "families",
-    "faults", "fixed_loss_scale", "held_updates", "memory_model", "optimizer_options", "overflow", "precision",
-    "resume", "semantics", "tied_weights",
+    "architecture", "checkpoint", "clipping", "cut_off_models", "data_dependent", "dropout", "evaluation",
+    "exactness", "families", "faults", "fixed_loss_scale", "held_updates", "memory_model", "optimizer_options",
+    "overflow", "precision", "resume", "semantics", "tied_weights",
 )  # fmt: skip
 """The files `test_*.py` that train through the schedule and the parameter server on a device they name."""
 

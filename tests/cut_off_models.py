@@ -156,6 +156,13 @@ class AskingDetached(Block):
         return super().forward(-value.detach() if value.sum() > 0 else value.detach())
 
 
+class SometimesDetached(Block):
+    """Whether it lets gradients through its data decide, in each micro-batch anew."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        return super().forward(value.detach() if value[0, 0, 0] > 0 else value)
+
+
 class Recurrent(nn.Module):
     """A recurrent layer, which runs as PyTorch's own kernels have it, behind a detach."""
 
@@ -183,6 +190,23 @@ class InTheMiddle(Stack):
     def __init__(self, middle: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.layers[1] = middle()
+
+
+class TiedBefore(Stack):
+    """Both layers before one that runs eagerly have one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].inner.weight = self.layers[0].inner.weight
+        self.layers[2] = SometimesDetached()
+
+
+class NoLoss(Stack):
+    """Nothing that is trained is in its loss."""
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Output:
+        found = super().forward(inputs, targets)
+        return Output(found.loss.detach(), found.value)
 
 
 WHOLE: dict[str, Callable[[], nn.Module]] = {

@@ -24,14 +24,17 @@ from relay.errors import CaptureError
 
 
 class Presence:
-    """Which parameters the latest step's backward has reached, by their place among the segment's gradients."""
+    """Which gradients the latest step's backward has found, by their place among the segment's: of its parameters, and
+    then of its inputs. `notes` counts how often it was told."""
 
     def __init__(self) -> None:
+        self.notes = 0
         self._step = -1
         self._reached: set[int] = set()
 
     def note(self, step: int, places: Sequence[int]) -> None:
         """These were reached in that step."""
+        self.notes += 1
         if step != self._step:
             self._step, self._reached = step, set()
         self._reached.update(places)
@@ -181,10 +184,7 @@ class EagerCall:
                 if pairs
                 else (None,) * len(wanted)
             )
-        of_parameters = found[: len(self.gradients)]
-        self.segment.presence.note(
-            key.step, [place for place, gradient in enumerate(of_parameters) if gradient is not None]
-        )
+        self.segment.presence.note(key.step, [place for place, gradient in enumerate(found) if gradient is not None])
         made = [
             torch.zeros_like(tensor) if gradient is None else gradient
             for tensor, gradient in zip(wanted, found, strict=True)

@@ -70,7 +70,7 @@ class StepRecord:
     updated: list[str] = field(default_factory=list)
     drains: list[Event] = field(default_factory=list)
     norms: dict[str, torch.Tensor] = field(default_factory=dict)
-    unreached: set[str] = field(default_factory=set)
+    reached: set[str] = field(default_factory=set)
     decision: Event | None = None
     total_norm: float = 0.0
     overflowed: bool = False
@@ -314,11 +314,10 @@ class ParameterServer:
                     total.add_(gradients[place])
             for place in plan.joined:
                 gradients[place].add_(self._sums[plan.names[place]])
-            if plan.presence is not None:
-                # PyTorch leaves a parameter without a gradient alone; one of zeros would be decayed. A tied one has
-                # its gradient from elsewhere.
-                missing = set(plan.updates) - set(plan.joined) - plan.presence.reached()
-                record.unreached.update(plan.names[place] for place in missing)
+            # PyTorch leaves a parameter without a gradient alone; one of zeros would be decayed. A tied one may have
+            # its gradient from any of its uses.
+            reached = None if plan.presence is None else plan.presence.reached()
+            record.reached.update(name for place, name in enumerate(plan.names) if reached is None or place in reached)
             for place in plan.updates:
                 if self._clipping.value is not None:
                     # Clipping makes infinities finite: an overflow has to be noticed before it.
@@ -339,7 +338,7 @@ class ParameterServer:
         with torch.no_grad():
             for number, places in self._by_group(plan).items():
                 if plan.presence is not None:
-                    places = [place for place in places if plan.names[place] not in record.unreached]
+                    places = [place for place in places if plan.names[place] in record.reached]
                     self.optimizer.allocate([plan.names[place] for place in places], groups[number])
                     if not places:
                         continue
