@@ -43,6 +43,10 @@ def caution(planned: ModelShape, layers: int, hidden: int, heads: int) -> str | 
         differs.append("positions that see those after them")
     if planned.wide != 4 * planned.hidden:
         differs.append(f"feed-forward networks of {planned.wide}")
+    if planned.key_heads != planned.heads:
+        differs.append(f"{planned.key_heads} heads of keys and values")
+    if planned.depth * planned.heads != planned.hidden:
+        differs.append(f"heads of {planned.depth}")
     if (planned.layers, planned.hidden, planned.heads) != (layers, hidden, heads):
         differs.append(f"{planned.layers} layers x hidden {planned.hidden} in {planned.heads} heads")
     if not differs:

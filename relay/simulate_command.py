@@ -146,7 +146,10 @@ def _sweep(options: dict[str, Any], as_json: bool) -> None:
         axes.insert(0, ("stash", [options["stash"]]))
     (first, rows), (second, columns) = axes
     sides = HostSides()
-    speeds = [[_speed(options, {first: row, second: column}, sides) for column in columns] for row in rows]
+    impossible: list[str] = []
+    speeds = [[_speed(options, {first: row, second: column}, sides, impossible) for column in columns] for row in rows]
+    if len(impossible) == len(rows) * len(columns):
+        raise ValueError(f"None of these combinations can be. {impossible[-1]}")
     rows, columns = [_word(value) for value in rows], [_word(value) for value in columns]
     names = tuple([str(value) for value in values] for values in (rows, columns))
     table, picture = report.write_sweep(options["out"], (first, second), (names[0], names[1]), speeds)
@@ -166,16 +169,18 @@ def _word(value: Any) -> Any:
     return {True: "all", False: "none"}[value] if isinstance(value, bool) else value
 
 
-def _speed(options: dict[str, Any], varied: dict[str, Any], sides: HostSides) -> float:
-    """Tokens a second; NaN for a combination that does not fit or cannot be (bf16 where there is none)."""
+def _speed(options: dict[str, Any], varied: dict[str, Any], sides: HostSides, impossible: list[str]) -> float:
+    """Tokens a second; NaN for a combination that does not fit or cannot be (bf16 where there is none), which is said
+    and put among the `impossible`."""
     from hal.spec import SpecError
     from relay.shapes import ShapeError
 
     try:
         found = _simulate({**options, **varied}, sides=sides, must_fit=None)
-    except (SpecError, ShapeError) as impossible:
+    except (SpecError, ShapeError) as wrong:
         which = ", ".join(f"{name}={_word(value)}" for name, value in varied.items())
-        click.echo(f"left out: {which}: {impossible}", err=True)
+        impossible.append(str(wrong))
+        click.echo(f"left out: {which}: {wrong}", err=True)
         return float("nan")
     return found.tokens_per_second if found.fits else float("nan")
 

@@ -10,7 +10,8 @@ from click.testing import CliRunner
 import relay
 from relay.cli import main
 from relay.configurations import FAMILIES, read_configuration, shape_of_config
-from relay.shapes import ShapeError
+from relay.planned_model import caution
+from relay.shapes import ModelShape, ShapeError
 
 SMALL = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
 
@@ -73,11 +74,17 @@ def test_grouped_queries_count_in_layers_without_gates(written: Any) -> None:
     assert found.memory.parameters == pytest.approx(3.03e9, rel=0.005)
 
 
+def test_a_plan_for_fewer_heads_of_keys_is_not_for_the_model_of_relay_train() -> None:
+    assert caution(ModelShape(2, 64, 4, 256, tied=True), 2, 64, 4) is None
+    assert "2 heads of keys and values" in str(caution(ModelShape(2, 64, 4, 256, kv_heads=2, tied=True), 2, 64, 4))
+    assert "heads of 32" in str(caution(ModelShape(2, 64, 4, 256, head_size=32, tied=True), 2, 64, 4))
+
+
 def test_the_grouped_layer_is_the_usual_one_where_every_head_has_its_own_keys() -> None:
     import torch
 
     from relay.models import Block
-    from relay.shapes import GroupedBlock, ModelShape
+    from relay.shapes import GroupedBlock
 
     torch.manual_seed(0)
     grouped, usual = GroupedBlock(ModelShape(1, 32, 4)), Block(32, 4, 0.0)

@@ -1,5 +1,6 @@
 """Layers whose ops are taken apart for core devices give PyTorch's values and gradients on numpy."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from hal.errors import Unsupported
 from hal.ops import check
-from relay.capture import Lowering, capture
+from relay.capture import Captured, Lowering, capture
 from relay.errors import CaptureError
 
 CUBE = real(2, 3, 5, 6, 4)
@@ -247,6 +248,58 @@ def test_other_core_devices_give_what_numpy_gives(case: str, name: str) -> None:
             core_cases.run(name, program, given), core_cases.run("numpy", program, given), strict=True
         ):
             torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
+
+
+ODD = torch.tensor([0.0, math.nan, math.inf, -math.inf, 1e8, -1e30, 1000.0, -0.3])
+AROUND = torch.tensor([[math.nan, 1.0, 2.0, 3.0], [4.0, math.nan, -1.0, math.nan], [2.0, -math.inf, math.inf, 5.0]])
+HUGE = torch.tensor([[1e-20, 1e20, 1e20, 1e-10, 1.0], [1e-30, 1e30, -1e30, 88.0, -88.0], [math.nan, 1.0, 2.0, 0, 3]])
+TURNS = torch.cartesian_prod(torch.tensor([0.0, 1.0, -1.0, math.nan]), torch.tensor([0.0, 2.0, -2.0, math.nan]))
+AT_ODD_PLACES = torch.stack([torch.cat([ODD, 0 * ODD.nan_to_num()]), torch.cat([0 * ODD.nan_to_num(), ODD])], -1)
+
+
+def at_odd_places(mode: str) -> tuple[Callable[..., Any], list[Tensor]]:
+    return sampled(mode, WAYS[::2], IMAGE)[0], [IMAGE, AT_ODD_PLACES.view(1, 4, 4, 2).repeat(2, 1, 1, 1)]
+
+
+ODD_CASES: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
+    "median": (lambda x: x.median(1)[0] + x.median(1, keepdim=True)[0].sum(1), [AROUND]),
+    "median of whole numbers": (lambda x: x.median(1)[0] * 1.0, [whole(3, 6)]),
+    "median of all": (lambda x: x.median() * 1, [AROUND]),
+    "cumprod": (lambda x: x.cumprod(1) + x.t().cumprod(0).t(), [HUGE]),
+    "atan2": (lambda x: torch.atan2(x[:, 0], x[:, 1]), [TURNS]),
+    "an image sampled, bilinear": at_odd_places("bilinear"),
+    "an image sampled, nearest": at_odd_places("nearest"),
+}
+
+
+@functools.cache
+def captured_at_odd_numbers(case: str) -> tuple[nn.Module, Captured, list[Tensor]]:
+    function, inputs = ODD_CASES[case]
+    inputs = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    return Of(function), capture(Of(function), inputs, case, lowering=Lowering.CORE), inputs
+
+
+@pytest.mark.parametrize("name", ["numpy", "onnx:cpu", "opencl"])
+@pytest.mark.parametrize("case", ODD_CASES)
+def test_nan_infinities_and_overflow_come_out_as_in_pytorch(case: str, name: str) -> None:
+    devices.require(name)
+    module, core, inputs = captured_at_odd_numbers(case)
+    given = core_cases.given_to(module, core, inputs)
+    (expected,) = module(*inputs)
+    torch.testing.assert_close(
+        core_cases.run(name, core.forward, given)[-1], expected.detach(), rtol=2e-5, atol=2e-6, equal_nan=True
+    )
+
+
+def test_the_gradient_of_a_median_goes_to_the_first_nan() -> None:
+    x = AROUND.clone().requires_grad_()
+    core = capture(Of(lambda x: x.median(1)[0]), [x], "median", lowering=Lowering.CORE)
+    assert core.backward is not None
+    x.median(1)[0].sum().backward()
+    given = core_cases.given_to(Of(lambda x: x.median(1)[0]), core, [x])
+    (gradient,) = core_cases.run("numpy", core.backward, given)
+    assert x.grad is not None
+    assert torch.equal(gradient != 0, x.grad != 0)
 
 
 def margins(x: Tensor) -> Tensor:

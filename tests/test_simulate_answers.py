@@ -98,10 +98,10 @@ def test_a_simulation_and_a_plan_print_as_their_reports() -> None:
 
 
 def test_a_plan_says_how_much_a_printed_change_may_give_and_none_gives_more() -> None:
-    planned = relay.plan(**{**TINY, "sequence": 512, "hidden": 512}, batch=8)
+    planned = relay.plan(**{**TINY, "sequence": 512}, batch=2)
     assert "the plainest within 2% of the fastest is chosen, so a change may give up to +2%" in planned.reasons[1]
     gains = [float(reason.split("give ")[1].rstrip("%")) for reason in planned.reasons[2:] if "give" in reason]
-    assert len(gains) > 5
+    assert len(gains) > 3
     assert max(gains) <= 2.1
 
 
@@ -184,3 +184,7 @@ def test_a_sweep_names_what_it_leaves_out_and_speaks_in_the_options_words(tmp_pa
     assert lines[1::2] == [["all", "1"], ["none", "1"], ["1", "1"]]
     assert "left out: recompute=none, microbatches=3: A batch of 2 cannot be cut" in result.stderr
     assert json.loads(result.stdout)["rows"] == {"recompute": ["all", "none", 1]}
+    nothing = invoke("simulate", "--model", "gpt2", "--sweep", "layers=3,4", "--out", str(tmp_path / "none"))
+    assert nothing.exit_code == 2
+    assert "None of these combinations can be. model says which" in nothing.stderr
+    assert not (tmp_path / "none.csv").exists()

@@ -109,14 +109,15 @@ def _power_of_number(m: Model, number: Any, x: Value) -> str:
 
 
 def _atan2(m: Model, y: Value, x: Value) -> str:
-    """The angle of (x, y). Of zeros, only the sign of the value counts: atan2(-0.0, -1) is +pi here."""
+    """The angle of (x, y). Of zeros, only the sign of the value counts: atan2(-0.0, -1) is +pi here. NaN stays."""
     dtype = x.dtype
     zero, pi, quarter = m.number(0, dtype), m.number(math.pi, dtype), m.number(math.pi / 2, dtype)
     endless = m.call("And", m.call("IsInf", x), m.call("IsInf", y))
     across, up = (m.call("Where", endless, m.call("Sign", one), one) for one in (x, y))
     below = m.call("Less", up, zero)
     half = m.call("Where", below, m.call("Neg", pi), pi)
-    level = m.call("Where", m.call("Equal", up, zero), zero, m.call("Where", below, m.call("Neg", quarter), quarter))
+    above = m.call("Where", m.call("Greater", up, zero), quarter, up)
+    level = m.call("Where", below, m.call("Neg", quarter), above)
     angle = m.call("Atan", m.call("Div", up, across))
     left = m.call("Where", m.call("Less", across, zero), m.call("Add", angle, half), angle)
     return m.call("Where", m.call("Equal", across, zero), level, left)

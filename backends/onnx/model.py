@@ -163,6 +163,25 @@ class Model:
     def slice(self, value: Operand, dim: int, start: int, end: int, step: int = 1) -> str:
         return self.call("Slice", value, *(self.ints([bound]) for bound in (start, end, dim, step)))
 
+    def scan(self, op: str, value: Value, dim: int, start: int) -> str:
+        """The running results of a binary op along a dimension, from the number `start` on."""
+        helper = self._onnx.helper
+        kind, shape = ELEMENT_TYPES[value.dtype], [size for place, size in enumerate(value.shape) if place != dim]
+        infos = {
+            name: helper.make_tensor_value_info(name, kind, shape) for name in ("before", "one", "after", "shown")
+        }
+        nodes = [
+            helper.make_node(op, ["before", "one"], ["after"]),
+            helper.make_node("Identity", ["after"], ["shown"]),
+        ]
+        body = helper.make_graph(
+            nodes, f"{self.asking}.step", [infos["before"], infos["one"]], [infos["after"], infos["shown"]]
+        )
+        begin = self.expand(self.number(start, value.dtype), shape)
+        return self.calls(
+            2, "Scan", begin, value, body=body, num_scan_inputs=1, scan_input_axes=[dim], scan_output_axes=[dim]
+        )[1]
+
     # -- what it is given and gives
 
     def bind_input(self, port: int, shape: tuple[int, ...], dtype: torch.dtype) -> str:

@@ -63,15 +63,8 @@ def _cumsum(m: Model, x: Value, dim: int) -> str:
 
 
 def _cumprod(m: Model, x: Value, dim: int) -> str:
-    """By doubling: after pass k, each element is the product of the 2^k up to it."""
-    result, extent, reach = x.name, x.shape[dim], 1
-    while reach < extent:
-        shape = tuple(reach if place == dim else size for place, size in enumerate(x.shape))
-        ones = m.expand(m.number(1, x.dtype), shape)
-        shifted = m.call("Concat", ones, m.slice(result, dim, 0, extent - reach), axis=dim)
-        result = m.call("Mul", result, shifted)
-        reach *= 2
-    return result
+    """One after the other, as products of a part may overflow where those from the beginning on do not."""
+    return m.scan("Mul", x, dim, 1)
 
 
 def _rows(op: str) -> Callable[..., str]:

@@ -287,12 +287,19 @@ def _kth(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tenso
 
 
 def _median(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """The lower of the two in the middle."""
-    return _kth(x, (x.shape[dim] + 1) // 2, dim, keepdim)
+    """The lower of the two in the middle, or the first NaN. (Sorting is stable, and has NaN at the end.)"""
+    if not x.dtype.is_floating_point:
+        return _kth(x, (x.shape[dim] + 1) // 2, dim, keepdim)
+    count = x.shape[dim]
+    bad = x.isnan().sum(dim, keepdim=True)
+    place = torch.where(bad > 0, count - bad, (count - 1) // 2)
+    values, places = torch.sort(x, dim)
+    found = values.gather(dim, place), places.gather(dim, place)
+    return found if keepdim else (found[0].squeeze(dim), found[1].squeeze(dim))
 
 
 def _median_of_all(x: Tensor) -> Tensor:
-    return torch.sort(x.flatten(), 0)[0][(x.numel() - 1) // 2]
+    return _median(x.flatten(), 0)[0]
 
 
 def _scatter_reduce(

@@ -34,26 +34,30 @@ class _Tap:
 
 
 def _reflected(x: Tensor, low: float, span: float) -> tuple[Tensor, Tensor]:
-    """Folded back between `low` and `low + span`, as often as it takes; and the slope, 1 or -1."""
+    """Folded back between `low` and `low + span`, as often as it takes; and the slope, 1 or -1.
+
+    Computed as PyTorch's kernel for the CPU has it, so that what is too far away for its digits lands where it does
+    there; it may lie beyond the span then.
+    """
     if span == 0:
         return torch.zeros_like(x), torch.zeros_like(x)
     apart = x - low
     size = apart.abs()
-    rest = torch.fmod(size, span)
-    odd = torch.remainder(torch.floor(size / span), 2.0) != 0
+    rest = size - torch.floor(size / (2 * span)) * (2 * span)
+    odd = rest > 2 * span - rest
     turned = torch.where((apart < 0) != odd, -1.0, 1.0)
-    return torch.where(odd, span - rest, rest) + low, turned
+    return torch.minimum(rest, 2 * span - rest) + low, turned
 
 
 def _kept_inside(x: Tensor, extent: int, padding: int, aligned: bool) -> tuple[Tensor, Tensor]:
-    """A coordinate as the padding has it, and the slope of that by the coordinate."""
+    """A coordinate as the padding has it, and the slope of that by the coordinate. NaN is 0, as in PyTorch's kernel."""
     slope = torch.ones_like(x)
     if padding == ZEROS:
         return x, slope
     if padding == REFLECTION:
         x, slope = _reflected(x, 0.0, extent - 1.0) if aligned else _reflected(x, -0.5, float(extent))
     between = (x > 0) & (x < extent - 1)
-    return x.clamp(0, extent - 1), torch.where(between, slope, 0.0)
+    return torch.where(x > 0, x, 0.0).clamp(max=extent - 1), torch.where(between, slope, 0.0)
 
 
 def _cubic(t: Tensor) -> list[tuple[Tensor, Tensor]]:
