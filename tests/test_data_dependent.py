@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import relay
 from relay.capture.eager_call import generators_of
+from relay.errors import NonFiniteLoss
 
 pytestmark = pytest.mark.filterwarnings("ignore:layer")
 
@@ -127,6 +128,23 @@ def test_torch_optimizers_leave_experts_without_a_gradient_alone_too(build: Buil
     losses = reference.train(plain, batches(), 1, optimizer=momentum)
     trainer = build(ours, microbatches=1, optimizer=momentum)
     assert [trainer.step(batch).loss for batch in batches()] == losses
+    reference.assert_same_state(ours.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_what_a_refused_step_reached_is_forgotten_when_it_is_repeated(build: Build, microbatches: int) -> None:
+    ours, plain = pair(lambda: Whole(Routed))
+    decaying = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.5, fused=True)
+    losses = reference.train(plain, batches(), microbatches, optimizer=decaying)
+    trainer = build(ours, microbatches=microbatches, optimizer=relay.AdamW(lr=1e-2, weight_decay=0.5))
+    spoiled = {name: tensor.clone() for name, tensor in batches(7, rows=20)[-1].items()}
+    spoiled["targets"][0] = torch.nan
+    found = []
+    for batch in batches():
+        with pytest.raises(NonFiniteLoss):
+            trainer.step(spoiled)
+        found.append(trainer.step(batch).loss)
+    assert found == losses
     reference.assert_same_state(ours.state_dict(), plain.state_dict())
 
 

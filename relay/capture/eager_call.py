@@ -29,14 +29,13 @@ class Presence:
 
     def __init__(self) -> None:
         self.notes = 0
-        self._step = -1
         self._reached: set[int] = set()
 
-    def note(self, step: int, places: Sequence[int]) -> None:
-        """These were reached in that step."""
+    def note(self, microbatch: int, places: Sequence[int]) -> None:
+        """These were reached in that micro-batch; the first one begins anew, also where a step is repeated."""
         self.notes += 1
-        if step != self._step:
-            self._step, self._reached = step, set()
+        if microbatch == 0:
+            self._reached = set()
         self._reached.update(places)
 
     def reached(self) -> frozenset[int]:
@@ -184,7 +183,8 @@ class EagerCall:
                 if pairs
                 else (None,) * len(wanted)
             )
-        self.segment.presence.note(key.step, [place for place, gradient in enumerate(found) if gradient is not None])
+        reached = [place for place, gradient in enumerate(found) if gradient is not None]
+        self.segment.presence.note(key.microbatch, reached)
         made = [
             torch.zeros_like(tensor) if gradient is None else gradient
             for tensor, gradient in zip(wanted, found, strict=True)
