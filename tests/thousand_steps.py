@@ -1,4 +1,4 @@
-"""A script that trains a thousand steps with checkpoints; `test_endurance` runs it in a process that holds nothing else.
+"""Trains a thousand steps with checkpoints; `test_endurance` runs it in a process that holds nothing else.
 
 Prints, as JSON, what the process holds after 200 steps and after all: resident bytes, open files, threads, and the
 bytes of the ledger.
