@@ -133,25 +133,30 @@ class FaultyDevice(WrappedDevice):
         return FaultyHost(super().host(capacity, pinned), self.faults)
 
 
-class FaultyQueue(Queue):
-    """A queue with faults."""
+class WrappedQueue(Queue):
+    """A queue that hands its calls on to the one that it wraps, in a way that is said."""
 
-    def __init__(self, queue: Queue, faults: Faults) -> None:
+    def __init__(self, queue: Queue) -> None:
         self.name = queue.name
         self._queue = queue
-        self._faults = faults
+
+    @abc.abstractmethod
+    def submitted(
+        self, label: str, outputs: Sequence[View], wait: Sequence[Event], call: Callable[[Sequence[Event]], Event]
+    ) -> Event:
+        """Hand on a `call`, given what it is to wait for. `outputs` is the first view that it writes, if any."""
 
     def write(self, target: View, source: torch.Tensor, wait: Sequence[Event] = ()) -> Event:
-        return self._submit("write", [target], wait, lambda waits: self._queue.write(target, source, waits))
+        return self.submitted("write", [target], wait, lambda waits: self._queue.write(target, source, waits))
 
     def read(self, target: torch.Tensor, source: View, wait: Sequence[Event] = ()) -> Event:
-        return self._submit("read", [], wait, lambda waits: self._queue.read(target, source, waits))
+        return self.submitted("read", [], wait, lambda waits: self._queue.read(target, source, waits))
 
     def copy(self, target: View, source: View, wait: Sequence[Event] = ()) -> Event:
-        return self._submit("copy", [target], wait, lambda waits: self._queue.copy(target, source, waits))
+        return self.submitted("copy", [target], wait, lambda waits: self._queue.copy(target, source, waits))
 
     def fill(self, target: View, value: float, wait: Sequence[Event] = ()) -> Event:
-        return self._submit("fill", [target], wait, lambda waits: self._queue.fill(target, value, waits))
+        return self.submitted("fill", [target], wait, lambda waits: self._queue.fill(target, value, waits))
 
     def run(
         self,
@@ -165,9 +170,17 @@ class FaultyQueue(Queue):
         def call(waits: Sequence[Event]) -> Event:
             return self._queue.run(kernel, inputs, outputs, accumulate, key, waits)
 
-        return self._submit(kernel.program.name, outputs[:1], wait, call)
+        return self.submitted(kernel.program.name, outputs[:1], wait, call)
 
-    def _submit(
+
+class FaultyQueue(WrappedQueue):
+    """A queue with faults."""
+
+    def __init__(self, queue: Queue, faults: Faults) -> None:
+        super().__init__(queue)
+        self._faults = faults
+
+    def submitted(
         self, label: str, outputs: Sequence[View], wait: Sequence[Event], call: Callable[[Sequence[Event]], Event]
     ) -> Event:
         event, poisoned = self._faults.submit(self.name, label, wait, call)

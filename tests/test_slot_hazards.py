@@ -6,7 +6,7 @@ touch the same memory whether the waits they were given, and the queues they are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -17,10 +17,8 @@ from slot_bench import FEATURES, SIZE, Bench, content_of, expected_output, same_
 from hal.device import Device, Queue, View
 from hal.errors import HalError
 from hal.event import Event
-from hal.faults import WrappedDevice
+from hal.faults import WrappedDevice, WrappedQueue
 from hal.host import Host
-from hal.kernel import Kernel
-from hal.random import RandomKey
 from hal.slot import SlotContent
 
 # **** hazards, by results ****
@@ -130,42 +128,21 @@ def test_an_error_stops_what_follows_in_the_slot_until_it_is_settled(apart: Benc
 # **** hazards, all of them ****
 
 
-class WatchedQueue(Queue):
+class WatchedQueue(WrappedQueue):
     """A queue that remembers what each of its calls comes after."""
 
     def __init__(self, queue: Queue, before: dict[Event, list[Event]]) -> None:
-        self.name = queue.name
-        self._queue = queue
+        super().__init__(queue)
         self._before = before
         self._last: list[Event] = []
 
-    def _watched(self, event: Event, wait: Sequence[Event]) -> Event:
+    def submitted(
+        self, label: str, outputs: Sequence[View], wait: Sequence[Event], call: Callable[[Sequence[Event]], Event]
+    ) -> Event:
+        event = call(wait)
         self._before[event] = [*wait, *self._last]
         self._last = [event]
         return event
-
-    def write(self, target: View, source: torch.Tensor, wait: Sequence[Event] = ()) -> Event:
-        return self._watched(self._queue.write(target, source, wait), wait)
-
-    def read(self, target: torch.Tensor, source: View, wait: Sequence[Event] = ()) -> Event:
-        return self._watched(self._queue.read(target, source, wait), wait)
-
-    def copy(self, target: View, source: View, wait: Sequence[Event] = ()) -> Event:
-        return self._watched(self._queue.copy(target, source, wait), wait)
-
-    def fill(self, target: View, value: float, wait: Sequence[Event] = ()) -> Event:
-        return self._watched(self._queue.fill(target, value, wait), wait)
-
-    def run(
-        self,
-        kernel: Kernel,
-        inputs: Sequence[View],
-        outputs: Sequence[View],
-        accumulate: tuple[bool, ...] = (),
-        key: RandomKey | None = None,
-        wait: Sequence[Event] = (),
-    ) -> Event:
-        return self._watched(self._queue.run(kernel, inputs, outputs, accumulate, key, wait), wait)
 
 
 class WatchedDevice(WrappedDevice):
