@@ -15,7 +15,16 @@ import torch
 from torch import fx
 
 from relay.capture import trace
-from relay.weighing import CROSS_ENTROPIES, MEAN, LossWeight, is_sum, loss_weight_of, with_defaults
+from relay.weighing import (
+    CROSS_ENTROPIES,
+    MEAN,
+    STACKS,
+    LossWeight,
+    is_sum,
+    joins_losses,
+    loss_weight_of,
+    reduction_of,
+)
 
 aten = torch.ops.aten
 
@@ -25,7 +34,6 @@ _SAME = {
     aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default, aten.detach.default,
     aten._unsafe_view.default, aten.reshape.default,
 }  # fmt: skip
-_STACKS = {aten.stack.default, aten.cat.default}
 
 
 def find_loss_weight(
@@ -81,8 +89,8 @@ def _taken_apart(node: Any, reached: set[fx.Node], terms: list[fx.Node]) -> fx.N
     if not isinstance(node, fx.Node) or node not in reached:
         return None
     target, arguments = node.target, node.args
-    if target in _SUMS or target in _STACKS:
-        parts = arguments[0] if target in _STACKS else arguments[:2]
+    if target in _SUMS or target in STACKS:
+        parts = arguments[0] if target in STACKS else arguments[:2]
         found = (_taken_apart(part, reached, terms) for part in parts)  # type: ignore[union-attr]
         return next((one for one in found if one is not None), None)
     if target in _SAME:
@@ -100,19 +108,13 @@ def _taken_apart(node: Any, reached: set[fx.Node], terms: list[fx.Node]) -> fx.N
         return _taken_apart(over, reached, terms)
     if target in (aten.mean.default, aten.sum.default):
         (whole,) = node.all_input_nodes
-        if whole.target in _STACKS and all(one.meta["val"].dim() == 0 for one in whole.all_input_nodes):
+        if joins_losses(whole):
             return _taken_apart(whole, reached, terms)
-    if target is aten.mean.default or (target is aten.mean.dim and node.meta["val"].dim() == 0) or _is_mean(node):
+    of_all = target is aten.mean.default or (target is aten.mean.dim and node.meta["val"].dim() == 0)
+    if of_all or reduction_of(node) == MEAN:
         terms.append(node)
         return None
     return node
-
-
-def _is_mean(node: fx.Node) -> bool:
-    """Whether it is a loss that PyTorch was asked for the mean of."""
-    schema = getattr(node.target, "_schema", None)
-    names = [argument.name for argument in schema.arguments] if schema is not None else []
-    return "reduction" in names and with_defaults(node)[names.index("reduction")] == MEAN
 
 
 def _counts(number: Any, total: fx.Node) -> bool:

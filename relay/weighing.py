@@ -28,6 +28,10 @@ MEAN, SUM = 1, 2
 """PyTorch's numbers for the reductions of a loss."""
 
 
+STACKS = {aten.stack.default, aten.cat.default}
+"""Ops that put tensors side by side."""
+
+
 class LossWeight:
     """What a piece of a batch counts, from the piece's own tensors. `is_sum`: the loss is a sum, all count fully."""
 
@@ -73,7 +77,7 @@ def loss_weight_of(
     losses = [node for node in graph.nodes if node.op == "call_function" and node.target in CROSS_ENTROPIES]
     if len(losses) != 1:
         return None
-    arguments = with_defaults(losses[0])
+    arguments = _with_defaults(losses[0])
     target, weight, reduction, ignored = arguments[1:5]
     if reduction != MEAN or not isinstance(target, fx.Node) or target.meta["val"].dtype.is_floating_point:
         return None
@@ -103,16 +107,23 @@ def is_sum(loss: fx.Node) -> bool:
     if loss.op != "call_function":
         return False
     if loss.target is aten.sum.default:
-        (whole,) = loss.all_input_nodes
-        # A sum of a few losses, each a number, goes over these and not over the samples.
-        stacked = whole.target is aten.stack.default
-        return not (stacked and all(one.meta["val"].dim() == 0 for one in whole.all_input_nodes))
-    schema = getattr(loss.target, "_schema", None)
+        return not joins_losses(loss.all_input_nodes[0])
+    return reduction_of(loss) == SUM
+
+
+def reduction_of(node: fx.Node) -> object:
+    """What one of PyTorch's own losses was asked to be of its elements (`MEAN`, `SUM`); None for any other op."""
+    schema = getattr(node.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
-    return "reduction" in names and with_defaults(loss)[names.index("reduction")] == SUM
+    return _with_defaults(node)[names.index("reduction")] if "reduction" in names else None
 
 
-def with_defaults(node: fx.Node) -> list[object]:
+def joins_losses(node: fx.Node) -> bool:
+    """Whether it puts a few losses, each a number, side by side: what is taken over these goes over no samples."""
+    return node.target in STACKS and all(one.meta["val"].dim() == 0 for one in node.all_input_nodes)
+
+
+def _with_defaults(node: fx.Node) -> list[object]:
     """An op's arguments by place, those not given as its schema has them."""
     schema = node.target._schema  # type: ignore[union-attr]
     values = []
