@@ -28,6 +28,11 @@ ALL = INTEGERS | HALVES | {torch.float32, torch.float64}
 NO_ADVICE: Mapping[torch.dtype, str] = MappingProxyType({})
 
 
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """What is computed in where there is no arithmetic in a half; any other dtype itself."""
+    return torch.float32 if dtype in HALVES else dtype
+
+
 def computes(info: DeviceInfo, dtype: torch.dtype) -> bool:
     """Whether a device can do arithmetic on numbers of that dtype without losing any of their precision."""
     return dtype in info.compute or any(_is_wider(other, dtype) for other in info.compute)

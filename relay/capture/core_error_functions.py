@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal.dtypes import widened
+
 aten = torch.ops.aten
 
 _COEFFICIENTS = (
@@ -38,9 +40,7 @@ def _scaled_erfc(x: Tensor) -> Tensor:
 
 
 def _real(x: Tensor) -> Tensor:
-    if x.dtype in (torch.float16, torch.bfloat16):
-        return x.float()
-    return x if x.dtype.is_floating_point else x.to(torch.get_default_dtype())
+    return x.to(widened(x.dtype) if x.dtype.is_floating_point else torch.get_default_dtype())
 
 
 def _erfc(x: Tensor) -> Tensor:

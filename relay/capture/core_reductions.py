@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hal.dtypes import widened
 from hal.op_rules import Spec
 from relay.capture.core_builder import Builder, part_spec
 from relay.capture.core_call import Call
@@ -111,14 +112,9 @@ def _variance(builder: Builder, call: Call) -> Any:
     return parts if call.target is aten.var_mean.correction else parts[0]
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that statistics are computed in."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 def _group_norm(builder: Builder, call: Call) -> Any:
     """In float32 where the input has less. Source: Wu and He, "Group Normalization", ECCV 2018, equation 2."""
-    spec, dtype = call.spec, _wide(call.spec.dtype)
+    spec, dtype = call.spec, widened(call.spec.dtype)
     x = builder.cast(call.x, dtype)
     groups = call.get("group")
     grouped = builder.view(x, [spec.shape[0], groups, spec.count // (spec.shape[0] * groups)])
@@ -141,7 +137,7 @@ def _group_norm(builder: Builder, call: Call) -> Any:
 def _layer_norm(builder: Builder, call: Call) -> Any:
     """All of it is computed in float32 where the input has less."""
     x, shape, weight, bias, epsilon = call.args
-    dtype = _wide(call.spec.dtype)
+    dtype = widened(call.spec.dtype)
     parameters = [None if one is None else builder.cast(one, dtype) for one in (weight, bias)]
     node = builder.call(call.target, builder.cast(x, dtype), list(shape), *parameters, float(epsilon))
     return tuple(builder.cast(builder.item(node, place), wanted.dtype) for place, wanted in enumerate(call.wanted))

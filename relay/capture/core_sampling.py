@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal.dtypes import widened
+
 aten = torch.ops.aten
 
 LINEAR, NEAREST, CUBIC = range(3)
@@ -126,7 +128,7 @@ def _corners(grid: Tensor, sizes: tuple[int, ...], mode: int, padding: int, alig
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return x.to(widened(x.dtype))
 
 
 def _sample(x: Tensor, grid: Tensor, mode: int, padding: int, align_corners: bool) -> Tensor:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal.dtypes import widened
+
 aten = torch.ops.aten
 
 Join = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
@@ -67,8 +69,7 @@ def _logcumsumexp(x: Tensor, dim: int) -> Tensor:
         large, small = torch.maximum(old[0], new[0]), torch.minimum(old[0], new[0])
         return [torch.where(large.abs() == math.inf, large, large + torch.log1p(torch.exp(small - large)))]
 
-    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    return _scan([wide], [-math.inf], dim % x.dim(), join)[0].to(x.dtype)
+    return _scan([x.to(widened(x.dtype))], [-math.inf], dim % x.dim(), join)[0].to(x.dtype)
 
 
 # -- embeddings of bags ---------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from hal.dtypes import HALVES
 from relay.capture.dtypes import NORMS
 from relay.errors import CaptureError
 
@@ -32,8 +33,6 @@ _PRODUCTS: frozenset[Any] = frozenset(
 
 _CLASSES: frozenset[Any] = frozenset({aten.nll_loss_forward.default, aten.nll_loss2d_forward.default})
 """Losses whose second tensor holds numbers of classes."""
-
-_LOW = (torch.bfloat16, torch.float16)
 
 
 def check_operands(graph: fx.Graph, module: nn.Module, inputs: Sequence[torch.Tensor], layer: str, loss: bool) -> None:
@@ -68,7 +67,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 def _suits_norm(given: Sequence[torch.dtype]) -> bool:
     """Norms take low-precision values with parameters and statistics in float32."""
-    return len(set(given)) <= 1 or (given[0] in _LOW and set(given[1:]) == {torch.float32})
+    return len(set(given)) <= 1 or (given[0] in HALVES and set(given[1:]) == {torch.float32})
 
 
 def _listed(dtypes: Sequence[torch.dtype]) -> str:
