@@ -43,10 +43,15 @@ PIECES = 24
 """Pieces that a layer is cut into between those two limits."""
 
 
+def aligned(size: int) -> int:
+    """Bytes up to where the next tensor may begin."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 def _chunks(flat: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
     """A flat tensor of bytes in pieces, with the offset of each."""
     size = flat.numel()
-    chunk = min(max(SHORT_CHUNK, -(-size // (PIECES * ALIGNMENT)) * ALIGNMENT), CHUNK)
+    chunk = min(max(SHORT_CHUNK, aligned(-(-size // PIECES))), CHUNK)
     return [(start, flat[start : start + chunk]) for start in range(0, size, chunk)] or [(0, flat)]
 
 
@@ -81,7 +86,7 @@ def lay_out(tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> tuple[tup
     for shape, dtype in tensors:
         place = Field(offset, shape, dtype)
         fields.append(place)
-        offset += -(-place.size // ALIGNMENT) * ALIGNMENT
+        offset += aligned(place.size)
     return tuple(fields), offset
 
 

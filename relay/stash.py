@@ -21,7 +21,7 @@ import torch
 from hal.device import Buffer, Device, Queue, View
 from hal.event import Event
 from hal.host import Host
-from hal.slot import ALIGNMENT, Field
+from hal.slot import Field, aligned
 from relay.segments import Value
 
 STASH_STATE = "stash of boundary activations"
@@ -109,7 +109,7 @@ def plan_stash(lives: dict[Key, Life], accesses_per_visit: int) -> StashPlan:
     plan = StashPlan()
     busy_until: list[int] = []
     for key, life in sorted(lives.items(), key=lambda item: item[1].first):
-        size = -(-life.size // ALIGNMENT) * ALIGNMENT
+        size = aligned(life.size)
         for cell, last in enumerate(busy_until):
             free = last < life.first and plan.sizes[cell] == size
             if free and plan.streams[cell] == life.streams and plan.kept[cell] == life.kept:

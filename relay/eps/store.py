@@ -22,7 +22,7 @@ from torch import nn
 from hal.event import Event
 from hal.host import Host
 from hal.pages import give_back_free_memory
-from hal.slot import ALIGNMENT, Field, SlotContent, lay_out
+from hal.slot import Field, SlotContent, aligned, lay_out
 from relay.errors import ModelChanged
 
 WEIGHTS = "weights"
@@ -261,7 +261,7 @@ class LayerStore:
 
 def extent(tensor: torch.Tensor) -> int:
     """Bytes that a tensor takes of a region, up to where the next one may begin."""
-    return -(-tensor.numel() * tensor.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    return aligned(tensor.numel() * tensor.dtype.itemsize)
 
 
 def _as_they_lie(stored: Sequence[_Stored], fields: Sequence[Field]) -> tuple[tuple[int, torch.Tensor], ...]:
