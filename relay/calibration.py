@@ -24,6 +24,7 @@ from hal.device import Device, DeviceInfo, View
 from hal.event import Event
 from hal.kernel import Program
 from hal.random import RandomKey
+from hal.spec import COLUMNS
 from hal.work import work_of
 from relay.ambient import as_if_alone
 from relay.capture import graphs_for
@@ -41,8 +42,6 @@ HOST_DEVICES = ("cpu", "numpy")
 """Backends that compute on the host even where they keep a memory apart."""
 
 CHUNK = 32 * 2**20
-LEAST_ATTENTION = 0.01
-"""Of the rate of matrix products: the least that a description may say."""
 REPEATS = 5
 
 
@@ -222,7 +221,7 @@ def fit(programs: Sequence[Program], seconds: Sequence[float]) -> dict[str, floa
         "launch": launch,
         "rate": 1 / product,
         "ramp": ramp / product,
-        "attention": max(product / max(attention, product), LEAST_ATTENTION),
+        "attention": max(product / max(attention, product), COLUMNS["device"]["attention"].low),
         "bandwidth": 1 / max(moved, 1e-13),  # at most what a description may say
         "error": float(np.mean(np.abs(predicted / target - 1))),
     }
