@@ -11,10 +11,7 @@ from typing import Any
 
 from relay.configurations import read_configuration
 from relay.meta_models import MetaModel
-from relay.shapes import BYTES, LEARNED_POSITIONS, MODELS, ModelShape, ShapeError
-
-VOCABULARY = 50257
-"""GPT-2's, of models by numbers."""
+from relay.shapes import BYTES, LEARNED_POSITIONS, MODELS, VOCABULARY, ModelShape, ShapeError
 
 
 @dataclass(frozen=True)

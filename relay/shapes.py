@@ -35,6 +35,9 @@ class ShapeError(RelayError, ValueError):
 BYTES = 256
 """The vocabulary of the GPT over bytes that `relay train` trains, whose embedding and head are one matrix."""
 
+VOCABULARY = 50257
+"""GPT-2's, of models by numbers that say nothing else."""
+
 _LEAST = {"layers": 1, "hidden": 1, "heads": 1, "vocabulary": 1, "ffn": 0, "kv_heads": 0, "head_size": 0}
 
 
@@ -48,7 +51,7 @@ class ModelShape:
     layers: int
     hidden: int
     heads: int
-    vocabulary: int = 50257
+    vocabulary: int = VOCABULARY
     ffn: int = 0
     kv_heads: int = 0
     gated: bool = False
@@ -147,6 +150,15 @@ LEARNED_POSITIONS = {
 """How long the tables of positions are, of those that have one."""
 
 
+def _attended(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+    """(B, T, A S): attention where several heads of queries (B, A, T, S) share one of keys and values (B, K, T, S)."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    mixed = F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+    return mixed.transpose(1, 2).flatten(2)
+
+
 class GatedBlock(nn.Module):
     """A layer as Llama has it: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
 
@@ -169,11 +181,7 @@ class GatedBlock(nn.Module):
         query = self._turned(self.query(normed), self.heads)  # (B, A, T, H/A)
         key = self._turned(self.key(normed), self.key_heads)
         value = self._split(self.value(normed), self.key_heads)
-        groups = self.heads // self.key_heads
-        if groups > 1:
-            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
-        stream = stream + self.attention_out(mixed.transpose(1, 2).flatten(2))
+        stream = stream + self.attention_out(_attended(query, key, value, self.causal))
         normed = self.feed_norm(stream)
         return stream + self.feed_out(F.silu(self.gate(normed)) * self.feed_in(normed))
 
@@ -203,11 +211,7 @@ class GroupedBlock(Block):
     def attention(self, states: Tensor) -> Tensor:
         joint = self.attention_in(states).unflatten(2, (-1, self.size)).transpose(1, 2)  # (B, A + 2 K, T, S)
         query, key, value = joint.split([self.heads, self.key_heads, self.key_heads], 1)
-        groups = self.heads // self.key_heads
-        if groups > 1:
-            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)  # (B, A, T, S)
-        return self.attention_out(mixed.transpose(1, 2).flatten(2))  # (B, T, H)
+        return self.attention_out(_attended(query, key, value, self.causal))  # (B, T, H)
 
 
 class _Start(nn.Module):

@@ -28,7 +28,7 @@ from relay.fitting import shortfalls, suggestions
 from relay.host_sides import HostSides
 from relay.keywords import refuse_unknown
 from relay.meta_models import MetaModel
-from relay.shapes import ModelShape, ShapeError
+from relay.shapes import VOCABULARY, ModelShape, ShapeError
 from relay.simulated_step import Memory, RunShape, SimulatedRun, Step
 
 ENERGY_ERROR = 0.37
@@ -223,7 +223,7 @@ def simulate(
     layers: int | None = None,
     hidden: int | None = None,
     heads: int | None = None,
-    vocabulary: int = 50257,
+    vocabulary: int = VOCABULARY,
     ffn: int = 0,
     tied: bool | None = None,
     device: str | Machine = "generic",
@@ -241,7 +241,7 @@ def simulate(
 ) -> Simulation:
     """Simulate one training step.
 
-    The model is a name, a `config.json`, numbers (as `resolve` takes them), or an `nn.Module` (on torch's meta device
+    The model is a name, a `config.json`, numbers (as `describe` takes them), or an `nn.Module` (on torch's meta device
     it takes no memory) with an `example` of a step's batch. `device`, `link` and `host` are presets or TOML files (or
     one `Machine`); `host_memory` and `capacity` (of the device) are bytes, or such as "512GB". `run` takes `sequence`,
     `batch`, `microbatches` (one a sequence where it is not given), `state_dtype`, `stash`, `slots`, `layers_per_slot`,
