@@ -12,6 +12,7 @@ import click
 
 from relay.collecting import SeldomCollected
 from relay.console import json_option, print_json
+from relay.files import write_whole
 from relay.shared_options import (
     AT_LEAST_ONE,
     clip_option,
@@ -68,7 +69,7 @@ def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any
     for note in chosen.expected.notes:
         click.echo(f"note: {note}", err=True)
     if out is not None:
-        out.write_text(chosen.as_toml(), encoding="utf-8")
+        write_whole(out, chosen.as_toml())
         if chosen.caution is not None:
             click.echo(f"written: {out}. {chosen.caution}", err=True)
     if as_json:
