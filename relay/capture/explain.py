@@ -36,6 +36,12 @@ def unlogged() -> Iterator[None]:
         log.disabled = before
 
 
+def in_short(failure: Exception) -> str:
+    """Its kind and the first line that it says."""
+    lines = str(failure).strip().splitlines()
+    return f"{type(failure).__name__}: {lines[0] if lines else ''}"
+
+
 def operation(failure: Exception) -> str:
     """The op at which a trace failed; empty where the failure does not say."""
     named = getattr(failure, "func", None)
@@ -77,8 +83,7 @@ def explain(failure: Exception, layer: str) -> RelayError:
             op=op,
             by_data=True,
         )
-    text = str(failure).strip().splitlines()
-    return CaptureError(f"layer {layer!r} cannot be captured: {kind}: {text[0] if text else ''}", layer=layer, op=op)
+    return CaptureError(f"layer {layer!r} cannot be captured: {in_short(failure)}", layer=layer, op=op)
 
 
 def reason(failure: Exception, layer: str) -> str | None:
@@ -90,18 +95,16 @@ def reason(failure: Exception, layer: str) -> str | None:
     explained = explain(failure, layer)
     if isinstance(explained, CaptureError) and explained.by_data:
         return f"{explained.op or 'an op'} makes its shapes or its control flow depend on the data"
-    text = str(failure).strip().splitlines()
-    return f"it cannot be captured ({type(failure).__name__}: {text[0] if text else ''})"
+    return f"it cannot be captured ({in_short(failure)})"
 
 
 def explain_eager(failure: Exception, layer: str, why: str) -> RelayError:
     """The error for a layer that cannot be captured, and that PyTorch does not run on made-up numbers either."""
     if isinstance(failure, RelayError) or _NO_DERIVATIVE.search(str(failure)):
         return explain(failure, layer)
-    text = str(failure).strip().splitlines()
     return CaptureError(
         f"layer {layer!r} cannot be captured, since {why}; and run eagerly on small numbers and zeros of the right "
-        f"shapes, to learn the shapes that come out, it fails: {type(failure).__name__}: {text[0] if text else ''}",
+        f"shapes, to learn the shapes that come out, it fails: {in_short(failure)}",
         layer=layer,
     )
 

@@ -37,7 +37,7 @@ from relay.capture.core import Lowering, attention, decompositions
 from relay.capture.dtypes import correct_statistics
 from relay.capture.eager import eager_programs
 from relay.capture.elsewhere import CPU, fakes_on, missing, spell_out
-from relay.capture.explain import HasEffect, explain_eager, operation, reason, sparse_gradient
+from relay.capture.explain import HasEffect, explain_eager, in_short, operation, reason, sparse_gradient
 from relay.capture.extraction import Extraction
 from relay.capture.keyed import draws_by_itself
 from relay.capture.layouts import Order, order_of, stored
@@ -210,7 +210,7 @@ def _trace_elsewhere(
                 traced = _trace(module, inputs, compute, has_spare, Lowering.PORTABLE, seeds, strides, unreached, place)
             return traced
         except Exception as failure:
-            why = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0] if str(failure) else ''}"
+            why = in_short(failure)
     logger.warning("%s is traced for any device, attention as matrix products, and not for %s: %s", name, place, why)
     return _trace(module, inputs, compute, has_spare, Lowering.PORTABLE, seeds, strides, unreached)
 
