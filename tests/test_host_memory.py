@@ -1,7 +1,6 @@
 """The host's memory: a true ledger, refusals before anything is touched, page-locked pieces, nothing that grows."""
 
 import gc
-import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -262,49 +261,7 @@ def test_what_was_locked_is_given_back_with_the_trainer() -> None:
     assert locked_bytes() == before
 
 
-# **** over a thousand steps ****
-
-
-def resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-@on_linux
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"device": "cpu"},
-        {"device": "cpu:discrete", "stash": "host", "clip_grad_norm": 1.0, "precision": "bf16", "state_dtype": "int8"},
-    ],
-    ids=["plain", "everything on"],
-)
-def test_memory_threads_and_files_stay_the_same_over_a_thousand_steps(build: Build, options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    layers = [nn.Linear(8, 8) for _ in range(4)]
-    batch = (torch.randn(8, 8), torch.randn(8, 8))
-    trainer = build(layers, loss=nn.functional.mse_loss, microbatches=2, **options)
-
-    def counts() -> tuple[int, int, int]:
-        trainer.synchronize()
-        gc.collect()
-        return threads(), open_files(), trainer.ledger.total
-
-    for _ in range(200):
-        trainer.step(batch)
-    before, resident = counts(), resident_bytes()
-    for _ in range(1000):
-        trainer.step(batch)
-    assert counts() == before
-    assert resident_bytes() - resident < 2_000_000
+# **** whatever layers meet ****
 
 
 @pytest.mark.parametrize("name", ["cpu", "cpu:discrete"])
