@@ -34,7 +34,7 @@ test-full: $(DEV_READY)
 	for order in late random:0 random:1 random:2 random:3 random:4 random:5 random:6 random:7 random:8 random:9; do \
 		$(BIN)/python -m pytest -n $(JOBS) --adversary $$order || exit 1; \
 	done
-	RELAY_FULL_MATRIX=$(CASES) $(BIN)/python -m pytest -n $(JOBS) tests/test_parity_matrix.py tests/test_family_matrix.py
+	RELAY_FULL_MATRIX=$(CASES) $(BIN)/python -m pytest -n $(JOBS) tests/relay/test_parity_matrix.py tests/relay/test_family_matrix.py
 
 lint: $(DEV_READY)
 	$(BIN)/ruff check .

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from backends.host_memory import HostDevice, HostQueue, describe_processor, memory_size, self_test
-from backends.torch_program import lower
+from backends.torch_device.program import lower
 from hal import dtypes
 from hal.device import HOST_CORES, NATIVE, UNIFIED, Backend, Device, DeviceInfo, Probe, View
 from hal.errors import Unavailable
-from hal.kernel import Kernel, Program
+from hal.kit.host_device import HostDevice, HostQueue, describe_processor, memory_size, self_test
 from hal.memory import format_size
+from hal.program import Kernel, Program
 from hal.random import RandomKey
 
 NUMA_NODES = Path("/sys/devices/system/node")

@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from backends.array_program import lower
-from backends.arrays import Arrays, stored_dtype
-from backends.host_memory import HostDevice, HostQueue, describe_processor, memory_size, self_test
+from backends.arrays.dtypes import Arrays, stored_dtype
+from backends.arrays.program import lower
 from hal import random as counter_random
-from hal.compiled import compiled
 from hal.device import Backend, Device, DeviceInfo, Probe, View
 from hal.dtypes import ALL, INTEGERS
 from hal.errors import Unavailable
-from hal.gaps import Gap
-from hal.kernel import Kernel, Program
+from hal.kit.host_device import HostDevice, HostQueue, describe_processor, memory_size, self_test
+from hal.known_gaps import Gap
+from hal.numba_cache import compiled
 from hal.ops import check
+from hal.program import Kernel, Program
 from hal.random import RandomKey
 
 _ADVICE = {torch.float64: "Use 'numpy:float64', which does, or float32."}

@@ -22,7 +22,7 @@ from torch import fx, nn
 
 from hal import registry
 from hal.device import Device, View
-from hal.kernel import Kernel, Port, Program, Role
+from hal.program import Kernel, Port, Program, Role
 from relay.capture import capture, graphs_for
 from relay.models import GPT
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from hal import registry
-from hal.kernel import Role
+from hal.program import Role
 from relay.capture import Lowering, capture
-from relay.models import Block
+from relay.models.gpt import Block
 
 GRADIENTS = (Role.PARAMETER_GRADIENT, Role.VALUE_GRADIENT)
 

@@ -27,9 +27,9 @@ import numba
 import torch
 from llvmlite.binding import get_host_cpu_features
 
-from relay.eps import fused
-from relay.eps.small_states import Int8State
-from relay.eps.threads import work_through
+from relay.optim import fused
+from relay.optim.int8_state import Int8State
+from relay.optim.thread_pool import work_through
 
 BYTES_A_PARAMETER = 28
 PAUSE = 0.02  # seconds in which the last contestant's threads stop spinning for more work and free their cores

@@ -21,8 +21,8 @@ import relay
 from hal import registry
 from hal.device import Device
 from hal.errors import Unavailable
-from hal.kernel import Kernel, Program
 from hal.ops import calls, name_of
+from hal.program import Kernel, Program
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -145,7 +145,7 @@ def conformance(device: str) -> Callable[[Setting], dict[str, Any]]:
 
 def gpu_tests(setting: Setting) -> dict[str, Any]:
     """The tests of the suite that need a GPU."""
-    marked = [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in path.read_text("utf-8")]
+    marked = [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text("utf-8")]
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "gpu", *marked]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 5):

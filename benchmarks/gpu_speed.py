@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import relay
 from hal import registry, spec
-from relay.calibration import calibrate
-from relay.shapes import ModelShape
+from relay.simulation.calibrate import calibrate
+from relay.simulation.transformer_shape import ModelShape
 
 
 def copies(setting: Setting) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import relay
 from backends.cpu import CpuDevice, CpuKernel
 from hal import registry
-from hal.kernel import Kernel, Program
+from hal.program import Kernel, Program
 from relay.models import GPT
 
 

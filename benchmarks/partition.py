@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 import relay
-from hal.pages import give_back_free_memory
-from relay.huggingface import empty_weights, load_weights
+from hal.page_lock import give_back_free_memory
+from relay.models.huggingface import empty_weights, load_weights
 
 
 def resident() -> int:

@@ -24,9 +24,9 @@ import torch
 
 import relay
 from hal import spec
-from relay.calibration import calibrate
 from relay.models import GPT
-from relay.shapes import ModelShape
+from relay.simulation.calibrate import calibrate
+from relay.simulation.transformer_shape import ModelShape
 
 Shape = tuple[int, int, int, int, int, str, int, bool | int]
 

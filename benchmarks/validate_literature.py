@@ -22,13 +22,12 @@ import torch
 from torch import fx
 
 import relay
-import relay.simulation
 from hal import registry, spec
 from hal.host import HostWork
-from hal.kernel import Port, Program, Role
+from hal.program import Port, Program, Role
 from hal.spec import Machine
-from hal.virtual import VirtualBackend
-from relay.shapes import ModelShape
+from hal.spec.timeline import VirtualBackend
+from relay.simulation.transformer_shape import MODELS, ModelShape
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "benchmarks" / "data" / "validation.csv"
@@ -128,7 +127,7 @@ def streamed(row: dict[str, str], factor: float) -> float:
     recomputed = re.search(r"recompute ([0-9.]+) %", row["source"])
     assert recomputed is not None
     found = simulated(
-        row, machine, "bf16", batch, max(1, 65536 // 8192), shape=relay.simulation.MODELS["llama-3-8b"],
+        row, machine, "bf16", batch, max(1, 65536 // 8192), shape=MODELS["llama-3-8b"],
         state_dtype="bf16", recompute=round(float(recomputed[1]) / 100 * int(row["layers"])),
     )  # fmt: skip
     return float(found.tokens_per_second)

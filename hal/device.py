@@ -34,10 +34,10 @@ import torch
 
 from hal.errors import Unsupported
 from hal.event import Event
-from hal.gaps import Gap
 from hal.host import Host
-from hal.kernel import Kernel, Program
+from hal.known_gaps import Gap
 from hal.memory import MemoryUse
+from hal.program import Kernel, Program
 from hal.random import RandomKey
 
 UNIFIED = "unified"

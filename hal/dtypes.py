@@ -14,7 +14,7 @@ import torch
 
 from hal.device import DeviceInfo
 from hal.errors import Unsupported
-from hal.kernel import Program
+from hal.program import Program
 
 INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
 """Whole numbers, truths among them."""

@@ -17,7 +17,7 @@ import torch
 
 from hal.event import Event
 from hal.memory import MemoryAccount, MemoryUse, format_size
-from hal.pages import LockedMemory
+from hal.page_lock import LockedMemory
 from hal.worker import Worker
 
 

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from hal.compiled import compiled
+from hal.numba_cache import compiled
 
 __all__ = [
     "MAXIMUM_ELEMENTS",

@@ -28,7 +28,7 @@ import torch
 
 from hal.device import Buffer, Device, Queue, View
 from hal.event import Event
-from hal.kernel import Kernel
+from hal.program import Kernel
 from hal.random import RandomKey
 
 ALIGNMENT = 64

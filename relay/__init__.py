@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hal.device import Device, Probe
     from hal.registry import devices, open
-    from relay.buckets import Buckets
-    from relay.checkpoints import Checkpoints, Terminated
-    from relay.eps.optimizers import LAMB, SGD, Adam, AdamW, Lion
+    from relay.checkpoint_manager import Checkpoints, Terminated
+    from relay.data.buckets import Buckets
+    from relay.data.resumable import Batches, Shuffle
     from relay.errors import (
         BatchError,
         CaptureError,
@@ -27,32 +27,32 @@ if TYPE_CHECKING:
         PartitionError,
         RelayError,
     )
-    from relay.loading import Batches, Shuffle
     from relay.metrics import Metrics
-    from relay.planning import NoPlan, Plan, plan
-    from relay.simulation import DoesNotFit, Simulation, simulate
-    from relay.trace import Trace
+    from relay.optim.optimizers import LAMB, SGD, Adam, AdamW, Lion
+    from relay.runtime.trace import Trace
+    from relay.simulation.plan import NoPlan, Plan, plan
+    from relay.simulation.simulate import DoesNotFit, Simulation, simulate
     from relay.trainer import Trainer
 
 _HOMES = {
-    "Adam": "relay.eps.optimizers",
-    "AdamW": "relay.eps.optimizers",
-    "LAMB": "relay.eps.optimizers",
-    "Lion": "relay.eps.optimizers",
-    "SGD": "relay.eps.optimizers",
-    "Trace": "relay.trace",
+    "Adam": "relay.optim.optimizers",
+    "AdamW": "relay.optim.optimizers",
+    "LAMB": "relay.optim.optimizers",
+    "Lion": "relay.optim.optimizers",
+    "SGD": "relay.optim.optimizers",
+    "Trace": "relay.runtime.trace",
     "LossScaleExhausted": "relay.errors",
     "ModelChanged": "relay.errors",
     "BatchError": "relay.errors",
-    "Buckets": "relay.buckets",
-    "Batches": "relay.loading",
+    "Buckets": "relay.data.buckets",
+    "Batches": "relay.data.resumable",
     "CheckpointError": "relay.errors",
-    "Checkpoints": "relay.checkpoints",
-    "Shuffle": "relay.loading",
-    "Terminated": "relay.checkpoints",
+    "Checkpoints": "relay.checkpoint_manager",
+    "Shuffle": "relay.data.resumable",
+    "Terminated": "relay.checkpoint_manager",
     "CaptureError": "relay.errors",
     "Device": "hal.device",
-    "DoesNotFit": "relay.simulation",
+    "DoesNotFit": "relay.simulation.simulate",
     "GradientOverflow": "relay.errors",
     "InconsistentState": "relay.errors",
     "Metrics": "relay.metrics",
@@ -60,14 +60,14 @@ _HOMES = {
     "PartitionError": "relay.errors",
     "Probe": "hal.device",
     "RelayError": "relay.errors",
-    "Simulation": "relay.simulation",
+    "Simulation": "relay.simulation.simulate",
     "Trainer": "relay.trainer",
     "devices": "hal.registry",
-    "NoPlan": "relay.planning",
-    "Plan": "relay.planning",
+    "NoPlan": "relay.simulation.plan",
+    "Plan": "relay.simulation.plan",
     "open": "hal.registry",
-    "plan": "relay.planning",
-    "simulate": "relay.simulation",
+    "plan": "relay.simulation.plan",
+    "simulate": "relay.simulation.simulate",
 }
 
 __all__ = [

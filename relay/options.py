@@ -6,9 +6,10 @@ TypeError, and name the option.
 
 from __future__ import annotations
 
+import difflib
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -16,10 +17,12 @@ import torch
 from torch import nn
 
 from hal.memory import parse_size
-from relay.eps.bound import STATE_DTYPES
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What each precision computes in."""
+
+STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
+"""What each state dtype is stored in."""
 
 FIXED_SCALE = 65536.0
 """What a loss scale given as "fixed" stays at: where a dynamic one begins."""
@@ -111,3 +114,22 @@ def shared_inputs(names: Sequence[str], whole: bool) -> tuple[str, ...]:
 def size_or_none(size: int | str | None) -> int | None:
     """Bytes, where a limit is given."""
     return None if size is None else parse_size(size)
+
+
+def refuse_unknown(function: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raise TypeError for a keyword that is not known, with the one that it resembles."""
+    for name in given:
+        if name not in known:
+            near = [one for one in known if one.startswith(name)] or difflib.get_close_matches(name, known, 1)
+            hint = f" Did you mean {near[0]!r}?" if near else f" It takes {', '.join(known)}."
+            raise TypeError(f"relay.{function}() takes no {name!r}.{hint}")
+
+
+def several(function: str, name: str, values: Any) -> tuple[Any, ...]:
+    """The values to choose from. TypeError for a single one, ValueError for none."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(f"relay.{function}() chooses {name} among several: give a list, such as [{values!r}].")
+    found = tuple(values)
+    if not found:
+        raise ValueError(f"relay.{function}() chooses {name} among those given, and none were: {name}={values!r}.")
+    return found

@@ -17,15 +17,8 @@ from torch import nn
 
 from hal.host import Ledger
 from hal.memory import parse_size
-from relay.ambient import as_if_alone
-from relay.architecture import edit_blocks, inserted, names_by_tensor, removed, renames, reordered, replaced
-from relay.eps.checkpoint import SHARD_BYTES, Checkpoint, Progress
-from relay.eps.optimizers import RelayOptimizer
-from relay.eps.scaling import LossScale
-from relay.errors import InconsistentState
-from relay.huggingface import save_pretrained
-from relay.recorder import Recorder
-from relay.saving import (
+from relay.checkpoint.format import SHARD_BYTES, Checkpoint, Progress
+from relay.checkpoint.saving import (
     Saving,
     check_fits,
     group_names,
@@ -35,7 +28,14 @@ from relay.saving import (
     start,
     states_of,
 )
-from relay.session import Session
+from relay.errors import InconsistentState
+from relay.models.huggingface import save_pretrained
+from relay.optim.loss_scale import LossScale
+from relay.optim.optimizers import RelayOptimizer
+from relay.partition.edit_layers import edit_blocks, inserted, names_by_tensor, removed, renames, reordered, replaced
+from relay.runtime.compiler import Recorder
+from relay.runtime.grad_mode import as_if_alone
+from relay.runtime.session import Session
 
 logger = logging.getLogger("relay")
 

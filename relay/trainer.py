@@ -21,22 +21,23 @@ from torch import nn
 from hal import registry
 from hal.errors import DeviceLost
 from hal.host import Host
-from relay import options, passes
-from relay.ambient import as_if_alone
-from relay.buckets import Buckets
+from relay import options
 from relay.capture import graphs_for
-from relay.eps.bound import as_spec, bind
-from relay.eps.groups import split_into_groups
-from relay.eps.optimizers import AdamW, RelayOptimizer
-from relay.eps.scaling import LossScale
+from relay.data.buckets import Buckets
+from relay.eps.optimizer_state import as_spec, bind
 from relay.eps.server import Clipping, ParameterServer
 from relay.eps.store import LayerStore
 from relay.errors import NonFiniteLoss, PartitionError
 from relay.metrics import Metrics
-from relay.recorder import Ready, Recorder
+from relay.optim.loss_scale import LossScale
+from relay.optim.optimizers import AdamW, RelayOptimizer
+from relay.optim.param_groups import split_into_groups
 from relay.run_state import RunState
-from relay.session import Session
-from relay.trace import Trace
+from relay.runtime import run_step
+from relay.runtime.compiler import Ready, Recorder
+from relay.runtime.grad_mode import as_if_alone
+from relay.runtime.session import Session
+from relay.runtime.trace import Trace
 
 logger = logging.getLogger("relay")
 
@@ -189,7 +190,7 @@ class Trainer(RunState):
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         # With a loss scale an infinite loss is an overflow like any other: the step is skipped.
         judge = self._judge if self._scale is None else None
-        outcome = passes.train_step(session, ready, groups, self._seed, self._step, self.loss_scale, judge)
+        outcome = run_step.train_step(session, ready, groups, self._seed, self._step, self.loss_scale, judge)
         if outcome.problem is not None and self._on_nonfinite != "skip":
             raise outcome.problem
         self._step += 1
@@ -197,7 +198,7 @@ class Trainer(RunState):
         if outcome.problem is not None:
             logger.warning("%s The batch is skipped.", outcome.problem)
             session.take_interrupt()
-            return passes.metrics_of(session, outcome, ready.pieces, start, [])
+            return run_step.metrics_of(session, outcome, ready.pieces, start, [])
         host = outcome.ran.host
         behind, session.pending = session.pending, list(host.updates) if session.server.held else []
         if not host.skipped:
@@ -206,7 +207,7 @@ class Trainer(RunState):
             (self._scale.overflowed if host.skipped else self._scale.succeeded)()
         session.take_interrupt()
         updates = behind if session.server.held else host.updates
-        return passes.metrics_of(session, outcome, ready.pieces, start, updates)
+        return run_step.metrics_of(session, outcome, ready.pieces, start, updates)
 
     def _judge(self, loss: float) -> None:
         problem = NonFiniteLoss(loss, self._step)
@@ -220,8 +221,8 @@ class Trainer(RunState):
         with self._eval_mode():
             start = perf_counter()
             ready = self._ready(batch, training=False, active=active)
-            outcome = passes.forward(self._session, ready, self._seed, self._step)
-            return passes.metrics_of(self._session, outcome, ready.pieces, start, [])
+            outcome = run_step.forward(self._session, ready, self._seed, self._step)
+            return run_step.metrics_of(self._session, outcome, ready.pieces, start, [])
 
     @as_if_alone()
     def predict(self, batch: Any) -> Any:
@@ -233,7 +234,7 @@ class Trainer(RunState):
         with self._eval_mode():
             pieces = self._recorder.take_apart(batch, training=False, needs_targets=False)
             stations = [self._recorder.stations(pieces, number, False, True) for number in range(len(pieces.pieces))]
-            return passes.outputs(self._session, pieces, stations, self._seed, self._step)
+            return run_step.outputs(self._session, pieces, stations, self._seed, self._step)
 
     @as_if_alone()
     def prepare(self, batch: Any) -> None:

@@ -20,10 +20,10 @@ import pytest
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-MACHINES = Path(__file__).parent / "machines"
+MACHINES = Path(__file__).parent / "support" / "machines"
 
 SCHEDULER = (
-    "architecture", "checkpoint", "clipping", "cut_off_models", "data_dependent", "dropout", "evaluation",
+    "edit_layers", "checkpoint", "clipping", "cut_off_models", "eager_fallback", "dropout", "evaluation",
     "exactness", "families", "faults", "fixed_loss_scale", "held_updates", "memory_model", "optimizer_options",
     "overflow", "precision", "resume", "semantics", "tied_weights",
 )  # fmt: skip
@@ -85,9 +85,8 @@ def adversary(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture
 def build() -> Iterator[Callable[..., Any]]:
     """Makes trainers and closes them after the test. Trainers of models built alike share what was captured."""
-    from shared_captures import share
-
     import relay
+    from tests.support.shared_captures import share
 
     made: list[relay.Trainer] = []
 
@@ -103,7 +102,7 @@ def build() -> Iterator[Callable[..., Any]]:
 @pytest.fixture(params=["cpu", "cpu:discrete"])
 def device(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Each CPU device in turn; a file about another device has a fixture of that name of its own."""
-    from cpu_devices import opened
+    from tests.support.cpu_devices import opened
 
     with opened(request.param) as made:
         yield made
@@ -111,7 +110,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture
 def unified() -> Iterator[Any]:
-    from cpu_devices import opened
+    from tests.support.cpu_devices import opened
 
     with opened("cpu") as made:
         yield made
@@ -119,7 +118,7 @@ def unified() -> Iterator[Any]:
 
 @pytest.fixture
 def discrete() -> Iterator[Any]:
-    from cpu_devices import opened
+    from tests.support.cpu_devices import opened
 
     with opened("cpu:discrete") as made:
         yield made
@@ -137,7 +136,7 @@ def gate() -> Iterator[Any]:
 @pytest.fixture(params=["cpu", "cpu:discrete"])
 def bench(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A slot on each CPU device in turn."""
-    from slot_bench import Bench
+    from tests.support.slot_bench import Bench
 
     with closing(Bench(request.param)) as made:
         yield made
@@ -146,7 +145,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Any]:
 @pytest.fixture
 def apart() -> Iterator[Any]:
     """A slot on the CPU device whose memory is apart from the host's."""
-    from slot_bench import Bench
+    from tests.support.slot_bench import Bench
 
     with closing(Bench("cpu:discrete")) as made:
         yield made

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 
-from backends.host_memory import HostDevice, HostQueue, describe_processor, memory_size, self_test
 from backends.onnx.emit import emit, emitted_of
 from backends.onnx.exporting import export
 from backends.onnx.model import ELEMENT_TYPES, Model, held
@@ -27,9 +26,10 @@ from backends.onnx.providers import Provider, choose, known, runtime
 from backends.onnx.sessions import Session
 from hal.device import HOST_CORES, UNIFIED, Backend, Device, DeviceInfo, Probe, View
 from hal.errors import HalError, Unavailable
-from hal.gaps import Gap
-from hal.kernel import Kernel, Program
+from hal.kit.host_device import HostDevice, HostQueue, describe_processor, memory_size, self_test
+from hal.known_gaps import Gap
 from hal.ops import check
+from hal.program import Kernel, Program
 from hal.random import RandomKey
 
 _STORAGE = frozenset(ELEMENT_TYPES)

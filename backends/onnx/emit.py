@@ -21,8 +21,8 @@ from torch import fx
 
 from backends.onnx import elementwise, indexing, reductions, windows
 from backends.onnx.model import Bound, Draw, Model, Value, held
-from hal.kernel import Program, Role
 from hal.ops import OPS, Kind, Spec, name_of, spec_of
+from hal.program import Program, Role
 
 
 @functools.cache

@@ -17,8 +17,8 @@ from backends.onnx.emit import emit
 from backends.onnx.model import ELEMENT_TYPES
 from hal.device import DeviceInfo
 from hal.errors import Unsupported
-from hal.kernel import Program
 from hal.ops import OPS, check
+from hal.program import Program
 
 FORMAT = DeviceInfo("ONNX", "a file", frozenset(), frozenset(ELEMENT_TYPES), frozenset(ELEMENT_TYPES))
 """A file as a device that holds and computes what ONNX has numbers for."""

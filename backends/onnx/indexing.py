@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from backends.onnx.model import Model, Value, held
-from hal.op_rules import broadcast
+from hal.ops.rules import broadcast
 
 _LARGE = 1024
 """Elements from which on a constant is computed in each run rather than kept in the model."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from backends.onnx.model import Model, Operand, Value
-from hal.window_rules import transposed_windows
+from hal.ops.window_rules import transposed_windows
 
 
 def _conv(

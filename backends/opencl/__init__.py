@@ -7,10 +7,10 @@ needed. Where to read: `lowering` (a program as tasks), `plan` (tasks as launche
 
 from __future__ import annotations
 
-from backends.host_memory import self_test
 from backends.opencl import platforms
 from hal.device import Backend, Device, Probe
 from hal.errors import HalError, Unavailable
+from hal.kit.host_device import self_test
 
 __all__ = ["OpenClBackend"]
 

@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from backends.accounted_device import AccountedBuffer, AccountedDevice
-from backends.opencl.faults import translated
+from backends.opencl.codegen.loops import Traits
+from backends.opencl.errors import translated
 from backends.opencl.kernels import Library, Memory, OpenClKernel
-from backends.opencl.loops import Traits
 from backends.opencl.platforms import Found
 from backends.opencl.queues import Clock, OpenClQueue
 from hal import dtypes
 from hal.device import HOST_CORES, Buffer, DeviceInfo, View
 from hal.host import Host
-from hal.kernel import Kernel, Program
+from hal.kit.accounted_device import AccountedBuffer, AccountedDevice
 from hal.ops import check
-from hal.pages import LockedMemory, Mlock, PageLocker
+from hal.page_lock import LockedMemory, Mlock, PageLocker
+from hal.program import Kernel, Program
 
 _ADVICE = {torch.float64: "It has no cl_khr_fp64. Use float32, or another device."}
 GPU_LANES = 128

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from backends.opencl.emit import Argument, Launch
-from backends.opencl.faults import translated
-from backends.opencl.loops import Traits
-from backends.opencl.plan import plan
-from backends.opencl.prelude import PRELUDE
-from hal.kernel import Kernel, Program
+from backends.opencl.codegen.emit import Argument, Launch
+from backends.opencl.codegen.loops import Traits
+from backends.opencl.codegen.plan import plan
+from backends.opencl.codegen.prelude import PRELUDE
+from backends.opencl.errors import translated
+from hal.program import Kernel, Program
 from hal.random import RandomKey, stream_words
 
 Memory = tuple[Any, int]

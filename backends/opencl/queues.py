@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from backends.opencl.faults import failed_status, translated
+from backends.opencl.errors import failed_status, translated
 from backends.opencl.kernels import Memory, OpenClKernel
 from hal.device import Queue, View, check_transfer
 from hal.event import Event
-from hal.kernel import Kernel
+from hal.program import Kernel
 from hal.random import RandomKey
 from hal.worker import Worker, WorkerEvent, first_error
 

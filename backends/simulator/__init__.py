@@ -1,7 +1,7 @@
 """The simulator as a backend: described hardware behind the HAL, on a virtual clock.
 
-`sim` is a device of no make with numerics on; `sim:PRESET` one of the catalogue (`hal/presets`, or a file that ends
-in `.toml`). Options follow, parted by commas: `sim:v100-sxm2-16gb,order=late,poison=on`. They are `order` (eager,
+`sim` is a device of no make with numerics on; `sim:PRESET` one of the catalogue (`hal/spec/presets`, or a file that
+ends in `.toml`). Options follow, parted by commas: `sim:v100-sxm2-16gb,order=late,poison=on`. They are `order` (eager,
 late or random), `seed`, `poison` (on or off), `numerics` (on or off), `link`, `host` and `software`.
 
 The relay and its parameter server run on it unchanged; nothing of them is imitated here.
@@ -11,15 +11,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from backends.host_memory import self_test
-from backends.simulator import gaps
+from backends.simulator import known_gaps
 from backends.simulator.device import Options, SimulatedDevice
 from hal import spec
 from hal.device import Device, Probe
 from hal.errors import Unavailable
-from hal.gaps import Gap
+from hal.kit.host_device import self_test
+from hal.known_gaps import Gap
 from hal.spec import Machine
-from hal.virtual import VirtualBackend, VirtualDevice
+from hal.spec.timeline import VirtualBackend, VirtualDevice
 
 DEFAULT = "generic"
 _SWITCH = {"on": True, "off": False}
@@ -31,9 +31,9 @@ class SimulatorBackend(VirtualBackend):
     name = "sim"
 
     @property
-    def gaps(self) -> tuple[Gap, ...]:  # type: ignore[override]
+    def known_gaps(self) -> tuple[Gap, ...]:  # type: ignore[override]
         """Of the presets; read from the catalogue when they are asked for."""
-        return gaps.gaps()
+        return known_gaps.gaps()
 
     def probe(self) -> list[Probe]:
         tested = self_test(self, "sim")

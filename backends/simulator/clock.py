@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from backends.simulator.sharing import speeds
 from hal.event import Event
-from hal.virtual import LANES, Span, Timeline
+from hal.spec.timeline import LANES, Span, Timeline
 
 DOWN, UP, COMPUTE, HOST = range(4)
 

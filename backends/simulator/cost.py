@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hal.errors import Unsupported
-from hal.kernel import Program
+from hal.ops.cost import OpWork, work_of
+from hal.program import Program
 from hal.spec import Machine, SpecError
-from hal.work import OpWork, work_of
 
 _KINDS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 

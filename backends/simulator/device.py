@@ -16,22 +16,22 @@ from typing import Any
 
 import torch
 
-from backends.accounted_device import AccountedDevice
 from backends.simulator.clock import COMPUTE, DOWN, HOST, NOTHING, UP, Clock, Cost, Owner, SimulatedEvent
 from backends.simulator.cost import CostModel, Work
-from backends.simulator.elsewhere import Arrivals, await_those_of, stand_in
+from backends.simulator.foreign_events import Arrivals, await_those_of, stand_in
 from backends.simulator.host import POISON, SimulatedHost
 from backends.simulator.orders import make_order
-from backends.torch_program import lower
+from backends.torch_device.program import lower
 from hal.device import HOST_CORES, NATIVE, SIMULATED, UNIFIED, Buffer, DeviceInfo, Queue, View, check_transfer
 from hal.dtypes import ALL, INTEGERS, check_ports
 from hal.errors import HalError
 from hal.event import Event
 from hal.host import Host, HostWork
-from hal.kernel import Kernel, Program
+from hal.kit.accounted_device import AccountedDevice
+from hal.program import Kernel, Program
 from hal.random import RandomKey
 from hal.spec import Machine
-from hal.virtual import Timeline, VirtualDevice
+from hal.spec.timeline import Timeline, VirtualDevice
 
 _ALWAYS = INTEGERS | {torch.float32}
 _KINDS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from hal.gaps import Gap
+    from hal.known_gaps import Gap
 
 PACKAGES = ("hal.conformance", "relay.conformance")
 

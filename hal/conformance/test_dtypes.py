@@ -7,11 +7,11 @@ computed in which precision is for `test_ops`, whose oracle would notice.
 import pytest
 import torch
 
-from hal.conformance.programs import GraphBuilder, for_device, run
 from hal.device import NATIVE, Device
 from hal.dtypes import ALL, computes
 from hal.errors import Unsupported
-from hal.kernel import Program
+from hal.kit.program_builder import GraphBuilder, for_device, run
+from hal.program import Program
 
 
 def has(device: Device, dtype: torch.dtype) -> bool:

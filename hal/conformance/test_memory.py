@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hal.conformance.conftest import OpenDevice
-from hal.conformance.programs import QUEUE, GraphBuilder, fetch, for_device, place
 from hal.device import Device
 from hal.errors import HalError, OutOfMemory
+from hal.kit.program_builder import QUEUE, GraphBuilder, fetch, for_device, place
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 1000, 4096, 1 << 20])

@@ -9,9 +9,9 @@ import torch
 
 from hal import registry
 from hal.conformance.conftest import OpenDevice
-from hal.conformance.programs import QUEUE, fetch, place
 from hal.device import UNIFIED, Device
 from hal.errors import HalError, Unavailable, Unsupported
+from hal.kit.program_builder import QUEUE, fetch, place
 
 
 def test_probing_finds_the_device_and_says_that_it_works(name: str, device: Device) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from hal.conformance.oracle import assert_near, evaluate
-from hal.conformance.programs import GraphBuilder, run
-from hal.conformance.samples import Sample, samples, tried
+from hal.conformance.samples.oracle import assert_near, evaluate
+from hal.conformance.samples.samples import Sample, samples, tried
 from hal.device import Device
-from hal.kernel import Program
+from hal.kit.program_builder import GraphBuilder, run
 from hal.ops import OPS, Kind
+from hal.program import Program
 
 CASES = list(tried())
 PASSING_ON = ["neg.default", "abs.default", "exp.default", "relu.default", "sqrt.default", "tanh.default"]

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from hal.conformance.gate import Gate, failed
-from hal.conformance.programs import QUEUE, GraphBuilder, fetch, for_device, place
 from hal.device import Device, View
 from hal.errors import HalError
 from hal.event import Event
-from hal.kernel import Kernel
+from hal.kit.program_builder import QUEUE, GraphBuilder, fetch, for_device, place
+from hal.program import Kernel
 
 
 def increment(device: Device, count: int) -> Kernel:

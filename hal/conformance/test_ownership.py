@@ -13,10 +13,10 @@ import torch
 
 from hal.conformance.conftest import OpenDevice
 from hal.conformance.gate import Gate
-from hal.conformance.programs import QUEUE, GraphBuilder, fetch, for_device, place
 from hal.device import Device, View
 from hal.event import Event
-from hal.kernel import Kernel
+from hal.kit.program_builder import QUEUE, GraphBuilder, fetch, for_device, place
+from hal.program import Kernel
 from hal.worker import Worker
 
 COUNT = 1000

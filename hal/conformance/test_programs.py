@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import fx
 
-from hal.conformance.oracle import assert_near, evaluate
-from hal.conformance.programs import QUEUE, GraphBuilder, fetch, for_device, place, run
+from hal.conformance.samples.oracle import assert_near, evaluate
 from hal.device import NATIVE, Device
 from hal.errors import CompileError, Unsupported
-from hal.kernel import Program, Role
+from hal.kit.program_builder import QUEUE, GraphBuilder, fetch, for_device, place, run
 from hal.ops import name_of, spec_of
+from hal.program import Program, Role
 
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hal import random as counter_random
-from hal.conformance.programs import GraphBuilder, run
 from hal.device import Device
-from hal.kernel import Program
+from hal.kit.program_builder import GraphBuilder, run
+from hal.program import Program
 from hal.random import RandomKey
 
 KEYS = [

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from hal.conformance.conftest import OpenDevice
-from hal.conformance.programs import QUEUE, GraphBuilder, fetch, for_device, place
 from hal.conformance.threads import at_once
 from hal.device import Device
 from hal.event import Event
-from hal.kernel import Program
+from hal.kit.program_builder import QUEUE, GraphBuilder, fetch, for_device, place
+from hal.program import Program
 
 THREADS = 4
 ROUNDS = 12

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hal import dtypes
-from hal.conformance.programs import QUEUE, fetch, place
 from hal.device import Device
+from hal.kit.program_builder import QUEUE, fetch, place
 
 DTYPES = sorted(dtypes.ALL, key=str)
 COUNTS = [1, 3, 255, 1025, 65_537]

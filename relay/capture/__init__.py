@@ -6,18 +6,18 @@ ask of a batch meanwhile, `given` sees what layers change of what they are given
 a trace would lose, `measure` counts what a graph costs, `explain` says why a capture failed.
 """
 
+from relay.capture.capture import capture
 from relay.capture.captured import Captured
-from relay.capture.core import Lowering
-from relay.capture.decisions import Decider, Decision
+from relay.capture.core.lowering import Lowering
+from relay.capture.cost import fingerprint
 from relay.capture.eager_call import Presence
-from relay.capture.elsewhere import graphs_for
-from relay.capture.explain import unlogged
-from relay.capture.joint import capture
-from relay.capture.layers import layer_of_segment
-from relay.capture.measure import fingerprint
-from relay.capture.states import call_with
-from relay.capture.traced import autocast
-from relay.capture.tracing import BLOCK, OpaqueCall, as_fake, opaque_blocks, run_fake, trace
+from relay.capture.guards.data_guards import Decider, Decision
+from relay.capture.guards.functional_call import call_with
+from relay.capture.guards.messages import unlogged
+from relay.capture.layer_marks import layer_of_segment
+from relay.capture.trace_for_device import graphs_for
+from relay.capture.trace_model import BLOCK, OpaqueCall, as_fake, opaque_blocks, run_fake, trace
+from relay.capture.traced_module import autocast
 
 __all__ = [
     "BLOCK",

@@ -1,6 +1,6 @@
 """What capture makes of a segment: its programs, and what belongs to them.
 
-Plain data: made by `joint`, read by `relay.stations`.
+Plain data: made by `joint`, read by `relay.runtime.stages`.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from hal.kernel import Port, Program
+from hal.program import Port, Program
 from relay.capture.eager_call import EagerSegment
-from relay.capture.layouts import Order
-from relay.capture.reads import Reads
+from relay.capture.guards.attribute_reads import Reads
+from relay.capture.memory_order import Order
 
 
 @dataclass(frozen=True, eq=False)

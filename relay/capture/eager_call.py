@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from hal.random import RandomKey
-from relay.capture.layouts import Order, as_written, stored
-from relay.capture.outside import hooks_wait
-from relay.capture.states import call_with
+from relay.capture.guards.functional_call import call_with
+from relay.capture.guards.unsupported import hooks_wait
+from relay.capture.memory_order import Order, as_written, stored
 from relay.errors import CaptureError
 
 

@@ -25,7 +25,7 @@ from hal.device import Device, Queue
 from hal.event import Event
 from hal.host import Host, HostWork
 from hal.slot import DeviceSlot
-from relay.eps.bound import BoundOptimizer
+from relay.eps.optimizer_state import BoundOptimizer
 from relay.eps.snapshot import Snapshot
 from relay.eps.store import LayerStore
 from relay.errors import GradientOverflow

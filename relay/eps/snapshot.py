@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from hal.host import Host
-from relay.eps.bound import BoundOptimizer
-from relay.eps.optimizers import State
-from relay.eps.small_states import Int8State
+from relay.eps.optimizer_state import BoundOptimizer
+from relay.optim.int8_state import Int8State
+from relay.optim.optimizers import State
 
 SNAPSHOT = "copies for a checkpoint"
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from hal.event import Event
 from hal.host import Host
-from hal.pages import give_back_free_memory
+from hal.page_lock import give_back_free_memory
 from hal.slot import Field, SlotContent, aligned, lay_out
 from relay.errors import ModelChanged
 

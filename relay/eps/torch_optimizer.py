@@ -41,7 +41,7 @@ class TorchOptimizer:
 
 
 class BoundTorchOptimizer:
-    """See `relay.eps.bound.BoundOptimizer`."""
+    """See `relay.eps.optimizer_state.BoundOptimizer`."""
 
     def __init__(self, factory: Callable[..., torch.optim.Optimizer], host: Host, store: LayerStore) -> None:
         self._factory = factory

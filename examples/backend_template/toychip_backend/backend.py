@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from backends.array_program import lower
-from backends.arrays import stored_dtype
-from backends.host_memory import self_test
+from backends.arrays.dtypes import stored_dtype
+from backends.arrays.program import lower
 from backends.numpy_device import as_array, numpy_arrays
 from hal.device import Backend, Buffer, Device, DeviceInfo, Probe, Queue, View, check_transfer
 from hal.dtypes import INTEGERS
 from hal.errors import HalError, Unavailable
 from hal.event import Event
 from hal.host import Host
-from hal.kernel import Kernel, Program
+from hal.kit.host_device import self_test
 from hal.memory import MemoryAccount, MemoryUse
 from hal.ops import check
+from hal.program import Kernel, Program
 from hal.random import RandomKey
 from hal.worker import Worker
 from toychip_backend.chip import Chip

@@ -1,6 +1,6 @@
 """What the chip cannot do: ops that it lacks, and so the tests that it does not pass, with reasons."""
 
-from hal.gaps import Gap
+from hal.known_gaps import Gap
 
 LACKING = frozenset({"aten.sort.default", "aten.topk.default"})
 

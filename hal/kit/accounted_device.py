@@ -1,0 +1,172 @@
+"""The bookkeeping of an opened device: buffers, queues by name, kernels by fingerprint, bytes in an account, its end.
+
+A backend says what memory, a queue and a kernel are, and how its queues end. Nothing here knows of drivers, threads or
+streams. Invariant: what is handed out is accounted before it exists, queues and kernels are made once, whoever asks
+first, and after `close` nothing is accounted any more.
+"""
+
+from __future__ import annotations
+
+import abc
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from hal.device import Buffer, Device, DeviceInfo, Queue, View
+from hal.errors import HalError, OutOfMemory, Unsupported
+from hal.memory import MemoryAccount, MemoryUse
+from hal.program import Kernel, Program
+
+AnyQueue = TypeVar("AnyQueue", bound=Queue)
+Memory = TypeVar("Memory")
+
+
+class AccountedBuffer(Buffer, Generic[Memory]):
+    """Charged before its memory exists, which a backend puts into `memory`; freed with the last that refers to it."""
+
+    memory: Memory | None = None
+
+    def __init__(self, account: MemoryAccount, size: int, what: str) -> None:
+        account.charge(size, what)
+        self.size = size
+        self._account = account
+
+    @abc.abstractmethod
+    def place(self, memory: Memory, offset: int, view: View) -> Any:
+        """The handle of a view that begins `offset` bytes into the memory."""
+
+    def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> View:
+        if self.memory is None:
+            raise HalError("this buffer was freed; allocate a new one")
+        view = View(None, tuple(shape), dtype)
+        view.check_place(offset, self.size)
+        view.native = self.place(self.memory, offset, view)
+        return view
+
+    def free(self) -> None:
+        if self.memory is not None:
+            self.memory = None  # views, and calls that are queued, hold what they use
+            self._account.release(self.size)
+
+
+class AccountedDevice(Device, Generic[AnyQueue]):
+    """An opened device, its memory accounted up to `capacity` bytes."""
+
+    def __init__(self, info: DeviceInfo, capacity: int | None) -> None:
+        self.info = info
+        self.account = MemoryAccount(f"device {info.name!r}", capacity)
+        self.closed = False
+        self._queues: dict[str, AnyQueue] = {}
+        # Whoever asked for a kernel keeps it; one that nobody keeps any more is compiled anew if it is asked for.
+        self._kernels: weakref.WeakValueDictionary[str, Kernel] = weakref.WeakValueDictionary()
+        self._buffers: weakref.WeakSet[Buffer] = weakref.WeakSet()
+        self._workspace = 0
+        self.lock = threading.RLock()
+
+    @abc.abstractmethod
+    def make_buffer(self, size: int, what: str) -> Buffer:
+        """A new buffer, which charges the account itself. Raises OutOfMemory."""
+
+    @abc.abstractmethod
+    def make_queue(self, name: str) -> AnyQueue:
+        """A new queue."""
+
+    @abc.abstractmethod
+    def make_kernel(self, program: Program) -> Kernel:
+        """A new kernel. Raises Unsupported or CompileError."""
+
+    @abc.abstractmethod
+    def end_queues(self) -> None:
+        """Wait for queued work and stop the queues; `queues` has them. Called once."""
+
+    def workspace(self, kernel: Kernel) -> int:
+        """Bytes that a run of the kernel needs beside its inputs and outputs."""
+        return kernel.program.workspace
+
+    def load(self, kernel: Kernel) -> None:
+        """Put what a new kernel holds for good onto the device, and charge it. Raises OutOfMemory."""
+
+    def spare(self) -> bool:
+        """Give up memory that is taken for speed alone, where something else needs it; whether there was any."""
+        return False
+
+    def queues(self) -> list[AnyQueue]:
+        """All queues so far."""
+        with self.lock:
+            return list(self._queues.values())
+
+    def alloc(self, size: int, what: str = "buffer") -> Buffer:
+        with self.lock:
+            self.check_open()
+            try:
+                buffer = self.make_buffer(size, what)
+            except OutOfMemory:
+                if not self.spare():
+                    raise
+                buffer = self.make_buffer(size, what)
+            self._buffers.add(buffer)
+        return buffer
+
+    def queue(self, name: str) -> AnyQueue:
+        with self.lock:
+            self.check_open()
+            if name not in self._queues:
+                self._queues[name] = self.make_queue(name)
+            return self._queues[name]
+
+    def compile(self, program: Program) -> Kernel:
+        with self.lock:
+            self.check_open()
+            kernel = self._kernels.get(program.fingerprint)
+            if kernel is None:
+                # One kernel runs at a time, so the largest workspace serves all.
+                kernel = self.make_kernel(program)
+                growth = self.workspace(kernel) - self._workspace
+                if growth > 0:
+                    self._charge_workspace(growth, program.name)
+                self.load(kernel)
+                self._kernels[program.fingerprint] = kernel
+            return kernel
+
+    def _charge_workspace(self, growth: int, name: str) -> None:
+        what = f"workspace of {name}"
+        try:
+            self.account.charge(growth, what)
+        except OutOfMemory:
+            if not self.spare():
+                raise
+            self.account.charge(growth, what)
+        self._workspace += growth
+
+    def memory(self) -> MemoryUse:
+        return self.account.use()
+
+    def reset_peak(self) -> None:
+        self.account.reset_peak()
+
+    def close(self) -> None:
+        with self.lock:
+            if self.closed:
+                return
+            self.closed = True
+        self.end_queues()
+        self._queues.clear()
+        self._kernels.clear()
+        for buffer in list(self._buffers):
+            buffer.free()
+        # The workspace, and buffers that were dropped without being freed.
+        self.account.release(self.account.use().in_use)
+        self._workspace = 0
+
+    def check_open(self) -> None:
+        """Raises HalError on a closed device."""
+        if self.closed:
+            raise HalError(f"device {self.info.name!r} is closed. Open it again.")
+
+    def check_unified(self) -> None:
+        """Raises Unsupported on a device with memory of its own."""
+        if not self.info.unified:
+            raise Unsupported(f"device {self.info.name!r} has memory of its own: write and read instead of aliasing")

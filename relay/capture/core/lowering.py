@@ -1,0 +1,180 @@
+"""The core lowering: a graph rewritten to the closed set of ops of `hal.ops`, in the one form that it promises.
+
+Tracing with `decompositions()` under `attention()` leaves core ATen, in whichever of its overloads PyTorch happened
+to use. `simplify` brings that into the form that backends are promised (see `hal.ops`): arguments positional, dtypes
+of operands equal, views as reshapes. On the way it drops what computes nothing (copies, views of nothing, sums with
+one operand) and merges ops that are there twice. It does not fuse and it does not reorder.
+
+Invariant: every node's shape and dtype by the table of `hal.ops` equal those that PyTorch's own tracing gave. An op
+that has no row is kept as it is, for the device to refuse by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._decomp import core_aten_decompositions, get_decompositions
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hal.ops import OPS, Kind, name_of, spec_of
+from relay.capture.core.builder import Builder, part_spec
+from relay.capture.core.call import Call, with_defaults
+from relay.capture.core.elementwise import elementwise
+from relay.capture.core.grid_sample import SAMPLING
+from relay.capture.core.pooling_and_losses import FURTHER
+from relay.capture.core.rewrites import REWRITES
+from relay.capture.core.scans import SCANS
+from relay.capture.core.special import ERROR_FUNCTIONS
+from relay.capture.core.strides import STRIDES
+from relay.capture.core.wrong_decompositions import WRONG
+from relay.errors import CaptureError
+
+aten = torch.ops.aten
+
+_FURTHER = [
+    aten.linalg_vector_norm.default,
+    aten._native_batch_norm_legit.default,
+    aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_functional.default,
+    aten._native_batch_norm_legit_no_training.default,
+    aten.elu.default,
+    aten.leaky_relu.default,
+    aten.hardtanh.default,
+    aten.rrelu_with_noise_backward.default,
+]
+"""Core ATen ops that others say as well."""
+
+_KEPT = [aten._safe_softmax.default]
+"""Decomposed by core ATen into seven passes over the attention scores; a backend does it in the softmax's own."""
+
+
+class Lowering(enum.Enum):
+    """Which graph of a segment a device is given."""
+
+    NATIVE = "native"
+    """As PyTorch's autograd runs it on the device that it is traced for, fused ops and all."""
+    PORTABLE = "portable"
+    """As PyTorch's autograd runs it, attention as matrix products: for devices that no trace can be made for."""
+    CORE = "core"
+    """Decomposed to the ops of `hal.ops`."""
+
+
+def attention() -> contextlib.AbstractContextManager[Any]:
+    """Scaled dot-product attention traced as matrix products: the decomposed fused kernel has wrong gradients."""
+    context: contextlib.AbstractContextManager[Any] = sdpa_kernel(SDPBackend.MATH)
+    return context
+
+
+@functools.cache
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """The decompositions to trace with."""
+    table = dict(core_aten_decompositions())
+    table.update(get_decompositions(_FURTHER))
+    table.update({**FURTHER, **SCANS, **SAMPLING, **STRIDES, **ERROR_FUNCTIONS})
+    table[aten.rrelu_with_noise_functional.default] = _rrelu
+    for target in [*_KEPT, *WRONG]:
+        table.pop(target, None)
+    return table
+
+
+def _rrelu(
+    value: torch.Tensor,
+    noise: torch.Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    *_: Any,
+) -> Any:
+    """Outside of training a leaky ReLU. In training it draws, and stays as it is, for that to be refused."""
+    if training:
+        return NotImplemented
+    return torch.nn.functional.leaky_relu(value, (lower + upper) / 2), noise
+
+
+def simplify(graph: fx.Graph, layer: str) -> fx.Graph:
+    """The same computation in the form that `hal.ops` promises, with meta data of its own. Raises CaptureError."""
+    with _disable_current_modes():  # constants are computed, also where the model itself is fake
+        return _simplified(graph, layer)
+
+
+def _simplified(graph: fx.Graph, layer: str) -> fx.Graph:
+    builder = Builder()
+    environment: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            copied = builder.graph.node_copy(node)
+            copied.meta = {"val": node.meta.get("val")}
+            environment[node] = copied
+        elif node.op == "output":
+            builder.graph.output(fx.node.map_arg(node.args[0], environment.__getitem__))
+        else:
+            environment[node] = _rewritten(builder, node, environment, layer)
+    builder.graph.eliminate_dead_code()
+    return builder.graph
+
+
+def _rewritten(builder: Builder, node: fx.Node, environment: dict[fx.Node, Any], layer: str) -> Any:
+    arguments = fx.node.map_aggregate(
+        (tuple(node.args), dict(node.kwargs)),
+        lambda item: environment[item] if isinstance(item, fx.Node) else item,
+    )
+    args, kwargs = arguments
+    if node.target is operator.getitem:
+        return args[0][args[1]] if isinstance(args[0], tuple) else builder.item(args[0], args[1])
+    wanted = spec_of(node.meta["val"])
+    try:
+        result = _rewrite(builder, node.target, list(args), dict(kwargs), wanted)
+    except (ValueError, TypeError, IndexError, KeyError) as failure:
+        raise CaptureError(
+            f"layer {layer!r}: {node.target} with {node.args} {node.kwargs} has no core form: {failure}",
+            layer=layer,
+            op=str(node.target),
+        ) from failure
+    if result is None:  # no row, no rewrite
+        result = builder.graph.call_function(node.target, tuple(args), dict(kwargs))
+        result.meta = {"val": node.meta["val"]}
+        return result
+    if not _agree(result, wanted):
+        found = [None if part is None else part_spec(part) for part in _parts(result)]
+        raise CaptureError(
+            f"layer {layer!r}: the core form of {node.target} gives {found}, where PyTorch has {wanted}.",
+            layer=layer,
+            op=str(node.target),
+        )
+    return result
+
+
+def _parts(result: Any) -> tuple[Any, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _agree(result: Any, wanted: Any) -> bool:
+    """Whether the table and PyTorch say the same. Parts that PyTorch has and nobody asks for may be None."""
+    if not isinstance(result, tuple):
+        return bool(part_spec(result) == wanted)
+    return all(part is None or part_spec(part) == spec for part, spec in zip(result, wanted, strict=True))
+
+
+def _rewrite(builder: Builder, target: Any, args: list[Any], kwargs: dict[str, Any], wanted: Any) -> Any:
+    """The core form of one call, or None for an op that has none."""
+    rewrite = REWRITES.get(target)
+    if rewrite is not None:
+        return rewrite(builder, Call(target, args, kwargs, wanted))
+    name = name_of(target)
+    row = OPS.get(name)
+    if row is None:
+        return None
+    if not isinstance(target, torch._ops.OpOverload):
+        return builder.call(target, *args, **kwargs)
+    positional, named = with_defaults(target, args, kwargs, wanted)
+    if row.kind is Kind.ELEMENTWISE:
+        return elementwise(builder, target, positional, named, wanted)
+    return builder.call(target, *positional, **named)

@@ -1,0 +1,382 @@
+"""Ops that neither core ATen nor PyTorch's decompositions take apart, in terms of ops that the core lowering knows.
+
+Part of the core lowering (`relay.capture.core.lowering`): functions to trace with, in PyTorch's own words. They hold
+for any dtype and device. One that does not cover a case gives NotImplemented, and the op stays for others, or to be
+refused.
+
+Pooling of windows that are not all alike is a product with a matrix of shares along each dimension of space: the mean
+over a box is the mean along its sides, one after another. Its gradient is the transposed product.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def _along(x: Tensor, dim: int, matrix: Tensor) -> Tensor:
+    """The matrix (O, I) applied along a dimension of extent I."""
+    return torch.matmul(x.transpose(dim, -1), matrix.t()).transpose(dim, -1)
+
+
+def _places(count: int, like: Tensor) -> Tensor:
+    return torch.arange(count, device=like.device, dtype=torch.int64)
+
+
+def _shares(starts: Tensor, ends: Tensor, counts: Tensor | int, extent: int, like: Tensor) -> Tensor:
+    """(O, I): 1 / count where an input lies between a window's start and its end."""
+    inputs = _places(extent, like)
+    inside = (inputs >= starts.unsqueeze(1)) & (inputs < ends.unsqueeze(1))
+    divisor = counts.unsqueeze(1).to(like.dtype) if isinstance(counts, Tensor) else counts
+    return inside.to(like.dtype) / divisor
+
+
+def _adaptive(outputs: int, extent: int, like: Tensor) -> Tensor:
+    """Windows from floor(o I / O) to ceil((o + 1) I / O), as `torch.nn.AdaptiveAvgPool2d` has them."""
+    out = _places(outputs, like)
+    starts = (out * extent) // outputs
+    ends = ((out + 1) * extent + outputs - 1) // outputs
+    return _shares(starts, ends, ends - starts, extent, like)
+
+
+def _adaptive_pool(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    for place, outputs in enumerate(sizes):
+        dim = x.dim() - len(sizes) + place
+        x = _along(x, dim, _adaptive(outputs, x.shape[dim], x))
+    return x
+
+
+def _adaptive_pool_backward(space: int) -> Callable[[Tensor, Tensor], Tensor]:
+    def backward(gradient: Tensor, x: Tensor) -> Tensor:
+        for dim in range(x.dim() - space, x.dim()):
+            gradient = _along(gradient, dim, _adaptive(gradient.shape[dim], x.shape[dim], gradient).t())
+        return gradient
+
+    return backward
+
+
+Window = tuple[int, int, int]  # size, step and padding along one dimension
+
+
+def _windows(space: int, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> list[Window]:
+    sides = [list(value) * (space if len(value) == 1 else 1) for value in (kernel, stride or kernel, padding)]
+    return list(zip(*sides, strict=True))
+
+
+def _window_count(extent: int, window: Window, up: bool) -> int:
+    """As PyTorch's pooling_output_shape: a last window that is rounded up to must begin inside the input or before."""
+    size, step, pad = window
+    room = extent + 2 * pad - size
+    count = (room + step - 1 if up else room) // step + 1
+    return count - 1 if up and (count - 1) * step >= extent + pad else count
+
+
+def _pooled(x: Tensor, dim: int, window: Window, outputs: int, padded: bool, whole: bool) -> Tensor:
+    """The matrix of an average pool along one dimension. `padded` windows count what they have of the padding; where
+    `whole`, nothing is divided."""
+    size, step, pad = window
+    extent = x.shape[dim]
+    starts = _places(outputs, x) * step - pad
+    ends = (starts + size).clamp(max=extent + pad)
+    first, last = starts.clamp(min=0), ends.clamp(max=extent)
+    counts: Tensor | int = 1 if whole else ends - starts if padded else last - first
+    return _shares(first, last, counts, extent, x)
+
+
+def _average_pool(space: int) -> Callable[..., Any]:
+    def pool(
+        x: Tensor,
+        kernel: Sequence[int],
+        stride: Sequence[int] = (),
+        padding: Sequence[int] = (0,),
+        up: bool = False,
+        count_include_pad: bool = True,
+        divisor: int | None = None,
+    ) -> Any:
+        windows = _windows(space, kernel, stride, padding)
+        if space == 2 and not _uneven(windows, up, count_include_pad, divisor):
+            return NotImplemented  # a convolution does it
+        for place, window in enumerate(windows):
+            dim = x.dim() - space + place
+            outputs = _window_count(x.shape[dim], window, up)
+            x = _along(x, dim, _pooled(x, dim, window, outputs, count_include_pad, divisor is not None))
+        return x if divisor is None else x / divisor
+
+    return pool
+
+
+def _average_pool_backward(space: int) -> Callable[..., Any]:
+    def backward(
+        gradient: Tensor,
+        x: Tensor,
+        kernel: Sequence[int],
+        stride: Sequence[int],
+        padding: Sequence[int],
+        up: bool,
+        count_include_pad: bool,
+        divisor: int | None,
+    ) -> Any:
+        windows = _windows(space, kernel, stride, padding)
+        if space == 2 and not _uneven(windows, up, count_include_pad, divisor):
+            return NotImplemented
+        for place, window in enumerate(windows):
+            dim = x.dim() - space + place
+            matrix = _pooled(x, dim, window, gradient.shape[dim], count_include_pad, divisor is not None)
+            gradient = _along(gradient, dim, matrix.t())
+        return gradient if divisor is None else gradient / divisor
+
+    return backward
+
+
+def _uneven(windows: Sequence[Window], up: bool, count_include_pad: bool, divisor: int | None) -> bool:
+    return up or (any(pad for _, _, pad in windows) and not count_include_pad and divisor is None)
+
+
+def _max_pool(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    up: bool = False,
+) -> Any:
+    """Rounded up: over an input longer by what the last windows reach beyond it, and never the largest there."""
+    if not up:
+        return NotImplemented
+    spread = list(dilation) * (2 if len(dilation) == 1 else 1)
+    windows = [
+        (far * (size - 1) + 1, step, pad)
+        for (size, step, pad), far in zip(_windows(2, kernel, stride, padding), spread, strict=True)
+    ]
+    further = []
+    for extent, window in zip(x.shape[-2:], windows, strict=True):
+        size, step, pad = window
+        further.append(max(0, (_window_count(extent, window, True) - 1) * step + size - (extent + 2 * pad)))
+    longer = aten.constant_pad_nd(x, [0, further[1], 0, further[0]], -math.inf)
+    values, places = aten.max_pool2d_with_indices(longer, kernel, stride, padding, dilation, False)
+    row = places // longer.shape[-1]
+    return values, places - row * (longer.shape[-1] - x.shape[-1])
+
+
+def _to_winners(gradient: Tensor, x: Tensor, places: Tensor, space: int) -> Tensor:
+    """The gradient of each window goes to the place that won it, counted through the last dimensions."""
+    zeros = torch.zeros_like(x).flatten(-space)
+    return zeros.scatter_add(-1, places.flatten(-space), gradient.flatten(-space)).view(x.shape)
+
+
+def _max_pool_backward(
+    gradient: Tensor,
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    up: bool,
+    places: Tensor,
+) -> Any:
+    return _to_winners(gradient, x, places, 2) if up else NotImplemented
+
+
+def _max_pool3d(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    up: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Over height and width in each slice, then over depth; of equal elements the first of all wins, as in one go."""
+    sides = [list(value) * (3 if len(value) == 1 else 1) for value in (kernel, stride or kernel, padding, dilation)]
+    depth, height, width = x.shape[-3:]
+    flat, inside = aten.max_pool2d_with_indices(x.reshape(-1, depth, height, width), *(one[1:] for one in sides), up)
+    plane = flat.shape[-2:]
+    columns = flat.flatten(-2)  # (planes, depth, places)
+    deep = [[sides[0][0], 1], [sides[1][0], 1], [sides[2][0], 0], [sides[3][0], 1]]
+    values, where = aten.max_pool2d_with_indices(columns.unsqueeze(1), *deep, up)
+    count = columns.shape[-1]
+    level = where.squeeze(1) // count
+    places = level * (height * width) + inside.flatten(-2).gather(1, level)
+    shape = (*x.shape[:-3], values.shape[-2], *plane)
+    return values.reshape(shape), places.reshape(shape)
+
+
+def _max_pool3d_backward(
+    gradient: Tensor, x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, up: bool, places: Tensor
+) -> Tensor:
+    return _to_winners(gradient, x, places, 3)
+
+
+def _adaptive_max_pool(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Every window is looked up, the shorter ones with their last row or column again, which wins nothing."""
+    lines = []
+    for outputs, extent in zip(sizes, x.shape[-2:], strict=True):
+        out = _places(outputs, x)
+        starts, ends = (out * extent) // outputs, ((out + 1) * extent + outputs - 1) // outputs
+        longest = max(((o + 1) * extent + outputs - 1) // outputs - o * extent // outputs for o in range(outputs))
+        lines.append(torch.minimum(starts.unsqueeze(1) + _places(longest, x), ends.unsqueeze(1) - 1))
+    rows, columns = lines
+    places = (rows[:, None, :, None] * x.shape[-1] + columns[None, :, None, :]).flatten(-2)  # (H, W, window)
+    values, which = x.flatten(-2)[..., places].max(-1)
+    return values, places.expand(*which.shape, -1).gather(-1, which.unsqueeze(-1)).squeeze(-1)
+
+
+def _adaptive_max_pool_backward(gradient: Tensor, x: Tensor, places: Tensor) -> Tensor:
+    return _to_winners(gradient, x, places, 2)
+
+
+def _replication_backward(gradient: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
+    """Every element gets the gradients of the copies that were made of it."""
+    for place in range(len(padding) // 2):
+        dim = x.dim() - 1 - place
+        extent = x.shape[dim]
+        source = (_places(gradient.shape[dim], x) - padding[2 * place]).clamp(0, extent - 1)
+        copies = (source.unsqueeze(0) == _places(extent, x).unsqueeze(1)).to(gradient.dtype)
+        gradient = _along(gradient, dim, copies)
+    return gradient
+
+
+def _trilinear(
+    first: Tensor,
+    second: Tensor,
+    third: Tensor,
+    expand1: Sequence[int],
+    expand2: Sequence[int],
+    expand3: Sequence[int],
+    summed: Sequence[int],
+    unroll_dim: int = 1,
+) -> Tensor:
+    """The sum over dimensions of a product of three, each with dimensions of 1 put in."""
+    widened = []
+    for tensor, dims in ((first, expand1), (second, expand2), (third, expand3)):
+        for dim in sorted(dims):
+            tensor = tensor.unsqueeze(dim)
+        widened.append(tensor)
+    product = widened[0] * widened[1] * widened[2]
+    return product.sum(list(summed)) if summed else product
+
+
+def _bucketize(x: Tensor, boundaries: Tensor, *, out_int32: bool = False, right: bool = False) -> Tensor:
+    before = boundaries <= x.unsqueeze(-1) if right else boundaries < x.unsqueeze(-1)
+    return before.sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
+
+
+def _searchsorted(
+    boundaries: Tensor,
+    x: Tensor,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Tensor | None = None,
+) -> Any:
+    if sorter is not None:
+        return NotImplemented
+    rows = boundaries if boundaries.dim() == 1 else boundaries.unsqueeze(-2)
+    return _bucketize(x, rows, out_int32=out_int32, right=right or side == "right")
+
+
+def _kth(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    values, places = torch.sort(x, dim)
+    found = values.select(dim, k - 1), places.select(dim, k - 1)
+    return (found[0].unsqueeze(dim), found[1].unsqueeze(dim)) if keepdim else found
+
+
+def _median(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """The lower of the two in the middle, or the first NaN. (Sorting is stable, and has NaN at the end.)"""
+    if not x.dtype.is_floating_point:
+        return _kth(x, (x.shape[dim] + 1) // 2, dim, keepdim)
+    count = x.shape[dim]
+    bad = x.isnan().sum(dim, keepdim=True)
+    place = torch.where(bad > 0, count - bad, (count - 1) // 2)
+    values, places = torch.sort(x, dim)
+    found = values.gather(dim, place), places.gather(dim, place)
+    return found if keepdim else (found[0].squeeze(dim), found[1].squeeze(dim))
+
+
+def _median_of_all(x: Tensor) -> Tensor:
+    return _median(x.flatten(), 0)[0]
+
+
+def _scatter_reduce(
+    x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
+) -> Any:
+    if reduce not in ("sum", "mean") or not include_self or not x.dtype.is_floating_point:
+        return NotImplemented
+    total = x.scatter_add(dim, index, source)
+    if reduce == "sum":
+        return total
+    return total / torch.ones_like(x).scatter_add(dim, index, torch.ones_like(source))
+
+
+def _masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    """The elements of the source in order, where the mask is set."""
+    x, mask = torch.broadcast_tensors(x, mask)
+    order = mask.flatten().to(torch.int64).cumsum(0) - 1
+    taken = source.flatten()[order.clamp(0, source.numel() - 1)]
+    return torch.where(mask, taken.view(x.shape), x)
+
+
+def _masked_scatter_backward(gradient: Tensor, mask: Tensor, sizes: Sequence[int]) -> Tensor:
+    """To each element of the source what came to its place; what no element was taken for goes to one more, dropped."""
+    mask = mask.expand(gradient.shape).flatten()
+    count = math.prod(sizes)
+    order = torch.where(mask, mask.to(torch.int64).cumsum(0) - 1, count)
+    found = gradient.new_zeros(count + 1).scatter_add(0, order, gradient.flatten())
+    return found[:count].view(sizes)
+
+
+def _distances(first: Tensor, second: Tensor, p: float, mode: int | None) -> Any:
+    if p not in (1, 2):
+        return NotImplemented
+    apart = first.unsqueeze(-2) - second.unsqueeze(-3)
+    return apart.abs().sum(-1) if p == 1 else (apart * apart).sum(-1).sqrt()
+
+
+def _distances_backward(gradient: Tensor, first: Tensor, second: Tensor, p: float, distance: Tensor) -> Any:
+    """For the first points, as PyTorch has it; no gradient where two are one."""
+    if p not in (1, 2):
+        return NotImplemented
+    apart = first.unsqueeze(-2) - second.unsqueeze(-3)
+    if p == 1:
+        return (apart.sign() * gradient.unsqueeze(-1)).sum(-2)
+    scale = torch.where(distance == 0, 0.0, gradient / distance)
+    return (apart * scale.unsqueeze(-1)).sum(-2)
+
+
+FURTHER: dict[Any, Callable[..., Any]] = {
+    aten._adaptive_avg_pool2d.default: _adaptive_pool,
+    aten._adaptive_avg_pool3d.default: _adaptive_pool,
+    aten._adaptive_avg_pool2d_backward.default: _adaptive_pool_backward(2),
+    aten._adaptive_avg_pool3d_backward.default: _adaptive_pool_backward(3),
+    aten.avg_pool2d.default: _average_pool(2),
+    aten.avg_pool3d.default: _average_pool(3),
+    aten.avg_pool2d_backward.default: _average_pool_backward(2),
+    aten.avg_pool3d_backward.default: _average_pool_backward(3),
+    aten.max_pool2d_with_indices.default: _max_pool,
+    aten.max_pool2d_with_indices_backward.default: _max_pool_backward,
+    aten.max_pool3d_with_indices.default: _max_pool3d,
+    aten.max_pool3d_with_indices_backward.default: _max_pool3d_backward,
+    aten.adaptive_max_pool2d.default: _adaptive_max_pool,
+    aten.adaptive_max_pool2d_backward.default: _adaptive_max_pool_backward,
+    aten.replication_pad1d_backward.default: _replication_backward,
+    aten.replication_pad2d_backward.default: _replication_backward,
+    aten.replication_pad3d_backward.default: _replication_backward,
+    aten._trilinear.default: _trilinear,
+    aten.bucketize.Tensor: _bucketize,
+    aten.searchsorted.Tensor: _searchsorted,
+    aten.kthvalue.default: _kth,
+    aten.median.dim: _median,
+    aten.median.default: _median_of_all,
+    aten.scatter_reduce.two: _scatter_reduce,
+    aten.masked_scatter.default: _masked_scatter,
+    aten.masked_scatter_backward.default: _masked_scatter_backward,
+    aten._cdist_forward.default: _distances,
+    aten._cdist_backward.default: _distances_backward,
+}
+"""By the overload that is traced."""

@@ -1,0 +1,112 @@
+"""What a graph costs and what it is: FLOPs, bytes moved, peak of temporaries, fingerprint.
+
+Figures come from the shapes in the nodes' meta data; nothing is run. Library internals (packing buffers of a matrix
+product, scratch of a fused attention) are not counted, and are stated as not counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from hal.ops.cost import is_view, tensors_of, work_of
+from hal.program import Port
+
+
+def _size(value: torch.Tensor) -> int:
+    return value.numel() * value.dtype.itemsize
+
+
+def count_flops(graph: fx.Graph) -> int:
+    """Multiplications and additions of matrix products and attention."""
+    works = [work_of(node) for node in graph.nodes]
+    return int(sum(work.flops for work in works if work is not None))
+
+
+def count_moved(graph: fx.Graph) -> int:
+    total = 0
+    for node in graph.nodes:
+        if node.op == "call_function" and not is_view(node):
+            total += sum(_size(value) for value in tensors_of(node))
+            total += sum(_size(value) for argument in node.all_input_nodes for value in tensors_of(argument))
+    return total
+
+
+def peak_of_temporaries(graph: fx.Graph, stored_early: Sequence[int] = ()) -> int:
+    """Peak of bytes alive between the first op and the last, each freed after its last use, views with their base.
+
+    Results count as alive to the end, but for those at the places `stored_early`: they are many, and a device stores
+    them at once. (The others might be as well; devices that hold their results are allowed for.)
+    """
+    owner = _owners(graph)
+    last_use: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if owner[node] is node:
+            last_use[node] = node
+        arguments = node.all_input_nodes
+        if node.op == "output" and stored_early:
+            results: tuple[fx.Node, ...] = node.args[0]  # type: ignore[assignment]
+            arguments = [result for place, result in enumerate(results) if place not in stored_early]
+        for argument in arguments:
+            base = owner[argument]
+            if base is not None:
+                last_use[base] = node
+    ends: dict[fx.Node, list[fx.Node]] = {}
+    for base, node in last_use.items():
+        ends.setdefault(node, []).append(base)
+    alive = peak = 0
+    for node in graph.nodes:
+        if owner[node] is node:
+            alive += sum(_size(value) for value in tensors_of(node))
+            peak = max(peak, alive)
+        for base in ends.get(node, []):
+            alive -= sum(_size(value) for value in tensors_of(base))
+    return peak
+
+
+def saved_bytes(graph: fx.Graph, forward: set[fx.Node], backward: set[fx.Node], states: set[fx.Node]) -> int:
+    """Bytes that a forward makes (or is given, `states` aside) and its backward needs: what plain training keeps."""
+    owner = _owners(graph)
+    kept: set[fx.Node] = set()
+    for node in forward:
+        if any(user in backward and user not in forward for user in node.users):
+            base = owner[node]
+            if base is None:
+                base = node
+                while base.op == "call_function" and base.all_input_nodes:
+                    base = base.all_input_nodes[0]
+            if base not in states:
+                kept.add(base)
+    return sum(_size(value) for node in kept for value in tensors_of(node))
+
+
+def _owners(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
+    """The op whose memory a node's result lies in; None for memory that comes from outside."""
+    owner: dict[fx.Node, fx.Node | None] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            owner[node] = None
+        elif is_view(node) and node.all_input_nodes:
+            # An item of an op that returns several tensors is counted with the op.
+            owner[node] = owner[node.all_input_nodes[0]]
+        else:
+            owner[node] = node
+    return owner
+
+
+def fingerprint(
+    graph: fx.Graph, inputs: Sequence[Port], outputs: Sequence[Port], constants: dict[str, torch.Tensor]
+) -> str:
+    """A digest of what the graph computes: ops, arguments, shapes and constants, without names."""
+    number = {node: position for position, node in enumerate(graph.nodes)}
+    lines = [repr(tuple(inputs)), repr(tuple(outputs))]
+    for node in graph.nodes:
+        target = constants[node.target].tolist() if node.op == "get_attr" else str(node.target)
+        if node.op == "placeholder":
+            target = ""
+        arguments = fx.node.map_arg((node.args, node.kwargs), lambda argument: f"%{number[argument]}")
+        lines.append(f"{node.op} {target} {arguments}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

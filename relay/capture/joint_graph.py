@@ -1,0 +1,362 @@
+"""Reading a joint graph by its descriptors, and cutting the programs out of it.
+
+What each input and output of the graph is (a parameter, a buffer, a value, a seed, a gradient of which) stands in the
+descriptors that tracing gives it. A program is copied from what its results need of the graph and nothing else.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from hal import ops
+from hal.program import Port, Program, Role
+from relay.capture.captured import Captured
+from relay.capture.core.lowering import Lowering, simplify
+from relay.capture.cost import count_flops, count_moved, fingerprint, peak_of_temporaries, saved_bytes
+from relay.capture.guards.messages import changed_parameter, name_of_program, sparse_gradient
+from relay.capture.memory_order import Order, in_order, inverse, order_of, permuted, stored_shape
+from relay.capture.random_ops import ancestors, copy_nodes
+from relay.capture.saved_tensors import nodes_to_keep
+from relay.errors import CaptureError
+
+aten = torch.ops.aten
+
+
+class Extraction:
+    """Reads a joint graph by its descriptors and cuts the programs out of it."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        traced: fx.GraphModule,
+        name: str,
+        wants_gradients: bool,
+        compute: torch.dtype,
+        lowering: Lowering,
+        seeded: Mapping[int, Order],
+        strides: bool,
+    ) -> None:
+        self.traced = traced
+        self.seeded = seeded
+        self.strides = strides
+        self.lowering = lowering
+        self.name = name
+        self.wants_gradients = wants_gradients
+        self.parameters: list[list[tuple[str, fx.Node]]] = []
+        self.buffers: list[tuple[str, fx.Node]] = []
+        self.values: list[fx.Node] = []
+        self.seeds: dict[int, fx.Node] = {}
+        self.rounded: dict[fx.Node, list[fx.Node]] = {}
+        prefix = "module."
+        kinds: dict[str, list[fx.Node]] = {}
+        for node in traced.graph.nodes:
+            if node.op == "placeholder":
+                kinds.setdefault(type(node.meta["desc"]).__name__, []).append(node)
+        by_tensor: dict[int, int] = {}
+        for node in kinds.pop("ParamAOTInput", []):
+            target = node.meta["desc"].target
+            # A tensor tied within the segment comes under several names: one parameter to us.
+            identity = id(module.get_parameter(target.removeprefix(prefix)))
+            if identity not in by_tensor:
+                by_tensor[identity] = len(self.parameters)
+                self.parameters.append([])
+            self.parameters[by_tensor[identity]].append((target.removeprefix(prefix), node))
+        for node in kinds.pop("BufferAOTInput", []):
+            self.buffers.append((node.meta["desc"].target.removeprefix(prefix), node))
+        plain = sorted(kinds.pop("PlainAOTInput", []), key=lambda node: node.meta["desc"].idx)
+        count = len(plain) - len(seeded) - (not wants_gradients)
+        self.values = plain[:count]
+        for node in kinds.pop("TangentAOTInput", []):
+            source = node.meta["desc"].output
+            mutated = getattr(source, "mutated_input", None)
+            if type(mutated).__name__ == "ParamAOTInput":
+                raise changed_parameter(name, mutated.target.removeprefix(prefix))
+            if type(source).__name__ != "PlainAOTOutput":
+                raise CaptureError(
+                    f"layer {name!r} updates a buffer with something that requires a gradient. Detach it first: a "
+                    "buffer is state, and no gradient flows through it.",
+                    layer=name,
+                )
+            self.seeds[source.idx] = node
+        # Where the seed was given its own place comes in unused.
+        self.seeds.update(zip(seeded, plain[count : count + len(seeded)], strict=True))
+        if kinds:
+            raise CaptureError(
+                f"layer {name!r} has inputs of a kind that is not known here: {sorted(kinds)}", layer=name
+            )
+        if compute is not torch.float32:
+            for names in self.parameters:
+                self._find_rounding([node for _, node in names], compute)
+        self.outputs: dict[int, Any] = {}
+        self.updates: dict[fx.Node, Any] = {}
+        self.gradients: dict[fx.Node, Any] = {}
+        self._read_outputs()
+
+    def _find_rounding(self, nodes: Sequence[fx.Node], compute: torch.dtype) -> None:
+        """Note the casts of a parameter that is used in no other way than rounded to the compute dtype."""
+        users = [user for node in nodes for user in node.users]
+        if users and all(
+            user.target is aten._to_copy.default and user.kwargs.get("dtype") is compute for user in users
+        ):
+            self.rounded[nodes[0]] = users
+
+    def _read_outputs(self) -> None:
+        output = next(iter(reversed(self.traced.graph.nodes)))
+        placeholder_of = {node.meta["desc"]: node for node in self.traced.graph.nodes if node.op == "placeholder"}
+        for value, description in zip(output.args[0], output.meta["desc"], strict=True):
+            if description is None:
+                continue  # the gradient of an input that has none
+            kind = type(description).__name__
+            if kind == "PlainAOTOutput":
+                self.outputs[description.idx] = value
+            elif kind == "InputMutationAOTOutput":
+                self.updates[placeholder_of[description.mutated_input]] = value
+            elif kind == "GradAOTOutput":
+                self.gradients[placeholder_of[description.grad_of]] = value
+            else:
+                raise CaptureError(f"layer {self.name!r} has an output of an unknown kind, {kind}", layer=self.name)
+        for node in self.updates:
+            description = node.meta["desc"]
+            if type(description).__name__ == "ParamAOTInput":
+                raise changed_parameter(self.name, description.target.removeprefix("module."))
+            if node not in [buffer for _, buffer in self.buffers]:
+                raise CaptureError(
+                    f"layer {self.name!r} changes one of its inputs in place. The relay keeps inputs for the "
+                    "recompute: clone the input before changing it.",
+                    layer=self.name,
+                )
+        self._refuse_sparse()
+        if not self.wants_gradients:
+            self.outputs.pop(max(self.outputs))
+            self.seeds.clear()
+
+    def _refuse_sparse(self) -> None:
+        for names in self.parameters:
+            for parameter, node in names:
+                gradient = self.gradients.get(node)
+                if gradient is not None and gradient.meta["val"].layout is not torch.strided:
+                    raise sparse_gradient(self.name, parameter)
+
+    def named(self, name: str) -> Extraction:
+        """The same of a segment built alike."""
+        other = copy.copy(self)
+        other.name = name
+        return other
+
+    def captured(self, asked: Mapping[int, Order], ends_in_loss: bool, keep: bool) -> Captured:
+        """Cut out the programs. `asked` are the orders in which gradients of inputs are wanted."""
+        self.asked = asked
+        outputs = [(node, self._stored_port(Role.VALUE, index, node)) for index, node in sorted(self.outputs.items())]
+        updates = self._buffer_updates()
+        gradients = self._gradient_results() if self.wants_gradients else []
+        seeds = sorted(self.seeds.items())
+        states = {node for names in self.parameters for _, node in names} | {node for _, node in self.buffers}
+        forward = ancestors([[value for value, _ in outputs + updates]])
+        wanted = [value for value, _ in gradients]
+        saved: list[fx.Node] = []
+        if keep:
+            results = [node for nodes in wanted for node in nodes]
+            saved = nodes_to_keep(self.traced.graph, forward, results, set(self.seeds.values()), states)
+            saved = self._read_of(saved, seeds, gradients)
+        own = [(node, port) for node, port in outputs if node in saved]
+        held = [node for node in saved if not any(node is output for output, _ in own)]
+        copies = [] if ends_in_loss else self._buffers_to_keep(wanted, set(saved))
+        kept = [
+            (node, self._stored_port(Role.VALUE, number, node))
+            for number, node in enumerate([*held, *copies], len(outputs))
+        ]
+        given = [node for node, _ in [*own, *kept]]
+        return Captured(
+            parameter_names=tuple(tuple(name for name, _ in names) for names in self.parameters),
+            buffer_names=tuple(name for name, _ in self.buffers),
+            forward=self._program("forward", [], outputs + kept + updates),
+            backward=self._program("backward", seeds, gradients, given, keep)
+            if gradients and not ends_in_loss
+            else None,
+            loss=self._program("loss", [], outputs[:1] + updates) if ends_in_loss else None,
+            joint=self._program("joint", seeds, outputs[:1] + updates + gradients) if ends_in_loss else None,
+            output_requires_grad=tuple(index in self.seeds for index in sorted(self.outputs)),
+            kept=tuple(port for _, port in [*own, *kept]),
+            saved=saved_bytes(self.traced.graph, forward, ancestors(wanted), states),
+            output_orders={index: self._order(node) for index, node in self.outputs.items()},
+            seed_orders={index: self.seeded.get(index, self._order(node)) for index, node in seeds},
+            gradient_orders={
+                index: self._gradient_order(index, self.gradients[node])
+                for index, node in enumerate(self.values)
+                if self.gradients.get(node) is not None
+            },
+        )
+
+    def _buffers_to_keep(self, gradients: Sequence[tuple[Any, ...]], saved: set[fx.Node]) -> list[fx.Node]:
+        """Buffers that the forward changes and the backward reads: it must find what the forward found."""
+        needed = ancestors(gradients, saved) - saved
+        return [
+            node
+            for _, node in self.buffers
+            if node in self.updates and any(user in needed and not _ignores_statistics(user) for user in node.users)
+        ]
+
+    def _port(self, role: Role, index: int, node: fx.Node, accumulates: bool = False) -> Port:
+        value = node.meta["val"]
+        return Port(role, index, tuple(value.shape), value.dtype, accumulates)
+
+    def _read_of(
+        self, saved: Sequence[fx.Node], seeds: Sequence[tuple[int, fx.Node]], gradients: Sequence[tuple[Any, Port]]
+    ) -> list[fx.Node]:
+        """Those that the backward reads in the end: what random ops are given for its shape alone is not read."""
+        program = self._program("backward", seeds, gradients, saved, True)
+        read = {port.index - len(self.values) for port in program.inputs if port.role is Role.VALUE}
+        return [node for number, node in enumerate(saved) if number in read]
+
+    def _order(self, node: fx.Node) -> Order:
+        """The order of a tensor's dimensions in memory; core graphs have no strides."""
+        passed_on = node.op == "placeholder" or any(node is output for output in self.outputs.values())
+        if self.lowering is Lowering.CORE or (passed_on and not self.strides):
+            return ()
+        return order_of(node.meta["val"])
+
+    def _gradient_order(self, index: int, node: fx.Node) -> Order:
+        return self.asked.get(index, self._order(node)) if self.strides else ()
+
+    def _stored_port(self, role: Role, index: int, node: fx.Node, order: Order | None = None) -> Port:
+        """The port of a value in memory of its own."""
+        port = self._port(role, index, node)
+        return replace(port, shape=stored_shape(port.shape, self._order(node) if order is None else order))
+
+    def _buffer_updates(self) -> list[tuple[Any, Port]]:
+        return [
+            (self.updates[node], self._port(Role.BUFFER_UPDATE, index, node))
+            for index, (_, node) in enumerate(self.buffers)
+            if node in self.updates
+        ]
+
+    def _gradient_results(self) -> list[tuple[Any, Port]]:
+        results = []
+        position = {node: number for number, node in enumerate(self.traced.graph.nodes)}
+        for index, names in enumerate(self.parameters):
+            # Autograd adds up the uses of a tied parameter as they come, the last use first.
+            uses = [self.gradients[node] for _, node in names if self.gradients.get(node) is not None]
+            uses.sort(key=position.__getitem__)
+            if uses:
+                results.append((tuple(uses), self._port(Role.PARAMETER_GRADIENT, index, names[0][1], True)))
+        for index, node in enumerate(self.values):
+            gradient = self.gradients.get(node)
+            if gradient is not None:
+                order = self._gradient_order(index, gradient)
+                port = self._stored_port(Role.VALUE_GRADIENT, index, node, order)
+                results.append(((gradient,), replace(port, accumulates=True)))
+        return results
+
+    def _program(
+        self,
+        kind: str,
+        seeds: Sequence[tuple[int, fx.Node]],
+        results: Sequence[tuple[Any, Port]],
+        kept: Sequence[fx.Node] = (),
+        keep: bool = False,
+    ) -> Program:
+        graph = fx.Graph()
+        environment: dict[fx.Node, Any] = {}
+        ports: list[Port] = []
+        placeholders: list[fx.Node] = []
+        laid: list[tuple[fx.Node, Order]] = []
+
+        def add_input(role: Role, index: int, nodes: Sequence[fx.Node]) -> None:
+            placeholder = graph.placeholder(f"{role.name.lower()}_{index}")
+            casts = self.rounded.get(nodes[0], [])
+            like = casts[0] if casts else nodes[0]
+            placeholder.meta = {"val": like.meta["val"]}
+            for node in [*nodes, *casts]:
+                environment[node] = placeholder
+            placeholders.append(placeholder)
+            if role in (Role.VALUE, Role.SEED):
+                order = self._order(like)
+                ports.append(self._stored_port(role, index, like))
+                if order:
+                    placeholder.meta = {"val": in_order(like.meta["val"], order)}
+                    laid.append((like, order))
+            else:
+                ports.append(self._port(role, index, like))
+
+        for index, names in enumerate(self.parameters):
+            add_input(Role.PARAMETER, index, [node for _, node in names])
+        for index, (_, node) in enumerate(self.buffers):
+            add_input(Role.BUFFER, index, [node])
+        for index, node in enumerate(self.values):
+            add_input(Role.VALUE, index, [node])
+        for index, node in enumerate(kept, len(self.values)):
+            add_input(Role.VALUE, index, [node])
+        for index, node in seeds:
+            add_input(Role.SEED, index, [node])
+        key = graph.placeholder("key")
+        for node, order in laid:
+            environment[node] = permuted(graph, environment[node], inverse(order))
+        wanted = [value if isinstance(value, tuple) else (value,) for value, _ in results]
+        needed = ancestors(wanted, set(environment))
+        copy_nodes(self.traced.graph, needed, graph, environment, key, self.name)
+        outputs = []
+        early: list[int] = []
+        for values, (_, port) in zip(wanted, results, strict=True):
+            uses = [environment[use] for use in values]
+            total = uses[0]
+            for use in uses[1:]:
+                total = graph.call_function(aten.add.Tensor, (total, use))
+                total.meta = {"val": uses[0].meta["val"]}
+            order: Order = ()
+            if port.role is Role.VALUE:
+                order = self._order(values[0])
+                if port.index >= len(self.outputs):  # kept for the backward
+                    early.append(len(outputs))
+            elif port.role is Role.VALUE_GRADIENT:
+                order = self._gradient_order(port.index, values[0])
+            if order:
+                total = permuted(graph, total, order)
+            outputs.append(total)
+        graph.output(tuple(outputs))
+        graph.eliminate_dead_code()
+        if keep:
+            # What a backward that recomputes nothing does not read need not be brought.
+            unread = [
+                place
+                for place, (node, port) in enumerate(zip(placeholders, ports, strict=True))
+                if port.role is Role.VALUE and not node.users
+            ]
+            for place in reversed(unread):
+                graph.erase_node(placeholders[place])
+                del ports[place]
+        core = self.lowering is Lowering.CORE
+        if core:
+            graph = simplify(graph, self.name)
+            key = next(node for node in graph.nodes if node.op == "placeholder" and node.target == "key")
+        draws = bool(key.users)
+        if not draws:
+            graph.erase_node(key)
+        constants = {node.target: getattr(self.traced, node.target) for node in graph.nodes if node.op == "get_attr"}
+        out_ports = tuple(port for _, port in results)
+        return Program(
+            name=name_of_program(self.name, kind),
+            graph=graph,
+            inputs=tuple(ports),
+            outputs=out_ports,
+            constants=constants,
+            draws=draws,
+            flops=ops.count_flops(graph) if core else count_flops(graph),
+            moved=ops.count_moved(graph) if core else count_moved(graph),
+            workspace=peak_of_temporaries(graph, early),
+            fingerprint=fingerprint(graph, ports, out_ports, constants),
+        )
+
+
+_TRAINING_FLAG = {aten._native_batch_norm_legit_functional.default: 5, aten.native_batch_norm_backward.default: 7}
+
+
+def _ignores_statistics(node: fx.Node) -> bool:
+    """Whether an op takes running statistics and does not look at them: BatchNorm in training."""
+    flag = _TRAINING_FLAG.get(node.target)  # type: ignore[call-overload]
+    return flag is not None and node.args[flag] is True

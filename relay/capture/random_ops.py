@@ -1,0 +1,123 @@
+"""Copying a traced graph's ops into a program, its random ops keyed.
+
+Random ops become calls of `hal.random` with a key. They are numbered in the joint graph's order, so that an op has the
+same number, hence the same mask, in every program that is cut out of it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from hal import random as counter_random
+from relay.capture.layer_marks import layer_of
+from relay.errors import CaptureError
+
+aten = torch.ops.aten
+
+
+_RANDOM = {
+    aten.rand.default: counter_random.uniform,
+    aten.rand_like.default: counter_random.uniform,
+    aten.randn.default: counter_random.normal,
+    aten.randn_like.default: counter_random.normal,
+}
+
+
+def copy_nodes(
+    source: fx.Graph, needed: set[fx.Node], graph: fx.Graph, environment: dict[fx.Node, Any], key: fx.Node, layer: str
+) -> None:
+    """Copy the needed ops, with random ops keyed. These are numbered layer by layer, whether needed or not, so that an
+    op has the same number in every program of its segment, and in whichever segment its layer is."""
+    counts: dict[int, int] = {}
+    for node in source.nodes:
+        target = node.target
+        if node.op in ("placeholder", "output"):
+            continue
+        draws = draws_by_itself(node)
+        of_layer = layer_of(node)
+        counts[of_layer] = counts.get(of_layer, -1) + draws
+        if node not in needed or node in environment:
+            continue
+        number = of_layer * counter_random.OP_LIMIT + counts[of_layer]
+        if draws and counts[of_layer] >= counter_random.OP_LIMIT:
+            raise CaptureError(
+                f"layer {layer!r} draws random numbers more than {counter_random.OP_LIMIT} times; give it as several "
+                "layers.",
+                layer=layer,
+                op=str(target),
+            )
+        if target is operator.getitem and isinstance(environment[node.args[0]], tuple):
+            environment[node] = environment[node.args[0]][node.args[1]]
+        elif draws and target is aten.native_dropout.default:
+            environment[node] = _keyed_dropout(graph, environment[node.args[0]], node, key, number)
+        elif draws and target is aten.bernoulli.p:
+            environment[node] = _keyed_bernoulli(graph, node, key, number)
+        elif draws and target in _RANDOM and node.meta["val"].dtype is torch.float32:
+            drawn = graph.call_function(_RANDOM[target], (key, number, tuple(node.meta["val"].shape)))
+            drawn.meta = {"val": node.meta["val"]}
+            environment[node] = drawn
+        elif draws:
+            raise CaptureError(
+                f"layer {layer!r} draws random numbers by {target}, which has no counter-based form here. "
+                "Dropout, torch.rand, rand_like, randn and randn_like in float32 have one.",
+                layer=layer,
+                op=str(target),
+            )
+        else:
+            environment[node] = graph.node_copy(node, environment.__getitem__)
+
+
+def draws_by_itself(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded not in tags:
+        return False
+    if node.target is aten.native_dropout.default:
+        return node.args[2] is not False
+    schema = node.target._schema  # type: ignore[union-attr]
+    for position, argument in enumerate(schema.arguments):
+        if argument.name in ("dropout_p", "p", "dropout", "training"):
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name, 0.0)
+            return bool(given)
+    return True
+
+
+def _keyed_bernoulli(graph: fx.Graph, node: fx.Node, key: fx.Node, number: int) -> fx.Node:
+    """Ones with probability p, else zeros: what dropout of whole channels draws."""
+    value = node.meta["val"]
+    probability = float(node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5))  # type: ignore[arg-type]
+    mask = graph.call_function(counter_random.keep_mask, (key, number, tuple(value.shape), 1.0 - probability))
+    mask.meta = {"val": torch.empty(value.shape, dtype=torch.bool, device="meta")}
+    ones = graph.call_function(aten._to_copy.default, (mask,), {"dtype": value.dtype})
+    ones.meta = {"val": value}
+    return ones
+
+
+def _keyed_dropout(graph: fx.Graph, source: fx.Node, node: fx.Node, key: fx.Node, number: int) -> tuple[Any, Any]:
+    """native_dropout as PyTorch computes it, with the mask drawn by us: (source * mask) * (1 / (1 - p))."""
+    probability = float(node.args[1])  # type: ignore[arg-type]
+    value = source.meta["val"]
+    mask = graph.call_function(counter_random.keep_mask, (key, number, tuple(value.shape), probability))
+    mask.meta = {"val": torch.empty(value.shape, dtype=torch.bool, device="meta")}
+    kept = graph.call_function(aten.mul.Tensor, (source, mask))
+    kept.meta = {"val": value}
+    scaled = graph.call_function(aten.mul.Scalar, (kept, 0.0 if probability == 1.0 else 1.0 / (1.0 - probability)))
+    scaled.meta = {"val": value}
+    return scaled, mask
+
+
+def ancestors(wanted: Sequence[Sequence[fx.Node]], given: set[fx.Node] | None = None) -> set[fx.Node]:
+    """The nodes that these are made from, themselves included, and none beyond those that are `given`."""
+    seen: set[fx.Node] = set()
+    stack = [node for nodes in wanted for node in nodes]
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            if given is None or node not in given:
+                stack.extend(node.all_input_nodes)
+    return seen

@@ -1,0 +1,299 @@
+"""Checkpoints on disk: a folder of safetensors shards and a manifest, written beside its place and then renamed.
+
+A checkpoint is written from a snapshot, one parameter at a time, so it takes the memory of one; it is brought to the
+disk, read back and compared before it gets its name, and what had the name before goes only then. Reading maps the
+shards. It decides neither when to save (`relay.checkpoints`) nor what a trainer does with it (`relay.trainer`).
+
+Invariant: under a checkpoint's name there is a whole checkpoint or none, whenever the machine stops; while one
+takes the place of another, the old one is beside it until the new one is in place (`find` knows both).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+
+from relay.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    OptimizerEntry,
+    ParameterEntry,
+    ShardEntry,
+    TensorEntry,
+    read_manifest,
+    scales_key,
+    state_key,
+    tensors_of,
+    weight_key,
+    write_manifest,
+)
+from relay.checkpoint.shards import DTYPES, NAMES, ShardWriter, TensorPlan, hash_file, sync_folder
+from relay.eps.snapshot import Record, Snapshot
+from relay.errors import CheckpointError
+from relay.optim.int8_state import Int8State
+from relay.optim.optimizers import State
+
+SHARD_BYTES = 256 * 2**20
+"""Parameters share shards up to this size. A larger parameter has shards of its own."""
+
+
+@dataclass
+class Progress:
+    """What a checkpoint keeps besides tensors. `user` are the states of schedulers, data and the like, plain."""
+
+    step: int
+    seed: int
+    loss_scale: dict[str, float] | None
+    optimizer: str
+    groups: list[tuple[list[str], dict[str, Any]]]
+    options: dict[str, Any]
+    user: dict[str, Any] = field(default_factory=dict)
+
+
+def write_checkpoint(
+    path: Path,
+    snapshot: Snapshot,
+    buffers: Mapping[str, torch.Tensor],
+    progress: Progress,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a checkpoint at `path`, in place of the one that is there, from a snapshot that has begun.
+
+    Raises CheckpointError, with what was there before untouched.
+    """
+    path = Path(os.path.abspath(path))
+    _check_place(path)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        _write_folder(partial, snapshot, buffers, progress, shard_bytes)
+        Checkpoint(partial).verify()
+        _put_in_place(partial, path)
+    except OSError as failure:
+        raise CheckpointError(
+            f"the checkpoint could not be written: {failure.strerror or failure}. Nothing that was there before has "
+            "been touched; make room or give another folder, and save again.",
+            file=str(failure.filename or path),
+        ) from failure
+    except ValueError as wrong:
+        raise CheckpointError(f"the checkpoint cannot be written: {wrong}", file=str(path)) from wrong
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def find(path: Path) -> Path:
+    """Where the checkpoint of that name is: at `path`, or beside it where writing its successor was cut short."""
+    previous = path.with_name(f".{path.name}.previous")
+    return previous if not path.exists() and (previous / MANIFEST).is_file() else path
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint, so that a whole one is never found half deleted."""
+    doomed = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+class Checkpoint:
+    """A checkpoint on disk, opened for reading. Opening reads the manifest only. Raises CheckpointError."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = find(Path(path))
+        self.manifest: Manifest = read_manifest(self.path)
+        self._shards: dict[int, Any] = {}
+
+    def verify(self) -> None:
+        """Read everything once: sizes, checksums, and that the shards hold what the manifest says.
+
+        Raises CheckpointError, naming the file and what is wrong with it.
+        """
+        for shard in self.manifest.shards:
+            file = self.path / shard.file
+            if hash_file(file, shard.size) != shard.sha256:
+                raise CheckpointError(
+                    "the file does not fit its checksum in the manifest: it was damaged or changed", file=str(file)
+                )
+        self.check_layout()
+
+    def check_layout(self) -> None:
+        """That every tensor is in its shard, in its dtype and shape. Reads headers only."""
+        for name, entry in self.manifest.parameters.items():
+            for shard, plan in tensors_of(name, entry):
+                file = str(self.path / self.manifest.shards[shard].file)
+                try:
+                    part = self._open(shard).get_slice(plan.key)
+                    found = part.get_dtype(), tuple(part.get_shape())
+                except safetensors.SafetensorError as missing:
+                    raise CheckpointError(
+                        f"the shard does not hold it: {missing}", file=file, field=plan.key
+                    ) from missing
+                if found != (plan.dtype, plan.shape):
+                    raise CheckpointError(
+                        f"the shard has {found[0]}{list(found[1])}, the manifest {plan.dtype}{list(plan.shape)}",
+                        file=file,
+                        field=plan.key,
+                    )
+
+    def weight(self, name: str) -> torch.Tensor:
+        """A parameter or buffer, mapped from the file."""
+        return self._tensor(self.manifest.parameters[name].tensor.shard, weight_key(name))
+
+    def state(self, name: str) -> State:
+        """A parameter's optimizer state, as `BoundOptimizer.restore` takes it; tensors are mapped from the file."""
+        entry = self.manifest.parameters[name]
+        result: State = dict(entry.values)
+        for label, state in entry.states.items():
+            tensor = self._tensor(state.shard, state_key(label, name))
+            if state.shard_of_scales is not None:
+                scales = self._tensor(state.shard_of_scales, scales_key(label, name))
+                result[label] = Int8State(tensor.view(-1), scales, state.signed)
+            else:
+                result[label] = tensor
+        return result
+
+    def _tensor(self, shard: int, key: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._open(shard).get_tensor(key)
+        return tensor
+
+    def _open(self, shard: int) -> Any:
+        if shard not in self._shards:
+            file = self.path / self.manifest.shards[shard].file
+            try:
+                self._shards[shard] = safetensors.safe_open(file, framework="pt")
+            except (OSError, safetensors.SafetensorError) as wrong:
+                raise CheckpointError(f"the file is no whole safetensors file: {wrong}", file=str(file)) from wrong
+        return self._shards[shard]
+
+
+def _check_place(path: Path) -> None:
+    if path.is_dir() and not (path / MANIFEST).is_file() and any(path.iterdir()):
+        raise CheckpointError("there is a folder here that is no checkpoint; give another path", file=str(path))
+    if path.exists() and not path.is_dir():
+        raise CheckpointError("there is a file here; give the path of a folder to be", file=str(path))
+
+
+def _put_in_place(partial: Path, path: Path) -> None:
+    previous = path.with_name(f".{path.name}.previous")
+    if path.exists():
+        shutil.rmtree(previous, ignore_errors=True)
+        path.rename(previous)
+    partial.rename(path)
+    sync_folder(path.parent)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def _write_folder(
+    folder: Path,
+    snapshot: Snapshot,
+    buffers: Mapping[str, torch.Tensor],
+    progress: Progress,
+    shard_bytes: int,
+) -> None:
+    records = {name: Record(tensor, {}) for name, tensor in buffers.items()}
+    described = {**snapshot.layout, **records}
+    plan = _ShardPlan()
+    batches: list[list[str]] = []
+    filled = shard_bytes
+    for name, record in described.items():
+        if filled + record.size > shard_bytes:
+            batches.append([])
+            plan.begin()
+            filled = 0
+        batches[-1].append(name)
+        plan.add(name, record, name in records)
+        filled += record.size
+    entries: list[ShardEntry | None] = [None] * len(plan.tensors)
+    left = list(range(len(batches)))
+    while left:
+        # What has been copied already goes first: copies are what takes memory.
+        number = max(left, key=lambda one: (snapshot.copied(batches[one]), -one))
+        left.remove(number)
+        writers: dict[int, ShardWriter] = {}
+        try:
+            for name in batches[number]:
+                record = records[name] if name in records else snapshot.read(name)
+                stored = tensors_of(name, plan.parameters[name])
+                for (shard, _), tensor in zip(stored, record.tensors(), strict=True):
+                    if shard not in writers:
+                        writers[shard] = ShardWriter(folder / _shard_name(shard), plan.tensors[shard])
+                    writers[shard].add(tensor.contiguous())
+                if name not in records:
+                    snapshot.release(record)
+            for shard, writer in writers.items():
+                writer.close()
+                entries[shard] = ShardEntry(writer.path.name, writer.size, writer.sha256)
+        finally:
+            for writer in writers.values():
+                writer.abandon()
+    manifest = Manifest(
+        step=progress.step,
+        seed=progress.seed,
+        loss_scale=progress.loss_scale,
+        optimizer=OptimizerEntry(progress.optimizer, progress.groups),
+        options=progress.options,
+        user=progress.user,
+        parameters=plan.parameters,
+        shards=[entry for entry in entries if entry is not None],
+        software=f"torch {torch.__version__}",
+    )
+    path = folder / MANIFEST
+    with path.open("xb") as file:
+        file.write(write_manifest(path, manifest))
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(folder)
+
+
+class _ShardPlan:
+    """Which tensor goes to which shard. Tensors of different widths do not share one: readers want them aligned."""
+
+    def __init__(self) -> None:
+        self.parameters: dict[str, ParameterEntry] = {}
+        self.tensors: list[list[TensorPlan]] = []
+        self._by_width: dict[int, int] = {}
+
+    def begin(self) -> None:
+        """From here on, new shards."""
+        self._by_width = {}
+
+    def add(self, name: str, record: Record, buffer: bool) -> None:
+        """Plan a record."""
+        entry = ParameterEntry(self._entry(name, record.weight), buffer)
+        for label, value in record.states.items():
+            if isinstance(value, Int8State):
+                codes, scales = self._shard(1), self._shard(4)
+                shape = tuple(value.codes.shape)
+                entry.states[label] = TensorEntry(codes, "U8", shape, scales, value.signed)
+            elif isinstance(value, torch.Tensor):
+                entry.states[label] = self._entry(f"state {label} of {name}", value)
+            else:
+                entry.values[label] = value
+        self.parameters[name] = entry
+        for shard, tensor in tensors_of(name, entry):
+            self.tensors[shard].append(tensor)
+
+    def _entry(self, what: str, tensor: torch.Tensor) -> TensorEntry:
+        if tensor.dtype not in NAMES:
+            raise ValueError(f"{what} has dtype {tensor.dtype}, which safetensors cannot hold")
+        dtype = NAMES[tensor.dtype]
+        return TensorEntry(self._shard(DTYPES[dtype].itemsize), dtype, tuple(tensor.shape))
+
+    def _shard(self, width: int) -> int:
+        if width not in self._by_width:
+            self._by_width[width] = len(self.tensors)
+            self.tensors.append([])
+        return self._by_width[width]
+
+
+def _shard_name(number: int) -> str:
+    return f"shard-{number:05}.safetensors"

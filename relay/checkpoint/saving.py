@@ -1,0 +1,286 @@
+"""From a trainer's state to a checkpoint and back.
+
+`start` takes a snapshot and writes it, on this thread or behind the training; `check_fits` and `restore` are the way
+back. It knows no schedule and no file formats (`relay.checkpoint.format`). Invariant: whatever does not fit is found by
+`check_fits`, before `restore` changes anything.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hal.event import Event
+from hal.host import Host
+from relay.checkpoint import plain_values
+from relay.checkpoint.format import Checkpoint, Progress, write_checkpoint
+from relay.checkpoint.shards import DTYPES
+from relay.eps.optimizer_state import BoundOptimizer
+from relay.eps.server import ParameterServer
+from relay.eps.snapshot import Snapshot
+from relay.errors import CheckpointError, RelayError
+
+
+class Saving:
+    """A checkpoint being written. `path` is where it will be."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.error: BaseException | None = None
+        self.thread: threading.Thread | None = None
+        self._ended = threading.Event()
+
+    def done(self) -> bool:
+        """Whether it has ended, well or badly. Never blocks."""
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        """Block until the checkpoint is in place. Raises CheckpointError where it could not be written."""
+        self._ended.wait()
+        if self.thread is not None:
+            self.thread.join()
+        _untold.discard(self)
+        if self.error is not None:
+            raise self.error
+
+    def end(self, error: BaseException | None) -> None:
+        """Called once, by whoever writes."""
+        self.error = error
+        if error is None:
+            _untold.discard(self)
+        self._ended.set()
+
+
+_untold: set[Saving] = set()
+"""Checkpoints written behind the training that may yet fail, or have failed and nobody has waited for."""
+
+
+@atexit.register
+def _tell_the_rest() -> None:
+    """At the end of the process (threads that write have ended by then): what became of checkpoints nobody asked after.
+
+    No exit code can be given here any more: whoever needs one closes the trainer, or waits.
+    """
+    for saving in sorted(_untold, key=lambda one: str(one.path)):
+        if saving.error is not None:
+            what = f"{type(saving.error).__name__}: {saving.error}"
+            print(f"relay: the checkpoint {str(saving.path)!r} was not written. {what}", file=sys.stderr)
+
+
+def start(
+    path: Path,
+    model: nn.Module,
+    server: ParameterServer,
+    host: Host,
+    pending: Sequence[Event],
+    progress: Progress,
+    budget: int,
+    shard_bytes: int,
+    behind: bool,
+) -> Saving:
+    """Write a checkpoint of how things stand after the updates of `pending`.
+
+    With `behind` a thread writes it and training may go on at once; errors are then in the `Saving`. Without, it is
+    written when this returns, and errors are raised.
+    """
+    saving = Saving(path)
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    snapshot = Snapshot(weights, server.optimizer, host, budget)
+    # Forward passes change buffers wherever the device runs them, so these are not left for later.
+    buffers = {name: buffer.detach().cpu().clone() for name, buffer in model.named_buffers()}
+
+    def begin() -> None:
+        snapshot.begin()
+        server.snapshot = snapshot
+
+    # In order with the updates: after those of this step, before those of the next.
+    begun = host.run(begin, list(pending), "beginning of a checkpoint")
+
+    def write() -> None:
+        error: BaseException | None = None
+        try:
+            begun.wait()
+            write_checkpoint(path, snapshot, buffers, progress, shard_bytes)
+        except BaseException as failure:  # it belongs to whoever waits for the checkpoint
+            error = failure
+        finally:
+            server.snapshot = None
+            snapshot.end()
+            saving.end(error)
+
+    if behind:
+        # Not a daemon: a script that ends before its checkpoint is written waits for it.
+        _untold.add(saving)
+        saving.thread = threading.Thread(target=write, name="relay-checkpoint")
+        saving.thread.start()
+    else:
+        write()
+        saving.wait()
+    return saving
+
+
+def group_names(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[tuple[list[str], dict[str, Any]]]:
+    """Parameter groups with names in place of parameters."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [
+        (
+            [names[id(parameter)] for parameter in group["params"] if id(parameter) in names],
+            states_of({key: value for key, value in group.items() if key not in ("params", "param_names")}),
+        )
+        for group in groups
+    ]
+
+
+def states_of(user: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of the objects that a user gives: copies of their `state_dict()`, or of the plain values they are.
+
+    Raises ValueError, naming the place, for what is not plain.
+    """
+    states = {
+        name: value.state_dict() if callable(getattr(value, "state_dict", None)) else value
+        for name, value in user.items()
+    }
+    # What can be written can be copied; objects go on changing theirs while a checkpoint is written.
+    return {name: plain_values.decode(plain_values.encode(state, name), name) for name, state in states.items()}
+
+
+def check_fits(
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    optimizer: BoundOptimizer,
+    groups: Sequence[Mapping[str, Any]],
+    weights_only: bool,
+    user: Mapping[str, Any],
+) -> None:
+    """Raise CheckpointError, naming the field, where a checkpoint is not one of this model and optimizer."""
+    manifest, file = checkpoint.manifest, str(checkpoint.path)
+    tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    missing = [name for name in tensors if name not in manifest.parameters]
+    unknown = [name for name in manifest.parameters if name not in tensors]
+    if missing or unknown:
+        raise CheckpointError(
+            f"the checkpoint is of another model: it lacks {_some(missing)} and has {_some(unknown)} besides",
+            file=file,
+            field="parameters",
+        )
+    for name, tensor in tensors.items():
+        entry = manifest.parameters[name].tensor
+        if entry.shape != tuple(tensor.shape) or DTYPES[entry.dtype] is not tensor.dtype:
+            raise CheckpointError(
+                f"the model has {tensor.dtype}{list(tensor.shape)}, the checkpoint {entry.dtype}{list(entry.shape)}",
+                file=file,
+                field=f"parameters[{name!r}]",
+            )
+    for name in user:
+        if name not in manifest.user:
+            raise CheckpointError(
+                f"the checkpoint holds no such state; it was saved with {_some(list(manifest.user))}",
+                file=file,
+                field=f"user.{name}",
+            )
+    if weights_only:
+        return
+    if manifest.optimizer.kind != optimizer.kind:
+        raise CheckpointError(
+            f"it was saved with {manifest.optimizer.kind}, the trainer has {optimizer.kind}. Build the trainer with "
+            "that, or load with weights_only=True.",
+            file=file,
+            field="optimizer.kind",
+        )
+    own = group_names(model, groups)
+    if [sorted(names) for names, _ in own] != [sorted(names) for names, _ in manifest.optimizer.groups]:
+        raise CheckpointError(
+            f"its parameter groups are of {[len(names) for names, _ in manifest.optimizer.groups]} parameters, the "
+            f"trainer's of {[len(names) for names, _ in own]}, or of others. Build the trainer with the same "
+            "parameter_groups, or load with weights_only=True.",
+            file=file,
+            field="optimizer.groups",
+        )
+    for number, ((_, values), (_, theirs)) in enumerate(zip(own, manifest.optimizer.groups, strict=True)):
+        for key, value in theirs.items():
+            # Schedules keep numbers of their own there, such as initial_lr.
+            if key not in values and (key in ("params", "param_names") or type(value) not in (int, float, bool)):
+                raise CheckpointError(
+                    f"{optimizer.kind} has no such hyperparameter; received {value!r:.80}",
+                    file=file,
+                    field=f"optimizer.groups[{number}].values.{key}",
+                )
+        for key, value in values.items():
+            if not _of_kind(value, theirs.get(key)):
+                raise CheckpointError(
+                    f"expected something like {value!r}, received {theirs.get(key)!r:.80}",
+                    file=file,
+                    field=f"optimizer.groups[{number}].values.{key}",
+                )
+    for name, entry in manifest.parameters.items():
+        for label, state in entry.states.items():
+            flat = state.shard_of_scales is not None
+            whole = (tensors[name].numel(),) if flat else tuple(tensors[name].shape)
+            if not optimizer.kind.startswith("torch.") and state.shape not in (whole, ()):
+                raise CheckpointError(
+                    f"a state of shape {list(state.shape)} does not go with a parameter of {list(tensors[name].shape)}",
+                    file=file,
+                    field=f"parameters[{name!r}].states[{label!r}]",
+                )
+        try:
+            optimizer.check(name, [*entry.states, *entry.values])
+        except ValueError as wrong:
+            raise CheckpointError(str(wrong), file=file, field=f"parameters[{name!r}].states") from wrong
+
+
+def restore_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Copy parameters and buffers into a model, one after the other."""
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            tensor.copy_(checkpoint.weight(name))
+
+
+def restore_optimizer(
+    checkpoint: Checkpoint, model: nn.Module, optimizer: BoundOptimizer, groups: Sequence[dict[str, Any]]
+) -> None:
+    """Give the optimizer its states, and the parameter groups their hyperparameters."""
+    for name, _ in model.named_parameters():
+        optimizer.restore(name, checkpoint.state(name))
+    for group, (_, values) in zip(groups, checkpoint.manifest.optimizer.groups, strict=True):
+        for key, value in values.items():
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
+
+
+def restore_user(checkpoint: Checkpoint, user: Mapping[str, Any]) -> None:
+    """Give schedulers, data and the like their states. Raises CheckpointError where one does not take it."""
+    for name, target in user.items():
+        try:
+            target.load_state_dict(checkpoint.manifest.user[name])
+        except RelayError:
+            raise
+        except Exception as refused:
+            raise CheckpointError(
+                f"{type(target).__name__} did not take its state: {type(refused).__name__}: {refused}",
+                file=str(checkpoint.path),
+                field=f"user.{name}",
+            ) from refused
+
+
+def _of_kind(value: Any, other: Any) -> bool:
+    """Whether a hyperparameter can stand for another: numbers for numbers, tuples as long, else the same type."""
+    if isinstance(value, bool) or isinstance(other, bool):
+        return isinstance(value, (bool, type(None))) and isinstance(other, (bool, type(None)))
+    if isinstance(value, (int, float, torch.Tensor)):
+        return isinstance(other, (int, float, torch.Tensor))
+    if isinstance(value, (tuple, list)):
+        return isinstance(other, (tuple, list)) and len(value) == len(other) and all(map(_of_kind, value, other))
+    return value is None or other is None or isinstance(other, type(value))
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}" if names else "nothing"

@@ -1,0 +1,238 @@
+"""A run's checkpoints: when they are written, how many are kept, and which one a run goes on from.
+
+    with relay.Checkpoints("runs/x/checkpoints", trainer, every=100, data=batches) as checkpoints:
+        checkpoints.resume()
+        for batch in batches:
+            trainer.step(batch)
+            checkpoints.after_step()
+
+They are written behind the training. SIGTERM, Ctrl-C and exceptions end the run with a last checkpoint, as long as
+the parameters are whole. What a checkpoint is made of is not known here (`relay.checkpoint.format`). Invariant: an old
+checkpoint is deleted only after a newer one has been verified, and the newest whole one never.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import threading
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from time import monotonic
+from types import FrameType, TracebackType
+from typing import Any
+
+from hal.errors import HalError
+from relay.checkpoint.format import Checkpoint, find, remove
+from relay.checkpoint.saving import Saving, states_of
+from relay.errors import CheckpointError, InconsistentState
+from relay.trainer import Trainer
+
+_NAME = re.compile(r"step-(\d{9,19})")
+
+
+class Terminated(SystemExit):
+    """The process was asked to end by SIGTERM, and the step under way has been finished. Exit code 143."""
+
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGTERM)
+
+
+class Checkpoints:
+    """The checkpoints of one run in `folder`, each a folder `step-000000123`.
+
+    `every` is in steps, `minutes` in minutes; either may be None. The `keep_last` newest are kept. Further keywords
+    are what else belongs to the run and has `state_dict` and `load_state_dict`, such as `data=` and `scheduler=`;
+    `facts` are plain values that are only kept.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        trainer: Trainer,
+        *,
+        every: int | None = None,
+        minutes: float | None = None,
+        keep_last: int = 2,
+        memory: int | str = "1GB",
+        facts: Mapping[str, Any] | None = None,
+        **user: Any,
+    ) -> None:
+        for name, value in (("every", every), ("minutes", minutes), ("keep_last", keep_last)):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value!r} must be above 0")
+        self.folder = Path(folder)
+        self._trainer = trainer
+        self._every = every
+        self._minutes = minutes
+        self._keep_last = keep_last
+        self._memory = memory
+        self._facts = dict(facts or {})
+        self._user = user
+        self._saving: Saving | None = None
+        self._last_time = monotonic()
+        self._last_step = -1
+        self._position: tuple[int, dict[str, Any]] | None = None
+        self._terminated = threading.Event()
+        self._previous_handler: Any = None
+        self._handling = False
+
+    # -- going on ---------------------------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """The steps of which there is a checkpoint (whole or not), newest first."""
+        return sorted(_found(self.folder), reverse=True)
+
+    def path_of(self, step: int) -> Path:
+        """The folder of the checkpoint after that step, whether it is there or not."""
+        return self.folder / f"step-{step:09}"
+
+    def resume(self) -> int:
+        """Load the newest whole checkpoint, if there is any; the number of steps it had made (0 without one).
+
+        A damaged one is passed over, with a warning that says what is wrong with it. Raises CheckpointError where
+        there are checkpoints and none is whole, or where one is of another run.
+        """
+        for left_over in self.folder.glob(".step-*.partial"):  # of a process that was killed as it wrote
+            shutil.rmtree(left_over, ignore_errors=True)
+        problems = []
+        for step, path in sorted(_found(self.folder).items(), reverse=True):
+            try:
+                Checkpoint(path).verify()
+            except CheckpointError as problem:
+                problems.append(str(problem))
+                warnings.warn(f"The checkpoint of step {step} is passed over: {problem}", RuntimeWarning, stacklevel=2)
+                continue
+            self._trainer.load(path, verify=False, **self._user)
+            self._last_step = self._trainer.steps
+            self._note_position()
+            return self._trainer.steps
+        if problems:
+            raise CheckpointError(f"none of the checkpoints is whole: {'; '.join(problems)}", file=str(self.folder))
+        self._note_position()
+        return 0
+
+    # -- on the way -------------------------------------------------------------------------------------------
+
+    def after_step(self) -> bool:
+        """Call after every step: saves where one is due. Whether one was begun.
+
+        Raises CheckpointError where the one before could not be written, and Terminated after SIGTERM.
+        """
+        self._note_position()
+        if self._terminated.is_set():
+            raise Terminated
+        self._finish(wait=False)
+        steps = self._trainer.steps
+        due = self._every is not None and steps % self._every == 0
+        due = due or (self._minutes is not None and monotonic() - self._last_time >= 60 * self._minutes)
+        if not due or self._saving is not None or steps == self._last_step:
+            return False
+        self._saving = self._save(background=True)
+        return True
+
+    def save(self) -> Path:
+        """Save now, and return when it is done. Raises CheckpointError."""
+        self._note_position()
+        return self._save_now()
+
+    def _save_now(self) -> Path:
+        self._finish(wait=True)
+        if self._position is None or self._position[0] != self._trainer.steps:
+            # A step was made that `after_step` was not told of: what data and schedules say now belongs to it.
+            self._note_position()
+        saving = self._save(background=False)
+        self._prune()
+        return saving.path
+
+    def __enter__(self) -> Checkpoints:
+        # Python runs signal handlers in the main thread only, and only there they can be set.
+        if threading.current_thread() is threading.main_thread():
+            self._previous_handler = signal.signal(signal.SIGTERM, self._on_terminate)
+            self._handling = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            if error is None:
+                # A batch that was taken after the last step was not trained on: the position noted then holds.
+                self._finish(wait=True)
+                if self._trainer.steps != self._last_step:
+                    self._save_now()
+            else:
+                self._save_what_is_whole(error)
+        finally:
+            if self._handling:
+                signal.signal(signal.SIGTERM, self._previous_handler or signal.SIG_DFL)
+                self._handling = False
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _on_terminate(self, number: int, frame: FrameType | None) -> None:
+        self._terminated.set()
+        if callable(self._previous_handler):
+            self._previous_handler(number, frame)
+
+    def _note_position(self) -> None:
+        """Keep where data and schedules are after this step: a batch taken later may never be trained on."""
+        self._position = self._trainer.steps, states_of(self._user)
+
+    def _save_what_is_whole(self, error: BaseException) -> None:
+        """After an exception: a last checkpoint of the last whole step, if that is what the trainer holds."""
+        try:
+            self._finish(wait=True)
+        except CheckpointError as problem:
+            warnings.warn(str(problem), RuntimeWarning, stacklevel=3)
+        if isinstance(error, InconsistentState) or self._trainer.steps == self._last_step:
+            return
+        try:
+            self._save_now()
+        except (InconsistentState, HalError, CheckpointError, ValueError) as problem:
+            warnings.warn(f"No last checkpoint could be saved: {problem}", RuntimeWarning, stacklevel=3)
+
+    def _save(self, background: bool) -> Saving:
+        assert self._position is not None
+        self._last_step, self._last_time = self._trainer.steps, monotonic()
+        path = self.path_of(self._last_step)
+        states = {**self._facts, **self._position[1]}
+        return self._trainer.save(path, background=background, memory=self._memory, **states)
+
+    def _finish(self, wait: bool) -> None:
+        """Deal with a checkpoint that was written behind the training, once it is done."""
+        if self._saving is None or not (wait or self._saving.done()):
+            return
+        saving, self._saving = self._saving, None
+        self._trainer.wait_saved(quietly=True)
+        saving.wait()
+        self._prune()
+
+    def _prune(self) -> None:
+        for step in self.steps()[self._keep_last :]:
+            remove(_found(self.folder)[step])
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest whole checkpoint of a run, or None. Reads each until one is whole."""
+    for _, path in sorted(_found(folder).items(), reverse=True):
+        try:
+            Checkpoint(path).verify()
+        except CheckpointError:
+            continue
+        return path
+    return None
+
+
+def _found(folder: Path) -> dict[int, Path]:
+    """Checkpoints by step, as they should be called."""
+    if not folder.is_dir():
+        return {}
+    found = {}
+    for entry in folder.iterdir():
+        match = _NAME.fullmatch(entry.name)
+        if match is None and entry.name.startswith(".") and entry.name.endswith(".previous"):
+            match = _NAME.fullmatch(entry.name[1 : -len(".previous")])
+        if match is not None:
+            found[int(match.group(1))] = folder / f"step-{match.group(1)}"
+    return {step: path for step, path in found.items() if find(path).is_dir()}

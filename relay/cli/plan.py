@@ -1,0 +1,82 @@
+"""The command `relay plan`: how to run a model on a machine, chosen by simulating every combination.
+
+It holds the options; the choice is made in `relay.simulation.plan`. Exit code 1 where nothing fits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from relay.checkpoint.atomic_file import write_whole
+from relay.cli.collecting import SeldomCollected
+from relay.cli.console import json_option, print_json
+from relay.cli.shared_options import (
+    AT_LEAST_ONE,
+    clip_option,
+    loss_scale_option,
+    machine_options,
+    model_options,
+    precision_option,
+)
+
+
+@click.command(cls=SeldomCollected)
+@model_options
+@precision_option
+@click.option(
+    "--state-dtype",
+    "state_dtypes",
+    multiple=True,
+    type=click.Choice(["fp32", "bf16", "int8"]),
+    help="Allow only these; may be given several times.",
+)
+@click.option(
+    "--slots",
+    multiple=True,
+    type=AT_LEAST_ONE,
+    help="Allow only so many layers on the device at a time; may be given several times.  [default: 1, 2 or 3]",
+)
+@clip_option
+@loss_scale_option
+@machine_options
+@click.option("--out", type=click.Path(path_type=Path), help="Write a run file for `relay train --plan`.")
+@json_option
+@click.pass_context
+def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any) -> None:
+    """Choose micro-batches, slots, layers a slot, stash, recomputing and state dtype for the most tokens a second.
+
+    \b
+    Examples:
+      relay plan --layers 62 --hidden 8192 --device v100-sxm2-16gb --host-memory 512GB --loss-scale fixed
+      relay plan --model llama-3-8b --device rtx-4090 --batch 32
+      relay plan --layers 12 --hidden 768 --vocab 256 --seq 512 --device t4 --out plan.toml
+      relay train --plan plan.toml
+    """
+    from hal.spec import SpecError
+    from relay.simulation.plan import plan as choose
+
+    options["sequence"] = options.pop("seq")
+    for several in ("state_dtypes", "slots"):
+        if not options[several]:
+            del options[several]
+    try:
+        chosen = choose(options.pop("model"), **options)
+    except (ValueError, SpecError) as wrong:
+        raise click.UsageError(str(wrong), context) from wrong
+    for note in chosen.expected.notes:
+        click.echo(f"note: {note}", err=True)
+    if out is not None:
+        write_whole(out, chosen.as_toml())
+        if chosen.caution is not None:
+            click.echo(f"written: {out}. {chosen.caution}", err=True)
+    if as_json:
+        from relay.simulation.report import as_json as figures
+
+        print_json({"options": chosen.options, "reasons": list(chosen.reasons), "tried": chosen.tried,
+                    "caution": chosen.caution,
+                    "expected": figures(chosen.expected, None)})  # fmt: skip
+    else:
+        click.echo("\n".join(chosen.reasons))

@@ -1,0 +1,286 @@
+"""The command `relay train`: a byte-level GPT on text, through the Trainer.
+
+It holds the options, the run file and the closing summary. It does not train: that is `relay.cli.training_run`,
+and what that does with a `relay.Trainer`, any script can do. Invariant: an option means and allows the same
+in a run file as on the command line.
+"""
+
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from relay.cli.console import RunStopped, Size, json_option, print_json
+from relay.cli.sample import DEFAULT_FOLDER
+from relay.cli.shared_options import (
+    AT_LEAST_ONE,
+    LossScale,
+    Recompute,
+    layers_per_slot_option,
+    loss_scale_option,
+    recompute_option,
+)
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SAMPLE_BYTES = 300
+BY_DEFAULT = click.core.ParameterSource.DEFAULT
+
+
+@click.command()
+@click.argument("run_file", required=False, metavar="[RUN.TOML]", type=click.Path(path_type=Path))
+@click.option("--data", type=click.Path(), help="A text file or a folder of them.  [default: Python's own library]")
+@click.option("--layers", default=6, show_default=True, type=AT_LEAST_ONE, help="How many blocks.")
+@click.option("--hidden", default=128, show_default=True, type=AT_LEAST_ONE, help="Width of the model.")
+@click.option("--heads", default=4, show_default=True, type=AT_LEAST_ONE, help="Attention heads; divides --hidden.")
+@click.option("--seq", default=128, show_default=True, type=AT_LEAST_ONE, help="Bytes in a sequence.")
+@click.option("--batch", default=16, show_default=True, type=AT_LEAST_ONE, help="Sequences in a step.")
+@click.option(
+    "--microbatches",
+    default=4,
+    show_default=True,
+    type=AT_LEAST_ONE,
+    help="Pieces a batch is cut into on the device.",
+)
+@click.option("--steps", default=300, show_default=True, type=AT_LEAST_ONE, help="Training steps.")
+@click.option(
+    "--lr",
+    default=2e-3,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Highest learning rate: warmed up to it, then a cosine down to a tenth.",
+)
+@click.option(
+    "--dropout",
+    default=0.0,
+    show_default=True,
+    type=click.FloatRange(0, 1, max_open=True),
+    help="Share dropped.",
+)
+@click.option(
+    "--precision",
+    default="fp32",
+    show_default=True,
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    help="Numbers on the device and on the way to it.",
+)
+@click.option(
+    "--state-dtype",
+    default="fp32",
+    show_default=True,
+    type=click.Choice(["fp32", "bf16", "int8"]),
+    help="What the optimizer's moments are kept in on the host.",
+)
+@click.option(
+    "--clip",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Clip gradients to this global norm.  [default: no clipping]",
+)
+@click.option(
+    "--stash",
+    default="device",
+    show_default=True,
+    type=click.Choice(["device", "host"]),
+    help="Where activations between layers wait; with host the device's peak is the same for any depth.",
+)
+@click.option(
+    "--slots",
+    default=2,
+    show_default=True,
+    type=AT_LEAST_ONE,
+    help="Layers on the device at a time; with 1 nothing loads while one computes.",
+)
+@layers_per_slot_option
+@recompute_option
+@loss_scale_option
+@click.option("--capacity", type=Size(), help="Device memory to keep within, such as 256MB.  [default: all of it]")
+@click.option("--device", default="cpu", show_default=True, help="A name from `relay devices`.")
+@click.option(
+    "--seed",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0, 2**63 - 1),
+    help="Of weights, data, dropout.",
+)
+@click.option("--out", default=DEFAULT_FOLDER, show_default=True, type=click.Path(), help="Folder for the result.")
+@click.option(
+    "--trace",
+    type=click.Path(dir_okay=False),
+    help="Write what ran when, for a few steps, to this file (open it at ui.perfetto.dev).",
+)
+@click.option(
+    "--checkpoint-every",
+    type=AT_LEAST_ONE,
+    help="Save all that a run consists of every so many steps, in the background.  [default: never]",
+)
+@click.option("--keep-last", default=2, show_default=True, type=AT_LEAST_ONE, help="Checkpoints that are kept.")
+@click.option(
+    "--resume/--no-resume", default=False, help="Go on from the newest whole checkpoint in --out, if there is one."
+)
+@click.option("--sample/--no-sample", default=True, show_default=True, help="Let the model write some text at the end.")
+@click.option("--plan", type=click.Path(path_type=Path), help="A run file as `relay plan --out` writes it.")
+@json_option
+@click.pass_context
+def train(context: click.Context, run_file: Path | None, plan: Path | None, as_json: bool, **options: Any) -> None:
+    """Train a byte-level GPT on text, relaying its layers through a device.
+
+    RUN.TOML may give any of the options by name, such as `layers = 12`; the command line wins over it. Paths
+    in it are read from the current folder, as on the command line.
+
+    \b
+    Examples:
+      relay train
+      relay train --data ~/notes --layers 12 --hidden 256 --steps 1000
+      relay train run.toml --device cpu --stash host --capacity 64MB
+      relay train --steps 20 --no-sample --json
+      relay train --out runs/long --checkpoint-every 100 --resume
+    """
+    cautions: list[Callable[[dict[str, Any]], str | None]] = []
+    by_default = [name for name in options if context.get_parameter_source(name) is BY_DEFAULT]
+    origins = dict.fromkeys(options, "") | dict.fromkeys(by_default, " (the default)")
+    for file in (plan, run_file):
+        if file is not None:
+            chosen = _from_file(context, file, cautions)
+            options |= chosen
+            origins |= dict.fromkeys(chosen, f" (from '{file}')")
+    _check_together(options, origins)
+    for caution in cautions:
+        text = caution(options)
+        if text is not None:
+            click.echo(text, err=True)
+    result = _run(options)
+    if as_json:
+        print_json(result)
+    else:
+        click.echo(_summary(result))
+
+
+def _from_file(
+    context: click.Context, run_file: Path, cautions: list[Callable[[dict[str, Any]], str | None]]
+) -> dict[str, Any]:
+    """The options that the file gives and the command line does not, checked as the command line's are.
+
+    Where the file says for which model it was planned, `cautions` gets what tells whether options build that one.
+    """
+    with run_file.open("rb") as file:
+        try:
+            given = tomllib.load(file)
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as wrong:
+            raise click.UsageError(f"'{run_file}' is not valid TOML: {wrong}", context) from wrong
+    if "planned" in given:
+        cautions.append(_caution_of(context, run_file, given.pop("planned")))
+    known = {
+        parameter.name: parameter
+        for parameter in context.command.params
+        if isinstance(parameter, click.Option) and parameter.name not in ("as_json", "plan")
+    }
+    chosen: dict[str, Any] = {}
+    for key, value in given.items():
+        if key not in known:
+            names = ", ".join(name for name in known if name)
+            raise click.UsageError(f"'{run_file}' has an unknown key '{key}'. Known keys: {names}.", context)
+        if not _is_of_kind(value, known[key].type):
+            raise click.UsageError(
+                f"'{run_file}': {key} should be a {known[key].type.name}; received {value!r}.", context
+            )
+        try:
+            converted = known[key].process_value(context, value)
+        except click.BadParameter as wrong:
+            raise click.UsageError(f"'{run_file}': {key}: {wrong.message}", context) from wrong
+        if context.get_parameter_source(key) is BY_DEFAULT:
+            chosen[key] = converted
+    return chosen
+
+
+def _caution_of(context: click.Context, run_file: Path, table: Any) -> Callable[[dict[str, Any]], str | None]:
+    from relay.simulation.plan_file import caution, from_table
+
+    try:
+        planned = from_table(table)
+    except ValueError as wrong:
+        raise click.UsageError(f"'{run_file}': {wrong}", context) from wrong
+    return lambda options: caution(planned, options["layers"], options["hidden"], options["heads"])
+
+
+def _is_of_kind(value: Any, kind: click.ParamType) -> bool:
+    """TOML has types, and click would quietly cut 4.5 layers down to 4."""
+    if isinstance(kind, Recompute):
+        return isinstance(value, (bool, int, str))
+    if isinstance(kind, LossScale):
+        return isinstance(value, (int, float, str)) and not isinstance(value, bool)
+    if isinstance(kind, type(click.BOOL)):
+        return isinstance(value, bool)
+    if isinstance(kind, Size):
+        return isinstance(value, (int, str)) and not isinstance(value, bool)
+    if isinstance(kind, type(click.FLOAT)):
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if isinstance(kind, type(click.INT)):
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, str)
+
+
+def _check_together(options: dict[str, Any], origins: dict[str, str]) -> None:
+    """Raise UsageError for options that do not go with each other. `origins` says in words where each came from."""
+    for name in ("lr", "dropout", "clip"):
+        if options[name] is not None and not math.isfinite(options[name]):
+            raise click.UsageError(f"--{name} must be a finite number; received {options[name]}.")
+    if options["data"] is not None and not str(options["data"]).strip():
+        raise click.UsageError("--data is empty. Name a file or a folder, or leave it out for Python's own library.")
+    if options["hidden"] % options["heads"]:
+        raise click.UsageError(
+            f"--hidden must be a multiple of --heads; received {options['hidden']}{origins['hidden']} and "
+            f"{options['heads']}{origins['heads']}."
+        )
+    if options["batch"] < options["microbatches"]:
+        raise click.UsageError(
+            f"--batch {options['batch']}{origins['batch']} cannot be cut into --microbatches "
+            f"{options['microbatches']}{origins['microbatches']}: every piece takes at least one sequence. Give a "
+            "larger batch or fewer micro-batches."
+        )
+
+
+def _run(options: dict[str, Any]) -> dict[str, Any]:
+    """Train and let the model write; the result as `--json` prints it."""
+    from relay.cli.sample import DEFAULT_PROMPT, generate
+    from relay.cli.training_run import train_gpt
+    from relay.models import gpt_folder
+
+    result = train_gpt(options, tell=lambda text: click.echo(text, err=True))
+    if options["sample"]:
+        try:
+            model = gpt_folder.load(Path(options["out"]))
+            written = generate(model, DEFAULT_PROMPT.encode(), SAMPLE_BYTES, seed=options["seed"])
+        except KeyboardInterrupt as stop:
+            raise RunStopped(
+                f"interrupted while sampling: the run is done, and saved in '{result['weights']}'"
+            ) from stop
+        result["sample"] = DEFAULT_PROMPT + written.decode(errors="replace")
+    return result
+
+
+def _summary(result: dict[str, Any]) -> str:
+    from hal.memory import format_size
+
+    peak, plain = result["device_peak_bytes"], result["plain_bytes"]
+    share = f"1/{plain / peak:.0f}" if plain >= 2 * peak else f"{peak / plain:.0%}"
+    lines = [
+        "",
+        f"training loss   {result['loss_first']:.3f} -> {result['loss_last']:.3f} nats a byte",
+        f"held-out loss   {result['held_out_before']:.3f} -> {result['held_out_after']:.3f} nats a byte",
+        f"device memory   {format_size(peak)} at its peak, {share} of the {format_size(plain)}"
+        " that plain training would have needed",
+        f"host memory     {format_size(result['host_bytes'])}",
+        f"time            {result['seconds']:.1f} s, {result['tokens_per_second']:,.0f} tokens/s; busy:"
+        f" compute {result['compute_seconds']:.1f} s, transfer {result['transfer_seconds']:.1f} s,"
+        f" optimizer {result['optimizer_seconds']:.1f} s",
+        f"weights         {result['weights']} ({result['parameters']:,} parameters)",
+    ]
+    if "sample" in result:
+        lines += ["", "It now writes like this (more with `relay sample`):", "", result["sample"]]
+    return "\n".join(lines)

@@ -1,0 +1,208 @@
+"""One run of `relay train`: model, data, trainer, progress.
+
+It decides nothing that the options do not say, and prints nothing but the progress bar. Invariants: the run
+is a pure function of its options and the text, with the same losses every time on one machine; and whatever
+can be found wrong is found before the first step, a folder that cannot be written included.
+"""
+
+import math
+import sys
+from collections.abc import Callable
+from contextlib import closing, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+import relay
+from hal.memory import format_size
+from relay.checkpoint.format import Checkpoint
+from relay.checkpoint_manager import Terminated, newest
+from relay.cli.compile_notice import CompileNotice, compile_notices
+from relay.cli.console import RunStopped
+from relay.cli.text_data import TextData, load_text
+from relay.errors import CheckpointError
+from relay.models import GPT, gpt_folder
+
+HELD_OUT_BATCHES = 8
+CHECKPOINTS = "checkpoints"
+"""The folder for them inside the folder of a run."""
+
+TRACE_FROM = 3  # the first steps compile and allocate
+TRACED_STEPS = 4
+
+
+def learning_rate(step: int, steps: int, highest: float) -> float:
+    """Linear warm-up over the first tenth (100 steps at most), then a cosine down to a tenth of `highest`."""
+    warm_up = max(1, min(100, steps // 10))
+    if step < warm_up:
+        return highest * (step + 1) / warm_up
+    progress = (step - warm_up) / max(1, steps - warm_up)
+    return highest * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def train_gpt(options: dict[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
+    """Train as the options of `relay train` say and save the model in the folder `out`.
+
+    Returns the figures of the run. `tell` is given lines for the user before the training starts. Raises RunStopped
+    where Ctrl-C or SIGTERM ends it, once the last checkpoint is written.
+    """
+    data = TextData(load_text(options["data"]), options["seq"], options["batch"], options["seed"])
+    configuration = {"vocabulary": 256, "sequence": options["seq"], "tied": True}
+    configuration |= {name: options[name] for name in ("layers", "hidden", "heads", "dropout")}
+    torch.manual_seed(options["seed"])
+    model = GPT(**configuration)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    trainer = relay.Trainer(
+        model,
+        optimizer=relay.AdamW(lr=options["lr"], weight_decay=0.01),
+        device=options["device"],
+        microbatches=options["microbatches"],
+        precision=options["precision"],
+        state_dtype=options["state_dtype"],
+        clip_grad_norm=options["clip"],
+        stash=options["stash"],
+        slots=options["slots"],
+        layers_per_slot=options["layers_per_slot"],
+        recompute=options["recompute"],
+        loss_scale=options["loss_scale"],
+        capacity=options["capacity"],
+        seed=options["seed"],
+    )
+    run = {name: options[name] for name in ("seq", "batch", "seed", "steps", "lr")} | {"text_bytes": len(data.text)}
+    with closing(trainer), compile_notices(tell) as notice:
+        trainer.prepare(data.batch(0))
+        tell(f"{parameters:,} parameters in {options['layers']} layers; {len(data.text):,} bytes of text")
+        tell("Host memory:")
+        tell(str(trainer.ledger))
+        folder = Path(options["out"])
+        gpt_folder.prepare(folder)
+        checkpoints = relay.Checkpoints(
+            folder / CHECKPOINTS,
+            trainer,
+            every=options["checkpoint_every"],
+            keep_last=options["keep_last"],
+            facts={"run": run, "model": configuration},
+        )
+        _begin(checkpoints, run, options["resume"])
+        if trainer.steps:
+            tell(f"Going on after step {trainer.steps}.")
+        held_out = data.held_out(HELD_OUT_BATCHES)
+        saving = checkpoints if options["checkpoint_every"] is not None else None
+        try:
+            before = _mean_loss(trainer, held_out)
+            with saving or nullcontext():
+                figures = _train(trainer, data, options["steps"], options["lr"], saving, options["trace"], notice)
+            after = _mean_loss(trainer, held_out)
+            gpt_folder.save(folder, trainer.state_dict(), configuration)
+        except KeyboardInterrupt as stop:
+            raise RunStopped(_stopped("interrupted", trainer.steps, checkpoints)) from stop
+        except Terminated as stop:
+            raise RunStopped(_stopped("ended by SIGTERM", trainer.steps, checkpoints), stop.code) from stop
+        plain_bytes = trainer.plain_bytes
+    return figures | {
+        "held_out_before": before,
+        "held_out_after": after,
+        "parameters": parameters,
+        "plain_bytes": plain_bytes,
+        "weights": str(folder / gpt_folder.WEIGHTS),
+        "options": dict(options),
+    }
+
+
+def _stopped(how: str, steps: int, checkpoints: "relay.Checkpoints") -> str:
+    """What of a run that was stopped after `steps` is saved, where, and how to go on."""
+    saved = checkpoints.steps()
+    if not saved:
+        return (
+            f"{how} after step {steps}: nothing was saved. A run with --checkpoint-every is saved on the way, and goes "
+            "on with --resume."
+        )
+    where = f"'{checkpoints.path_of(saved[0])}'"
+    lost = f"; the {steps - saved[0]} steps after it are lost" if steps > saved[0] else ""
+    return f"{how} after step {steps}: the run is saved in {where}{lost}. Go on with the same command and --resume."
+
+
+def _begin(checkpoints: "relay.Checkpoints", run: dict[str, Any], resume: bool) -> None:
+    """Load the newest whole checkpoint if asked to. Raises CheckpointError where it is of another run."""
+    if not resume:
+        if checkpoints.steps():
+            raise CheckpointError(
+                f"there are checkpoints of an earlier run, the last after step {checkpoints.steps()[0]}. Go on from it "
+                "with --resume, or give another --out.",
+                file=str(checkpoints.folder),
+            )
+        return
+    path = newest(checkpoints.folder)
+    saved = Checkpoint(path).manifest.user.get("run") if path is not None else run
+    if not isinstance(saved, dict):
+        raise CheckpointError("this checkpoint was not written by `relay train`", file=str(path), field="user.run")
+    for name, value in run.items():
+        if saved.get(name) != value:
+            raise CheckpointError(
+                f"the run began with {saved.get(name)!r}, this one asks for {value!r}. What decides the batches and "
+                "the schedule must stay as it was.",
+                file=str(path),
+                field=f"user.run.{name}",
+            )
+    checkpoints.resume()
+
+
+def _train(
+    trainer: "relay.Trainer",
+    data: TextData,
+    steps: int,
+    highest: float,
+    checkpoints: "relay.Checkpoints | None",
+    trace_file: str | None,
+    notice: CompileNotice,
+) -> dict[str, Any]:
+    tokens_a_step = data.batch_size * (data.window - 1)
+    losses: list[float] = []
+    seconds = dict.fromkeys(("seconds", "compute_seconds", "transfer_seconds", "optimizer_seconds"), 0.0)
+    device_peak = host_bytes = 0
+    # A terminal is redrawn often; a log file gets a line now and then.
+    pause = 0.3 if sys.stderr.isatty() else 10.0
+    begin = min(trainer.steps, steps)
+    with tqdm(total=steps, initial=begin, desc="training", unit="step", dynamic_ncols=True, mininterval=pause) as bar:
+        notice.bar = bar
+        for step in range(begin, steps):
+            for group in trainer.optimizer.param_groups:
+                group["lr"] = learning_rate(step, steps, highest)
+            if trace_file is not None and step == min(begin + TRACE_FROM, steps - 1):
+                trace = trainer.start_trace()
+            elif trace_file is not None and step == begin + TRACE_FROM + TRACED_STEPS:
+                trainer.stop_trace()
+            metrics = trainer.step(data.batch(step))
+            losses.append(metrics.loss)
+            for name in seconds:
+                seconds[name] += getattr(metrics, name)
+            device_peak = max(device_peak, metrics.device_peak_bytes)
+            host_bytes = max(host_bytes, metrics.host_bytes)
+            bar.set_postfix_str(
+                f"loss {metrics.loss:.3f}, {metrics.tokens_per_second:,.0f} tokens/s, "
+                f"device {format_size(device_peak)}, host {format_size(host_bytes)}",
+                refresh=False,
+            )
+            bar.update()
+            if checkpoints is not None:
+                checkpoints.after_step()
+    notice.bar = None
+    if trace_file is not None and losses:
+        trace.write(trace_file)
+    return {
+        "steps": steps,
+        "steps_now": steps - begin,
+        "loss_first": losses[0] if losses else math.nan,
+        "loss_last": losses[-1] if losses else math.nan,
+        "tokens_per_second": len(losses) * tokens_a_step / seconds["seconds"] if losses else 0.0,
+        "device_peak_bytes": device_peak,
+        "host_bytes": host_bytes,
+        **seconds,
+    }
+
+
+def _mean_loss(trainer: "relay.Trainer", batches: list[dict[str, torch.Tensor]]) -> float:
+    """Each batch has the same number of tokens, so the mean of the means is the mean."""
+    return sum(float(trainer.evaluate(batch).loss) for batch in batches) / len(batches)

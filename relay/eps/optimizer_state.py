@@ -1,0 +1,294 @@
+"""An optimizer with its state on the host, for one trainer.
+
+It allocates states layer by layer (in the ledger, in the dtype asked for) and chooses the arithmetic: torch's own
+kernel where that does the whole work in one pass, else the fused pass. Invariant: which of the two ran cannot be
+told from the result; where it could, torch's is taken.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from hal.host import Host
+from relay.eps.store import LayerStore
+from relay.eps.torch_optimizer import TorchOptimizer
+from relay.optim import fused
+from relay.optim.int8_state import GROUP, Int8State, group_count
+from relay.optim.optimizers import HostOptimizer, State
+from relay.options import STATE_DTYPES
+
+LABELS = {
+    "exp_avg": "first moments",
+    "exp_avg_sq": "second moments",
+    "max_exp_avg_sq": "largest second moments",
+    "momentum_buffer": "momentum",
+}
+
+
+class BoundOptimizer(Protocol):
+    """An optimizer with its state on the host."""
+
+    def allocate(self, names: Sequence[str], group: Mapping[str, Any]) -> None:
+        """Make the state of these parameters, in the ledger; those that have theirs are passed."""
+
+    def update(
+        self,
+        names: Sequence[str],
+        gradients: Sequence[torch.Tensor],
+        group: Mapping[str, Any],
+        factor: torch.Tensor | None,
+    ) -> None:
+        """Change the named parameters, in place, and their rounded copies. `group` holds the hyperparameters.
+
+        `factor` (a float32 scalar) multiplies the gradients first; the gradients may be overwritten.
+        """
+
+    def state(self, name: str) -> State:
+        """The optimizer's state of one parameter, as torch.optim names it; what `restore` gave if not yet in use."""
+
+    @property
+    def kind(self) -> str:
+        """Which optimizer it is, as checkpoints name it."""
+
+    def check(self, name: str, labels: Collection[str]) -> None:
+        """ValueError where a state with these labels cannot be restored."""
+
+    def restore(self, name: str, state: State) -> None:
+        """Take a parameter's state, as `state` gives it (empty: as new). Other dtypes are converted.
+
+        Memory that is not there yet is not made: the tensors are kept as they are until `allocate`.
+        """
+
+    def rename(self, names: Mapping[str, str | None]) -> None:
+        """Call parameters by their new names, and drop the state of those whose new name is None."""
+
+    def state_bytes(self, name: str) -> int:
+        """The bytes of that state which an update reads and writes; two moments where it is not made yet."""
+
+
+def bind(optimizer: Any, host: Host, store: LayerStore, state_dtype: str, computes: bool = True) -> BoundOptimizer:
+    """Bind what `as_spec` gave. Raises ValueError for states that the optimizer cannot keep small.
+
+    `computes` is False where updates are never run, so that nothing need be compiled for them.
+    """
+    if isinstance(optimizer, TorchOptimizer):
+        if state_dtype != "fp32":
+            raise ValueError(
+                f"state_dtype={state_dtype!r} goes with relay's own optimizers; torch.optim's keep their own state"
+            )
+        return optimizer.bind(host, store)
+    if computes and state_dtype != "fp32" and not fused.available():
+        raise ValueError(
+            f"state_dtype={state_dtype!r} needs the fused optimizers, which are not here: {fused.reason()}"
+        )
+    return _Bound(optimizer, host, store, state_dtype)
+
+
+def as_spec(optimizer: Any) -> Any:
+    """What a user gave as `optimizer=`, checked. TypeError with what is expected for anything else."""
+    made_by = optimizer.func if isinstance(optimizer, functools.partial) else None
+    if isinstance(made_by, type) and issubclass(made_by, torch.optim.Optimizer):
+        return TorchOptimizer(optimizer)
+    if isinstance(optimizer, HostOptimizer):
+        return optimizer
+    raise TypeError(
+        f"optimizer={optimizer!r} is not an optimizer for the relay. Give relay.AdamW(lr=...), Adam, SGD, LAMB or "
+        "Lion, or functools.partial(torch.optim.X, lr=...): the relay makes it itself, layer by layer."
+    )
+
+
+class _Bound:
+    """States of a layer lie in one flat region each, in the layer's own order."""
+
+    def __init__(self, optimizer: HostOptimizer, host: Host, store: LayerStore, state_dtype: str) -> None:
+        self._optimizer = optimizer
+        self._host = host
+        self._store = store
+        self._state_dtype = state_dtype
+        self._state: dict[str, State] = {}
+        self._waiting: dict[str, State] = {}
+        self._bytes: dict[str, int] = {}
+        self._regions: list[tuple[set[str], torch.Tensor, str]] = []
+
+    def allocate(self, names: Sequence[str], group: Mapping[str, Any]) -> None:
+        names = [name for name in names if name not in self._state]
+        for dtype in dict.fromkeys(self._store[name].dtype for name in names):
+            self._allocate([name for name in names if self._store[name].dtype == dtype], dtype, group)
+
+    def _allocate(self, names: Sequence[str], dtype: torch.dtype, group: Mapping[str, Any]) -> None:
+        small = self._state_dtype
+        if dtype is not torch.float32 and (small != "fp32" or not self._optimizer.has_torch_kernel):
+            raise ValueError(
+                f"{names[0]!r} is {dtype}: {type(self._optimizer).__name__} with state_dtype={small!r} updates float32 "
+                "parameters only. Use AdamW, Adam or SGD with state_dtype='fp32', or a model in float32."
+            )
+        before = len(self._regions)
+        steps = self._alloc(len(names), torch.float32, "step counts")
+        made: dict[str, State] = {name: {"step": steps[number]} for number, name in enumerate(names)}
+        sizes = [self._store[name].numel() for name in names]
+        for label, signed in self._optimizer.states(group).items():
+            if small == "int8":
+                self._allocate_int8(made, sizes, label, signed)
+            else:
+                self._allocate_flat(made, sizes, label, STATE_DTYPES[small] if dtype is torch.float32 else dtype)
+        for label in self._optimizer.wide_states(group):
+            self._allocate_flat(made, sizes, label, dtype)
+        self._state.update(made)
+        self._bytes.update((name, _bytes_of(state)) for name, state in made.items())
+        for name in names:
+            if name in self._waiting:
+                _fill(made[name], self._waiting.pop(name))
+        self._regions[before:] = [(set(names), flat, label) for _, flat, label in self._regions[before:]]
+
+    def _alloc(self, count: int, dtype: torch.dtype, label: str) -> torch.Tensor:
+        flat = self._host.alloc(count, dtype, label).zero_()
+        self._regions.append((set(), flat, label))
+        return flat
+
+    def rename(self, names: Mapping[str, str | None]) -> None:
+        moved = ((names.get(name, name), state) for name, state in self._state.items())
+        self._state = {name: state for name, state in moved if name is not None}
+        self._bytes = {name: _bytes_of(state) for name, state in self._state.items()}
+        waiting = ((names.get(name, name), state) for name, state in self._waiting.items())
+        self._waiting = {name: state for name, state in waiting if name is not None}
+        kept = []
+        for owners, flat, label in self._regions:
+            now = {new for new in (names.get(name, name) for name in owners) if new is not None}
+            if now:
+                kept.append((now, flat, label))
+            else:
+                self._host.free(flat, label)
+        self._regions = kept
+
+    def _allocate_flat(self, made: dict[str, State], sizes: Sequence[int], label: str, dtype: torch.dtype) -> None:
+        flat = self._alloc(sum(sizes), dtype, LABELS[label])
+        for (name, state), part in zip(made.items(), flat.split(list(sizes)), strict=True):
+            state[label] = part.view(self._store[name].shape)
+
+    def _allocate_int8(self, made: dict[str, State], sizes: Sequence[int], label: str, signed: bool) -> None:
+        groups = [group_count(size) for size in sizes]
+        codes = self._alloc(sum(sizes), torch.uint8, LABELS[label])
+        scales = self._alloc(sum(groups), torch.float32, f"{LABELS[label]}, scales of {GROUP}")
+        parts = zip(made.values(), codes.split(list(sizes)), scales.split(groups), strict=True)
+        for state, own_codes, own_scales in parts:
+            state[label] = Int8State(own_codes, own_scales, signed)
+
+    def update(
+        self,
+        names: Sequence[str],
+        gradients: Sequence[torch.Tensor],
+        group: Mapping[str, Any],
+        factor: torch.Tensor | None,
+    ) -> None:
+        torch._foreach_add_([self._state[name]["step"] for name in names], 1)
+        by_torch = [place for place, name in enumerate(names) if self._is_torchs(name, factor)]
+        torchs = [names[place] for place in by_torch]
+        self._update_by_torch(torchs, [gradients[place] for place in by_torch], group, factor)
+        amount = 1.0 if factor is None else float(factor)
+        for place in sorted(set(range(len(names))) - set(by_torch)):
+            self._update_fused(names[place], gradients[place], group, amount)
+
+    def _is_torchs(self, name: str, factor: torch.Tensor | None) -> bool:
+        """Whether torch's own kernel updates it: where it is as good as the fused pass, or the only one."""
+        if self._store[name].dtype is not torch.float32:
+            return True
+        if self._state_dtype != "fp32" or not self._optimizer.has_torch_kernel:
+            return False
+        one_pass = factor is None and not self._store.rounded(name)
+        return one_pass or not fused.matches_torch()
+
+    def _update_fused(self, name: str, gradient: torch.Tensor, group: Mapping[str, Any], factor: float) -> None:
+        master, state, rounded = self._store[name], self._state[name], self._store.rounded(name)
+        flat_state = {key: value.view(-1) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+        self._optimizer.update(
+            master.view(-1),
+            gradient.view(-1),
+            flat_state,
+            rounded[0].view(-1) if rounded else None,
+            group,
+            int(state["step"]),
+            factor,
+            zlib.crc32(name.encode()),
+        )
+        for copy in rounded[1:]:
+            copy.copy_(master)
+
+    def _update_by_torch(
+        self,
+        names: Sequence[str],
+        gradients: Sequence[torch.Tensor],
+        group: Mapping[str, Any],
+        factor: torch.Tensor | None,
+    ) -> None:
+        # One call takes tensors of one dtype; and SGD's first step of a tensor is another than the later ones.
+        calls: dict[tuple[torch.dtype, bool], list[int]] = {}
+        for place, name in enumerate(names):
+            first = bool(self._state[name]["step"] == 1)
+            calls.setdefault((self._store[name].dtype, first), []).append(place)
+        for (dtype, first), places in calls.items():
+            masters = [self._store[names[place]] for place in places]
+            taken = [gradients[place].to(dtype) for place in places]
+            if factor is not None:
+                torch._foreach_mul_(taken, factor)
+            states = [self._state[names[place]] for place in places]
+            self._optimizer.update_by_torch(masters, taken, states, group, first)
+            for place, master in zip(places, masters, strict=True):
+                for copy in self._store.rounded(names[place]):
+                    copy.copy_(master)
+
+    def state(self, name: str) -> State:
+        return self._state.get(name) or self._waiting.get(name, {})
+
+    def state_bytes(self, name: str) -> int:
+        made = self._bytes.get(name)
+        return _bytes_of(self.state(name)) if made is None else made
+
+    @property
+    def kind(self) -> str:
+        return type(self._optimizer).__name__
+
+    def check(self, name: str, labels: Collection[str]) -> None:
+        own = self._state.get(name)
+        if own is not None and labels and set(own) != set(labels):
+            raise ValueError(f"the optimizer here has the states {sorted(own)}, the checkpoint {sorted(labels)}")
+
+    def restore(self, name: str, state: State) -> None:
+        own = self._state.get(name)
+        if own is not None:
+            _fill(own, state)
+        elif state:
+            self._waiting[name] = state
+        else:
+            self._waiting.pop(name, None)
+
+
+def _bytes_of(state: State) -> int:
+    total = 0
+    for value in state.values():
+        parts = (value.codes, value.scales) if isinstance(value, Int8State) else (value,)
+        total += sum(part.numel() * part.dtype.itemsize for part in parts)
+    return total
+
+
+def _fill(own: State, state: State) -> None:
+    """Copy a state into one that has its memory; what is missing becomes zero, as in a new one."""
+    for label, target in own.items():
+        source = state.get(label)
+        if isinstance(target, Int8State):
+            if isinstance(source, Int8State):
+                target.codes.copy_(source.codes)
+                target.scales.copy_(source.scales)
+            elif source is not None:
+                target.assign(source)
+            else:
+                target.codes.zero_()
+                target.scales.zero_()
+        elif source is None:
+            target.zero_()
+        else:
+            target.copy_(source.to_float().view(target.shape) if isinstance(source, Int8State) else source)

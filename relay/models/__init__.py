@@ -1,0 +1,5 @@
+"""TODO."""
+
+from relay.models.gpt import GPT
+
+__all__ = ["GPT"]

@@ -1,0 +1,166 @@
+"""Repeated blocks: finding them in a model, and telling whether two are built alike.
+
+Finding goes by structure, not by name: the outermost lists of layers. Two blocks are alike when everything that
+their code could look at is equal, parameters' values aside; then one program serves both. In doubt they are not
+alike, and each is captured for itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from relay.capture.guards.attribute_reads import Reads
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The repeated blocks by name, in the model's order; empty where there are none.
+
+    A block is an element of an outermost ModuleList, or a non-leaf element of an outermost Sequential or of a
+    ModuleDict with no list in it, in which at least two elements with parameters are of one class; or the one element
+    of a ModuleList of depth one.
+    """
+    found: dict[str, nn.Module] = {}
+    _search(model, "", found)
+    first = {id(block): name for name, block in reversed(found.items())}
+    return {name: block for name, block in found.items() if first[id(block)] == name}  # one layer in several places
+
+
+def _search(module: nn.Module, prefix: str, found: dict[str, nn.Module]) -> None:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if isinstance(child, (nn.ModuleList, nn.Sequential)):
+            blocks = _blocks_of(child)
+            if blocks:
+                found.update({f"{path}.{key}": block for key, block in blocks.items()})
+                continue
+        before = len(found)
+        _search(child, f"{path}.", found)
+        if isinstance(child, nn.ModuleDict) and len(found) == before:
+            # Often a dict holds a model's parts, the list of layers among them; sometimes it is that list.
+            found.update({f"{path}.{key}": block for key, block in _blocks_of(child).items()})
+
+
+def _blocks_of(layers: nn.ModuleList | nn.Sequential | nn.ModuleDict) -> dict[str, nn.Module]:
+    is_list = isinstance(layers, nn.ModuleList)
+    members = {
+        name: layer
+        for name, layer in layers._modules.items()
+        if layer is not None
+        and any(True for _ in layer.parameters())
+        and (is_list or any(True for _ in layer.children()))
+        and inspect.getattr_static(type(layer), "forward") is not nn.Module.forward
+    }
+    classes = [type(layer) for layer in members.values()]
+    repeats = len(set(classes)) < len(classes)
+    # A list of one layer, made of others, is a stack of depth one.
+    lone = is_list and len(members) == 1 and any(True for _ in next(iter(members.values())).children())
+    if not (repeats or lone):
+        return {}
+    distinct = {id(layer): name for name, layer in reversed(members.items())}  # one layer may stand there many times
+    return {name: layer for name, layer in members.items() if distinct[id(layer)] == name}
+
+
+def tie_pattern(module: nn.Module) -> list[int]:
+    """Which of a module's parameters and buffers are one tensor: for each, the place of its first occurrence."""
+    first: dict[int, int] = {}
+    tensors = [
+        *(tensor for _, tensor in module.named_parameters(remove_duplicate=False)),
+        *(tensor for _, tensor in module.named_buffers(remove_duplicate=False)),
+    ]
+    return [first.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)]
+
+
+def plain_attributes(model: nn.Module) -> tuple[Any, ...]:
+    """What a forward may look at besides tensors: every module's own numbers, flags and texts.
+
+    A graph is recorded with them as they are, so where they change another graph is needed.
+    """
+    found: list[Any] = []
+    for module in model.modules():
+        for name, value in module.__dict__.items():
+            if type(value) in _PLAIN or (type(value) is tuple and all(type(item) in _PLAIN for item in value)):
+                found.append((name, value))
+        found.append(None)  # where one module's end and the next one's begin
+    return tuple(found)
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Put back every module's own numbers, flags and texts afterwards: recording runs a forward that may count."""
+    before = [
+        (module, {name: value for name, value in module.__dict__.items() if type(value) in _PLAIN})
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            for name, value in attributes.items():
+                if module.__dict__.get(name) is not value:
+                    module.__dict__[name] = value
+
+
+_PLAIN = {bool, int, float, str}
+
+_BOOKKEEPING = {"_parameters", "_buffers", "_modules", "_is_full_backward_hook"}
+
+
+def same_structure(first: Any, second: Any, reads: Reads | None = None, depth: int = 0) -> bool:
+    """Whether two modules (or their attributes) are equal but for the values of parameters and buffers.
+
+    With `reads`, of the first module's tracing, attributes that were not read do not count.
+    """
+    if first is second:
+        return True
+    if type(first) is not type(second) or depth > 20:
+        return False
+    if isinstance(first, nn.Module):
+        return _same_module(first, second, reads, depth)
+    if isinstance(first, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)):
+        return bool(first == second)
+    if isinstance(first, (set, frozenset)):
+        return first == second and all(isinstance(member, (int, str)) for member in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(
+            same_structure(one, other, reads, depth + 1) for one, other in zip(first, second, strict=True)
+        )
+    if isinstance(first, dict):
+        return list(first) == list(second) and all(
+            same_structure(first[key], second[key], reads, depth + 1) for key in first
+        )
+    # Anything else (a configuration object, a function) counts as equal only if it is the same object.
+    return False
+
+
+def _same_module(first: nn.Module, second: nn.Module, reads: Reads | None, depth: int) -> bool:
+    ours, theirs = first.__dict__, second.__dict__
+    if list(ours) != list(theirs):
+        return False
+    read = None if reads is None else reads.get(id(first))
+    counting = [key for key in ours if key not in _BOOKKEEPING and (read is None or key in read)]
+    if not all(same_structure(ours[key], theirs[key], reads, depth + 1) for key in counting):
+        return False
+    if not _same_tensors(first._parameters, second._parameters) or not _same_tensors(first._buffers, second._buffers):
+        return False
+    return list(first._modules) == list(second._modules) and all(
+        same_structure(first._modules[key], second._modules[key], reads, depth + 1) for key in first._modules
+    )
+
+
+def _same_tensors(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    if list(first) != list(second):
+        return False
+    for one, other in zip(first.values(), second.values(), strict=True):
+        if (one is None) != (other is None):
+            return False
+        if one is not None and (
+            one.shape != other.shape or one.dtype != other.dtype or one.requires_grad != other.requires_grad
+        ):
+            return False
+    return True

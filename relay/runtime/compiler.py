@@ -1,0 +1,199 @@
+"""From batches to stations: a model, partitioned and captured for each shape of batch that comes.
+
+It keeps what it recorded, the least recently used going first, and forgets it where the model is edited. It runs
+nothing and takes no memory of a device. Invariant: recording changes neither the model nor its modules' attributes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hal.errors import Unsupported
+from relay.capture import Lowering, Presence, unlogged
+from relay.capture.guards.unsupported import watching_draws
+from relay.data.buckets import Buckets
+from relay.data.microbatches import Batch, take_apart, weigh, without_empty
+from relay.errors import PartitionError
+from relay.partition import list_as_model, partition_list, partition_model
+from relay.partition.edit_layers import chosen_layers, layer_names
+from relay.partition.find_blocks import plain_attributes, undisturbed
+from relay.partition.merge_layers import merge_layers
+from relay.runtime.program_cache import ProgramCache
+from relay.runtime.stages import Captures, Stations, build_stations
+
+_RECORDING = threading.RLock()
+logger = logging.getLogger("relay")
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A batch in pieces, what each counts in the mean loss, and the stations for each."""
+
+    pieces: Batch
+    weights: list[float]
+    stations: list[Stations]
+
+
+class Recorder:
+    """A model, whole or as a list of modules with a loss, and what was recorded of it. `modules` is None for a whole
+    one. `programs` is how many shapes (and modes) are kept, `lowering` which graphs the `device` wants (the name is
+    for errors) and `place` what native ones are traced for."""
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        modules: list[nn.Module] | None,
+        loss: Callable[..., torch.Tensor] | None,
+        microbatches: int,
+        compute: torch.dtype,
+        programs: int,
+        buckets: Buckets | None,
+        shared_inputs: Sequence[str],
+        layers_per_slot: int,
+        recompute: bool | int,
+    ) -> None:
+        assert model is not None or modules is not None
+        self.modules = modules
+        self.model: nn.Module = model if model is not None else list_as_model(modules or [], loss)
+        self.cache = ProgramCache(programs)
+        self._loss = loss
+        self._microbatches = microbatches
+        self._compute = compute
+        self.device, self.lowering, self.place = "cpu", Lowering.NATIVE, torch.device("cpu")
+        self._buckets = buckets
+        self._shared_inputs = tuple(shared_inputs)
+        self._layers_per_slot = layers_per_slot
+        self._recompute = recompute
+        self._presences: dict[str, Presence] = {}
+        self._captures = Captures()
+        self._doubted = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether the model was given whole."""
+        return self.modules is None
+
+    def use(self, modules: list[nn.Module]) -> Callable[[], None]:
+        """Go on with another list of modules; returns what undoes it."""
+        before = self.modules, self.model
+        self.modules, self.model = modules, list_as_model(modules, self._loss)
+
+        def undo() -> None:
+            self.modules, self.model = before
+
+        return undo
+
+    def forget(self) -> None:
+        """Let go of everything recorded: the model is another one."""
+        self.cache.clear()
+        self._presences.clear()
+        self._captures.clear()
+
+    def ready(self, batch: Any, training: bool = True, active: Sequence[int | str] | None = None) -> Ready:
+        """The batch in pieces with their weights, and the stations for each piece.
+
+        Raises BatchError, PartitionError or CaptureError.
+        """
+        if self._buckets is not None and isinstance(batch, Mapping):
+            batch = self._buckets.pad(batch)
+        chosen = None if active is None else chosen_layers(layer_names(self.model, self.modules or []), active)
+        if chosen == () and not self.whole:
+            raise ValueError("active=[] leaves out every module of the list, so there is nothing to run. Name one.")
+        pieces = self.take_apart(batch, training, needs_targets=True)
+        first = self.stations(pieces, 0, training, False, chosen)
+        if not first.partition.has_loss:
+            raise PartitionError(
+                f"The output of {type(self.model).__name__} has no loss for this batch. A whole model must return "
+                "an object with .loss: does the batch hold labels?"
+            )
+        if first.partition.loss_doubt is not None and len(pieces.pieces) > 1:
+            self._doubt(first.partition.loss_doubt)
+        pieces, weights = without_empty(pieces, weigh(pieces, first.partition.loss_weight))
+        stations = [self.stations(pieces, number, training, False, chosen) for number in range(len(pieces.pieces))]
+        for other in stations[1:]:
+            if other is not stations[0] and other.signature() != stations[0].signature():
+                raise PartitionError(
+                    "The model calls other layers for one micro-batch than for the others (a smaller last one, or one "
+                    "in which it found other numbers), so they cannot share a step. Make the batch a multiple of "
+                    "microbatches, or give it with microbatches=1."
+                )
+        return Ready(pieces, weights, stations)
+
+    def _doubt(self, why: str) -> None:
+        """Say, once, that this loss may be another one for a batch that is cut."""
+        if not self._doubted:
+            self._doubted = True
+            warnings.warn(
+                f"The loss of a batch in {self._microbatches} micro-batches may not be that of the whole batch, "
+                f"because {why}. Each micro-batch's loss counts by its share of the samples, which is right for a mean "
+                "over samples, however it is made. Otherwise use microbatches=1, or a loss that is a mean or a sum "
+                "over samples, or one cross-entropy with its mask as targets of -100.",
+                stacklevel=4,
+            )
+
+    def take_apart(self, batch: Any, training: bool, needs_targets: bool) -> Batch:
+        """The batch in pieces. Outside of training a batch may be smaller than the number of micro-batches."""
+        pieces = self._microbatches
+        if not training:
+            whole = take_apart(batch, self.whole, 1, needs_targets, self._shared_inputs)
+            pieces = min(pieces, whole.sizes[0])
+        return take_apart(batch, self.whole, pieces, needs_targets, self._shared_inputs)
+
+    def stations(
+        self, batch: Batch, number: int, training: bool, results: bool, active: tuple[str, ...] | None = None
+    ) -> Stations:
+        """The stations for one piece of a batch, recorded if they are not there yet."""
+        trainable = tuple(parameter.requires_grad for parameter in self.model.parameters())
+        key = (batch.signature(number), training, results, trainable, active, plain_attributes(self.model))
+        stations = self.cache.find(key, batch.pieces[number])
+        if stations is None:
+            stations = self._record(batch, batch.pieces[number], training, results, active)
+            self.cache.add(key, stations)
+        return stations
+
+    def plain_bytes(self, stations: Stations) -> int:
+        """Device bytes that plain training would need: weights, gradients, two moments, and what autograd keeps."""
+        state = sum(
+            parameter.numel() * parameter.element_size() * (4 if parameter.requires_grad else 1)
+            for parameter in self.model.parameters()
+        )
+        state += sum(buffer.numel() * buffer.element_size() for buffer in self.model.buffers())
+        return state + sum(station.captured.saved for station in stations.stations)
+
+    def _record(
+        self,
+        batch: Batch,
+        tensors: list[torch.Tensor],
+        training: bool,
+        results: bool,
+        active: tuple[str, ...] | None,
+    ) -> Stations:
+        """Partition and capture for the shapes of one piece. Tracing is not made for several threads at once."""
+        shapes = ", ".join("x".join(map(str, tensor.shape)) or "1" for tensor in tensors)
+        purpose = "training" if training else "evaluation"
+        logger.info("compiling for %s on micro-batches of %s", purpose, shapes)
+        with _RECORDING, undisturbed(self.model), watching_draws(), unlogged():
+            if self.modules is None:
+                partition = partition_model(self.model, tensors, batch.tree, self._compute, active)
+            else:
+                inputs, targets = tensors[: batch.input_count], tensors[batch.input_count :]
+                partition = partition_list(
+                    self.modules, self._loss, inputs, batch.tree, targets, batch.target_tree, self._compute, active
+                )
+            partition = merge_layers(partition, self._layers_per_slot)
+            try:
+                return build_stations(
+                    partition, training, results, self._compute, self._presences, self.lowering, self._captures,
+                    self._recompute, self.place,
+                )  # fmt: skip
+            except Unsupported as refused:
+                what = f"device {self.device!r} takes graphs of known ops only: {refused}"
+                raise Unsupported(what, op=refused.op, dtype=refused.dtype, device=self.device) from refused

@@ -1,0 +1,71 @@
+"""The stall watchdog: says what a step waits for when it has waited too long.
+
+It ends nothing: a slow disk or a debugger are no reason to lose a run. Invariant: it reads and writes nothing that
+the step uses, and without a time given there is no thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from time import monotonic
+from types import TracebackType
+
+from hal.device import Device
+from hal.event import Event
+from hal.slot import DeviceSlot
+from relay.runtime.schedule import Ran
+from relay.runtime.stash import Stash
+
+logger = logging.getLogger("relay")
+
+
+class Watchdog:
+    """Around waiting: after every `seconds` it logs what `describe` gives, as an error. None: it does nothing."""
+
+    def __init__(self, seconds: float | None, describe: Callable[[], str]) -> None:
+        self._seconds = seconds
+        self._describe = describe
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Watchdog:
+        if self._seconds is not None:
+            self._thread = threading.Thread(target=self._watch, name="relay-watchdog", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        start = monotonic()
+        while not self._ended.wait(self._seconds):
+            logger.error("A step has been waited for for %.0f s.\n%s", monotonic() - start, self._describe())
+
+
+def waited_for(ran: Ran, stash: Stash, pending: Sequence[Event], slots: Sequence[DeviceSlot], device: Device) -> str:
+    """What a step still waits for; `pending` are updates of the step before."""
+    kinds: dict[str, Sequence[Event]] = {
+        "loads": ran.loads,
+        "kernels": ran.compute,
+        "drains of gradients": ran.host.drains,
+        "reads": ran.reads,
+        "stash transfers": stash.transfers,
+        "arrivals on the host": ran.host.arrivals,
+        "updates": ran.host.updates,
+        "updates of the step before": pending,
+    }
+    lines = []
+    for kind, events in kinds.items():
+        if waiting := [number for number, event in enumerate(list(events)) if not event.done()]:
+            lines.append(f"{kind}: {len(waiting)} of {len(events)} have not ended, number {waiting[0]} first")
+    for slot in slots:
+        held = slot.content.name if slot.content is not None else "nothing"
+        lines.append(f"slot {slot.number}: {slot.state.value}, holds {held}")
+    use = device.memory()
+    lines.append(f"device {device.info.name}: {use.in_use:,} bytes in use of {use.capacity or 'no limit'}")
+    return "\n".join(lines)

@@ -1,0 +1,102 @@
+"""Any `nn.Module` on torch's meta device, for runs in which no number is computed.
+
+It is cut up and captured by the same code as a model that trains, over tensors that have shapes and no memory. The
+module itself is not changed. For models that are only numbers see `relay.simulation.transformer_shape`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from relay.graph.pytree import tensor_leaves
+from relay.partition import partition_model
+from relay.partition.find_blocks import find_blocks
+from relay.partition.merge_layers import merge_layers
+from relay.runtime.stages import Stations, build_stations
+from relay.simulation.transformer_shape import ShapeError
+
+
+class MetaModel:
+    """`module`, called as `module(**batch)` with `.loss` in its output, and an `example` of a whole step's batch.
+
+    Of the example only shapes and dtypes count. Dimension 0 is the sequences, dimension 1 of its first tensor the
+    tokens.
+    """
+
+    def __init__(self, module: nn.Module, example: Mapping[str, torch.Tensor]) -> None:
+        tensors = [tensor for tensor in example.values() if isinstance(tensor, torch.Tensor)]
+        if not tensors or tensors[0].dim() < 2:
+            raise ShapeError("The example batch needs a first tensor of (sequences, tokens).")
+        self.module = module
+        self.example = dict(example)
+        self.sequences, self.sequence = tensors[0].shape[:2]
+        self.layers = len(find_blocks(module))
+        self.title = f"{type(module).__name__}, {self.layers} repeated layers"
+        self._stations: dict[tuple[Any, ...], Stations] = {}
+
+    def described(self) -> dict[str, Any]:
+        """What `--json` says of it."""
+        return {"class": type(self.module).__name__, "layers": self.layers}
+
+    def stations(
+        self,
+        sequences: int,
+        sequence: int,
+        compute: torch.dtype,
+        layers_per_slot: int = 1,
+        recompute: bool | int = True,
+    ) -> Stations:
+        """The stations for training on that many sequences of the example."""
+        key = sequences, compute, layers_per_slot, str(recompute)  # as keys 1 and True are one
+        if key not in self._stations:
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            module = _without_memory(self.module, mode)
+            batch = {
+                name: torch.empty((sequences, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+                for name, tensor in self.example.items()
+            }
+            leaves, tree = tensor_leaves({name: _fake(tensor, mode) for name, tensor in batch.items()})
+            with mode:
+                partition = partition_model(module, leaves, tree, compute)
+                if not partition.has_loss:
+                    raise ShapeError(f"{type(self.module).__name__} gives no .loss for this example: has it labels?")
+                partition = merge_layers(partition, layers_per_slot)
+                self._stations[key] = build_stations(partition, True, False, compute, recompute=recompute)
+        return self._stations[key]
+
+    def model(self, sequence: int) -> nn.Module:
+        """A copy on the meta device, for the layer store to take over."""
+        return copy.deepcopy(self.module).to("meta")
+
+    def model_flops(self, sequence: int) -> float:
+        """FLOPs of forward and backward for a token: three times the captured forward's."""
+        stations = self.stations(1, sequence, torch.float32).stations
+        return 3.0 * sum(station.captured.forward.flops for station in stations) / self.sequence
+
+
+def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake CPU tensor like it: captured as for the CPU, whose fused attention stands for every device's."""
+    like = tensor.detach().to("meta")
+    return mode.fake_tensor_converter.from_meta_and_device(mode, like, torch.device("cpu"))
+
+
+def _without_memory(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A copy whose parameters and buffers are fake, ties kept."""
+    made: dict[int, torch.Tensor] = {}
+    clone = copy.deepcopy(module)
+    for part in clone.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(_fake(parameter, mode), parameter.requires_grad)
+                part._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = made.setdefault(id(buffer), _fake(buffer, mode))
+    return clone

@@ -1,0 +1,257 @@
+"""A simulation as people read it, as JSON, as a Perfetto trace, and as a heat map over two options.
+
+It writes down what `relay.simulation` found and works out nothing. matplotlib is imported where a map is drawn.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hal.memory import format_size
+from hal.spec import Spec
+from hal.spec.timeline import LANES
+from relay.checkpoint.atomic_file import write_whole
+from relay.simulation.energy import power
+from relay.simulation.simulate import FEWER_LAUNCHES, Simulation
+from relay.simulation.simulated_step import RunShape
+
+_TRACKS = {"down": "link down", "up": "link up", "compute": "compute", "host": "host optimizer"}
+_RUN = (
+    "sequence", "batch", "microbatches", "precision", "state_dtype", "stash", "slots", "layers_per_slot", "recompute",
+    "loss_scale", "clip_grad_norm",
+)  # fmt: skip
+
+
+def as_json(found: Simulation, tokens: float | None) -> dict[str, Any]:
+    """Every figure, SI units, by name."""
+    shape, run, memory = found.shape, found.run, found.memory
+    answer: dict[str, Any] = {
+        "fits": found.fits,
+        "shortfalls": list(found.shortfalls),
+        "would_fit": list(found.suggestions),
+        "notes": list(found.notes),
+        "parameters": memory.parameters,
+        "model": shape.described(),
+        "run": {key: getattr(run, key) for key in _RUN},
+        "device": {
+            "name": found.machine.device.name,
+            "capacity_bytes": found.device_capacity,
+            "needed_bytes": memory.device_total,
+            "ledger": memory.device,
+        },
+        "host": {
+            "name": found.machine.host.name,
+            "capacity_bytes": found.host_capacity,
+            "needed_bytes": memory.host_total,
+            "page_locked_bytes": memory.page_locked,
+            "ledger": [{"state": state, "dtype": dtype, "bytes": size} for state, dtype, size in memory.host],
+        },
+        "link": found.machine.link.name,
+        "tier": tier(found),
+    }
+    if found.step is None:
+        return answer
+    low, middle, high = found.joules_per_token
+    answer |= {
+        "step_seconds": found.step_seconds,
+        "waterfall_seconds": found.waterfall,
+        "busy_seconds": found.timeline.busy,
+        "link_bytes": found.timeline.link_bytes,
+        "overlap_efficiency": found.overlap_efficiency,
+        "tokens_per_step": run.tokens,
+        "tokens_per_second": found.tokens_per_second,
+        "mfu": found.mfu,
+        "hardware_utilisation": found.hardware_utilisation,
+        "joules_per_token": {"low": low, "middle": middle, "high": high},
+        "flops_per_watt": found.flops_per_watt,
+        "energy_wasted_waiting": found.wasted_energy,
+        "bottleneck": found.bottleneck,
+        "break_even_tokens": found.break_even,
+        "sensitivity_to_ten_per_cent": found.sensitivity,
+    }
+    if tokens is not None:
+        low, middle, high = found.kilowatt_hours(tokens)
+        answer |= {
+            "tokens": tokens,
+            "days": found.days(tokens),
+            "kilowatt_hours": {"low": low, "middle": middle, "high": high},
+        }
+    return answer
+
+
+def tier(found: Simulation) -> str:
+    """The weakest footing that a decisive figure stands on."""
+    machine, precision = found.machine, found.run.precision
+    decisive: list[tuple[Spec, str]] = [
+        (machine.device, f"achieved_{precision}"),
+        (machine.device, "bandwidth_achieved"),
+        (machine.link, "down"),
+        (machine.host, "optimizer_bandwidth"),
+    ]
+    sources = [spec.cells[name] for spec, name in decisive if spec.has(name)]
+    if all("calibrated" in cell.source for cell in sources) and len(sources) == len(decisive):
+        return "calibrated"
+    assumed = [f"{spec.name}: {name}" for spec, name in decisive if not spec.has(name) or not spec.cells[name].verified]
+    return f"preset, with assumptions ({', '.join(assumed)})" if assumed else "preset"
+
+
+def _of_segments(run: RunShape) -> str:
+    """What is said of layers a slot and recomputing, where it is not as usual."""
+    words = f" of {run.layers_per_slot} layers" if run.layers_per_slot > 1 else ""
+    if run.recompute is not True:
+        words += f", {run.recompute} segments recompute" if run.recompute else ", nothing recomputed"
+    return words
+
+
+def _count(number: int) -> str:
+    """`6.74 G`, `124.44 M`, `12.30 k`: as many thousands as it has."""
+    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return str(number)
+
+
+def _binary(size: int) -> str:
+    """In GiB, and where that would be less than one in MiB or KiB."""
+    unit, bytes_each = next((one for one in (("GiB", 2**30), ("MiB", 2**20)) if size >= one[1]), ("KiB", 2**10))
+    return f"{size / bytes_each:.1f} {unit}"
+
+
+def as_text(found: Simulation, tokens: float | None) -> str:
+    """The verdict first, then ledgers, then time and energy."""
+    machine, run, memory = found.machine, found.run, found.memory
+    shape = found.shape
+    lines = [
+        f"{_count(memory.parameters)} parameters: {shape.title}, {run.precision}, AdamW with {run.state_dtype} "
+        "states",
+        f"{machine.device.title}, {machine.link.title}, {machine.host.title}",
+        f"{run.tokens:,} tokens a step: {run.batch} sequences of {run.sequence} in {run.microbatches} micro-batches, "
+        f"stash on the {run.stash}, {run.slots} slots{_of_segments(run)}",
+        "",
+        f"verdict         {'it fits' if found.fits else 'it does not fit'}",
+    ]
+    lines += [f"                {text}" for text in found.shortfalls]
+    lines += [f"note            {text}" for text in found.notes]
+    if found.suggestions:
+        lines += [f"                would fit: {text}" for text in found.suggestions]
+    elif not found.fits:
+        lines.append("                no smaller state, micro-batch or stash fits either")
+    lines += ["", f"device memory   {_of(memory.device_total, found.device_capacity)}"]
+    lines += [f"  {what:<38} {format_size(size):>10}" for what, size in memory.device.items()]
+    lines += ["", f"host memory     {_of(memory.host_total, found.host_capacity)}"]
+    for state, dtype, size in memory.host:
+        if size >= 1e6 or size * 1000 > memory.host_total:
+            lines.append(f"  {state:<32} {dtype:<9} {format_size(size):>10} {_binary(size):>13}")
+    if memory.page_locked:
+        lines.append(f"  of which page-locked {'':<17} {format_size(memory.page_locked):>10}")
+    if run.precision == "fp16" and run.loss_scale != "dynamic":
+        held = 4 * memory.parameters
+        lines.append(f"  (fixed loss scale; a dynamic one holds all gradients: {format_size(held)} more)")
+    if found.step is None:
+        return "\n".join(lines)
+    low, middle, high = found.joules_per_token
+    lines += ["", f"step            {_seconds(found.step_seconds)}"]
+    for what, seconds in found.waterfall.items():
+        share = seconds / found.step_seconds
+        lines.append(f"  {what:<28} {_seconds(seconds):>10}  {share:6.1%}  {'#' * round(40 * share)}")
+    lines += [
+        f"speed           {found.tokens_per_second:,.1f} tokens/s; MFU {found.mfu:.1%}, hardware utilisation"
+        f" {found.hardware_utilisation:.1%}, overlap {found.overlap_efficiency:.1%}",
+        f"energy          {middle:.3g} J a token ({low:.3g} to {high:.3g}), {found.flops_per_watt / 1e12:.3f} TFLOPS/W,"
+        f" {found.wasted_energy:.0%} of it while compute waits",
+    ]
+    if tokens is not None:
+        low, middle, high = found.kilowatt_hours(tokens)
+        lines.append(
+            f"{_short(tokens) + ' tokens':<15} {found.days(tokens):,.1f} days, {middle:,.0f} kWh"
+            f" ({low:,.0f} to {high:,.0f})"
+        )
+    even = ", ".join(f"{what} {count:,.0f}" for what, count in found.break_even.items())
+    bottleneck = FEWER_LAUNCHES if found.bottleneck == "launch" else found.bottleneck
+    lines += [f"bottleneck      {bottleneck}", f"break-even      tokens a layer visit: {even}"]
+    if found.sensitivity:
+        gains = ", ".join(f"{what} {gain:.1%}" for what, gain in found.sensitivity.items())
+        lines.append(f"10 % faster     shortens the step by: {gains}")
+    lines.append(f"figures         {tier(found)}")
+    return "\n".join(lines)
+
+
+def write_trace(found: Simulation, path: str | Path) -> None:
+    """Trace-event JSON for https://ui.perfetto.dev: a track a lane, counters for bytes in flight and for watts. Time
+    begins with the step, and the watts over the step add up to the joules of the report."""
+    spans = (*found.timeline.spans, *found.timeline.unfinished)
+    track = {lane: number for number, lane in enumerate(LANES)}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 0, "tid": track[lane], "name": "thread_name", "args": {"name": _TRACKS[lane]}}
+        for lane in LANES
+    ]
+    crossing: dict[float, int] = {}
+    for span in spans:
+        start, length = span.start * 1e6, (span.end - span.start) * 1e6
+        one = {"ph": "X", "pid": 0, "tid": track[span.lane], "name": span.label, "ts": start, "dur": length}
+        events.append({**one, "args": {"bytes": span.moved}})
+        if span.lane in ("down", "up"):
+            for at, change in ((span.start, span.moved), (span.end, -span.moved)):
+                crossing[at] = crossing.get(at, 0) + change
+    moving = 0
+    for at in sorted(crossing):
+        moving += crossing[at]
+        events.append({"ph": "C", "pid": 0, "name": "bytes in flight", "ts": at * 1e6, "args": {"bytes": moving}})
+    for at, watts in power(found.machine, found.timeline):
+        events.append({"ph": "C", "pid": 0, "name": "watts", "ts": at * 1e6, "args": {"watts": watts}})
+    write_whole(path, json.dumps({"traceEvents": events}))
+
+
+def write_sweep(
+    path: str | Path, axes: tuple[str, str], values: tuple[Sequence[str], Sequence[str]], speeds: list[list[float]]
+) -> tuple[Path, Path | None]:
+    """Tokens a second over two options, as CSV and as a heat map (PNG). `speeds[row][column]`, NaN where it does not
+    fit. Returns both paths, None for the map's where there is no matplotlib to draw it."""
+    stem = Path(path).with_suffix("")
+    table, picture = stem.with_suffix(".csv"), stem.with_suffix(".png")
+    with table.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow([axes[0], axes[1], "tokens_per_second"])
+        for first, row in zip(values[0], speeds, strict=True):
+            for second, speed in zip(values[1], row, strict=True):
+                writer.writerow([first, second, "" if math.isnan(speed) else f"{speed:.6g}"])
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return table, None
+
+    figure = Figure(figsize=(2.5 + 0.9 * len(values[1]), 2.0 + 0.6 * len(values[0])), layout="constrained")
+    axis = figure.add_subplot()
+    image = axis.imshow(speeds, aspect="auto", cmap="viridis")
+    axis.set_xticks(range(len(values[1])), values[1])
+    axis.set_yticks(range(len(values[0])), values[0])
+    axis.set_xlabel(axes[1])
+    axis.set_ylabel(axes[0])
+    for row, line in enumerate(speeds):
+        for column, speed in enumerate(line):
+            text = "does not\nfit" if math.isnan(speed) else f"{speed:,.0f}"
+            colour = "black" if math.isnan(speed) else "white"
+            axis.text(column, row, text, ha="center", va="center", fontsize=8, color=colour)
+    figure.colorbar(image, label="tokens/s")
+    figure.savefig(picture, dpi=150)
+    return table, picture
+
+
+def _of(needed: int, capacity: int) -> str:
+    return f"{format_size(needed)} of {format_size(capacity)}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f} s" if value >= 1 else f"{value * 1e3:.2f} ms"
+
+
+def _short(number: float) -> str:
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if number >= size:
+            return f"{number / size:g} {letter}"
+    return f"{number:g}"

@@ -1,0 +1,281 @@
+"""One training step of a described model on a described machine: the real session, schedule and parameter server.
+
+Nothing here imitates them: a session is opened on a simulated device with numerics off, the step is submitted by
+`relay.runtime.schedule`, and what the virtual clock and the ledgers say is returned. What the figures mean is told in
+`relay.simulation`.
+
+Invariant: memory is measured without a limit and compared afterwards, so that a run that does not fit has a whole
+ledger to show.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from hal import registry
+from hal.errors import Unavailable
+from hal.event import Event
+from hal.spec import Machine
+from hal.spec.timeline import Timeline, VirtualBackend, VirtualDevice
+from relay import options
+from relay.eps.optimizer_state import bind
+from relay.eps.server import Clipping, ParameterServer
+from relay.eps.store import LayerStore
+from relay.optim.optimizers import AdamW
+from relay.runtime.memory_plan import kernel_workspace, slot_sizes
+from relay.runtime.schedule import Ran, Relay, TrainingStep
+from relay.runtime.session import Session
+from relay.runtime.stages import Stations, recomputing
+from relay.runtime.stash import Key, Stash, device_bytes, kept_bytes
+from relay.simulation.host_cache import HostSide, HostSides
+from relay.simulation.meta_model import MetaModel
+from relay.simulation.transformer_shape import ModelShape, ShapeError
+
+UNLIMITED = 10**18
+
+
+@dataclass(frozen=True)
+class RunShape:
+    """How a model is to be trained: what `relay.Trainer` takes, by the same names and within the same limits.
+
+    `loss_scale` "dynamic" keeps all gradients of a fp16 step until they are known to be finite, a power of two,
+    or "fixed" for 65536, updates at once. `sequence` is tokens in a sequence, `batch` sequences in a step.
+    Raises ValueError where the trainer would.
+    """
+
+    sequence: int = 1024
+    batch: int = 8
+    microbatches: int = 4
+    precision: str = "bf16"
+    state_dtype: str = "fp32"
+    stash: str = "device"
+    slots: int = 2
+    clip_grad_norm: float | None = None
+    loss_scale: str | float = "dynamic"
+    layers_per_slot: int = 1
+    recompute: bool | int = True
+    optimizer: Any = field(default_factory=AdamW)
+
+    def __post_init__(self) -> None:
+        options.check(vars(self))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in a step."""
+        return self.batch * self.sequence
+
+    @property
+    def held(self) -> bool:
+        """Whether updates wait for the last gradient of the step."""
+        return self.clip_grad_norm is not None or (self.precision == "fp16" and self.loss_scale == "dynamic")
+
+    def pieces(self) -> list[int]:
+        """Sequences in each micro-batch, cut as the trainer cuts."""
+        if self.batch < self.microbatches:
+            raise ShapeError(
+                f"A batch of {self.batch} cannot be cut into {self.microbatches} micro-batches. Give a larger batch, "
+                "or fewer micro-batches."
+            )
+        step = -(-self.batch // self.microbatches)
+        return [min(step, self.batch - start) for start in range(0, self.batch, step)]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the device by purpose, as accounted with the allocator's rounding, and on the host by state.
+
+    `page_locked` is the part of the host's that crosses the link, in whole pages.
+    """
+
+    device: dict[str, int]
+    host: list[tuple[str, str, int]]
+    page_locked: int
+    parameters: int
+
+    @property
+    def device_total(self) -> int:
+        """All bytes on the device."""
+        return sum(self.device.values())
+
+    @property
+    def slots(self) -> int:
+        """Bytes of the device's that are slots."""
+        return sum(size for what, size in self.device.items() if what.startswith("slots"))
+
+    @property
+    def host_total(self) -> int:
+        """All bytes on the host."""
+        return sum(size for _, _, size in self.host)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A simulated step. `weight_bytes` and `gradient_bytes` are what crossed the link as such."""
+
+    timeline: Timeline
+    weight_bytes: int
+    gradient_bytes: int
+
+
+class SimulatedRun:
+    """A model on a machine, ready for steps."""
+
+    def __init__(
+        self, shape: ModelShape | MetaModel, run: RunShape, machine: Machine, sides: HostSides | None = None
+    ) -> None:
+        """`sides` are host sides of runs of this shape that have ended; this run's is among them after `close`.
+
+        `run` then says what runs: micro-batches as the batch is cut, no more layers a slot than the model has, and True
+        for `recompute` where that many segments are all (the last, the head, has no forward of its own to repeat).
+        """
+        compute = options.COMPUTE[run.precision]
+        sizes = run.pieces()
+        self._stations = [
+            shape.stations(size, run.sequence, compute, run.layers_per_slot, run.recompute) for size in sizes
+        ]
+        segments = len(self._stations[0].stations)
+        most = max(1, segments - 1)
+        count = recomputing(run.recompute, most)
+        repeats = True if count >= most else count or False
+        layers = min(run.layers_per_slot, max(1, shape.layers))
+        run = self.run = replace(run, microbatches=len(sizes), layers_per_slot=layers, recompute=repeats)
+        self._device = _open(replace(machine, device=machine.device.with_values(memory=float(UNLIMITED))))
+        self._sides = HostSides() if sides is None else sides
+        self._side_key, self._side = self._host_side(shape)
+        side = self._side
+        self._server = side.server
+        parts = side.model, self._device, side.host, side.store, side.server
+        self._session = Session(*parts, run.slots, run.stash, None)
+        if not side.contents:
+            side.contents = self._session.contents(self._stations[0])
+            side.plans = self._session.gradient_plans(self._stations[0])
+        self._contents, self._plans = side.contents, side.plans
+        self._relay, self._stash = self._ready()
+        self._number = 0
+
+    def _host_side(self, shape: ModelShape | MetaModel) -> tuple[Hashable, HostSide]:
+        """This run's side of the host, with what it was made for."""
+        run, device = self.run, self._device
+        scaled = run.precision == "fp16" and run.loss_scale == "dynamic"
+        decides = shape, run.sequence, run.state_dtype, run.clip_grad_norm, scaled, device.info.unified
+        key = (*decides, self._sides.laid_out(self._stations[0]))
+        side = self._sides.take(key, run.optimizer)
+        if side is not None:
+            side.follow(device)
+            return key, side
+        host = device.host(UNLIMITED)
+        model = shape.model(run.sequence)
+        order = [name for name, _ in model.named_parameters()]
+        store = LayerStore(host)
+        server = ParameterServer(
+            device,
+            host,
+            store,
+            bind(run.optimizer, host, store, run.state_dtype, computes=False),
+            dict.fromkeys(order, 0),
+            order,
+            Clipping(run.clip_grad_norm),
+            scaled,
+        )
+        return key, HostSide(model, run.optimizer, host, store, server, [run.optimizer.defaults()])
+
+    def memory(self) -> Memory:
+        """The whole requirement, known before any step."""
+        plans = self._stash.plans
+        parameters, gradients = slot_sizes(self._contents)
+        rows = {
+            "slots: weights": self.run.slots * parameters,
+            "slots: gradients": self.run.slots * gradients,
+            "stash of activations": device_bytes(plans) - kept_bytes(plans),
+            "tensors kept for backward": kept_bytes(plans),
+            "workspace of kernels": max(kernel_workspace(one) for one in set(self._stations)),
+        }
+        peak = self._device.memory().peak
+        rows["scalars and rounding"] = peak - sum(rows.values())
+        ledger = self._session.host.ledger.rows()
+        host = [(state, str(dtype).removeprefix("torch."), size) for state, dtype, size in ledger]
+        locked = self._session.host.page_locked
+        return Memory(rows, host, locked, self._side.parameters)
+
+    def record(self) -> None:
+        """Keep a span of every call from now on."""
+        self._device.record()
+
+    def step(self) -> Step:
+        """One steady step: with held updates, the one after two others."""
+        for _ in range(2 if self.run.held else 0):
+            self._step()
+        before = self._device.timeline()
+        ran = self._step()
+        timeline = self._device.timeline().since(before)
+        gradients = sum(plan_size(content.gradient_size, plan.names) for content, plan in self._visited())
+        return Step(timeline, ran.weight_bytes, gradients)
+
+    def close(self) -> None:
+        """Give the simulated device back, and what is on the host to the next run."""
+        self._session.close()
+        self._sides.give(self._side_key, self._side)
+
+    def _visited(self) -> list[tuple[Any, Any]]:
+        return list(zip(self._contents, self._plans, strict=True))
+
+    def _ready(self) -> tuple[Relay, Stash]:
+        return self._session.make_ready(self._stations, self._contents, self._plans, self._side.groups, "train")
+
+    def _step(self) -> Ran:
+        session, relay, stash = self._session, self._relay, self._stash
+        count = len(self._stations)
+        loss_row, losses, seed_row, seeds = session.scalars(count, torch.float32)
+        row = torch.empty(count, device="meta")
+        seeds_ready = relay.load_queue.write(seed_row, row)
+        self._bring(stash, self._stations)
+
+        def verdict(ran: Ran) -> Event:
+            read = relay.drain_queue.read(row, loss_row, ran.compute[-count:])
+            ran.reads.append(read)
+            return session.host.run(_nothing, [read], "verdict on the loss")
+
+        step = TrainingStep(
+            self._stations, self._contents, stash, 0, self._number, losses, self._plans, seeds, seeds_ready, verdict,
+            self._side.groups, 1.0,
+        )  # fmt: skip
+        with session.running(stash, [seeds_ready]) as ran:
+            relay.train(step, ran)
+        session.pending = list(ran.host.updates) if self._server.held else []
+        self._number += 1
+        session.store.version += 1
+        return ran
+
+    @staticmethod
+    def _bring(stash: Stash, stations: Sequence[Stations]) -> None:
+        for microbatch, one in enumerate(stations):
+            for value in one.partition.inputs:
+                like = one.partition.values[value]
+                tensor = torch.empty(like.shape, dtype=like.dtype, device="meta")
+                stash.bring(Key(value, False), microbatch, tensor)
+
+
+def plan_size(size: int, names: Sequence[str]) -> int:
+    """The bytes of a segment's gradients that go up: none where it has none."""
+    return size if names else 0
+
+
+def _open(machine: Machine) -> VirtualDevice:
+    return _simulator().open_machine(machine, numerics=False)
+
+
+@functools.cache
+def _simulator() -> VirtualBackend:
+    backend = registry.backend("sim")
+    if not isinstance(backend, VirtualBackend):
+        raise Unavailable("The backend registered as 'sim' is not a simulator. Install the distribution again.")
+    return backend
+
+
+def _nothing() -> None:
+    """What the verdict does where there are no numbers to judge."""

@@ -1,0 +1,338 @@
+"""Models described by shape: transformers of any size, for runs in which no number is computed.
+
+A shape is turned into segments as `relay.partition` would cut the model: embedding, repeated layers, head with the
+loss. The layers are real modules, captured by the real capture, over tensors that take no memory; layers built alike
+are captured once. It is not a model to train: see `relay.models` for that.
+
+B sequences, T positions, H hidden size, A heads, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from relay.capture import Lowering
+from relay.errors import RelayError
+from relay.graph.pytree import tensor_leaves
+from relay.models.gpt import Block, Embedding, Head, cross_entropy
+from relay.partition.merge_layers import merge_layers
+from relay.partition.segments import Partition, Segment, Value
+from relay.runtime.stages import CPU, Captures, Stations, build_stations, recomputing
+
+
+class ShapeError(RelayError, ValueError):
+    """A shape that no model can have, or that is not known. The message says what is expected."""
+
+
+BYTES = 256
+"""The vocabulary of the GPT over bytes that `relay train` trains, whose embedding and head are one matrix."""
+
+VOCABULARY = 50257
+"""GPT-2's, of models by numbers that say nothing else."""
+
+_LEAST = {"layers": 1, "hidden": 1, "heads": 1, "vocabulary": 1, "ffn": 0, "kv_heads": 0, "head_size": 0}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A transformer. `gated` is a layer as Llama has it: a feed-forward network of three matrices, RMSNorm, no biases.
+    Otherwise it is GPT-2's layer. Either has `kv_heads` below `heads` for grouped-query attention, and heads of
+    `head_size` where that is not hidden / heads; 0 is the usual. `tied` shares embedding and head. With `causal`
+    positions do not see those after them, and fused attention takes about half the time; an encoder's see all."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int = VOCABULARY
+    ffn: int = 0
+    kv_heads: int = 0
+    gated: bool = False
+    tied: bool = False
+    head_size: int = 0
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ShapeError(f"{name} must be a whole number of at least {least}; received {value!r}.")
+        if self.hidden % self.heads and not self.head_size:
+            raise ShapeError(
+                f"hidden must be a multiple of heads; received hidden={self.hidden}, heads={self.heads}. "
+                f"Heads of 128 would be {max(1, self.hidden // 128)}."
+            )
+        if self.heads % self.key_heads:
+            raise ShapeError(f"heads must be a multiple of kv_heads; received {self.heads} and {self.kv_heads}.")
+
+    @property
+    def wide(self) -> int:
+        """Width of the feed-forward network."""
+        return self.ffn or 4 * self.hidden
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.kv_heads or self.heads
+
+    @property
+    def depth(self) -> int:
+        """Width of a head."""
+        return self.head_size or self.hidden // self.heads
+
+    @property
+    def layer_matrices(self) -> int:
+        """Elements of one layer's matrices."""
+        attention = 2 * self.hidden * self.depth * (self.heads + self.key_heads)
+        return attention + (3 if self.gated else 2) * self.hidden * self.wide
+
+    @property
+    def title(self) -> str:
+        """In a few words."""
+        return f"{self.layers} layers x hidden {self.hidden}"
+
+    def described(self) -> dict[str, Any]:
+        """What `--json` says of it: sizes as they are, where 0 stood for the usual too."""
+        return asdict(self) | {"ffn": self.wide, "kv_heads": self.key_heads, "head_size": self.depth}
+
+    def stations(
+        self,
+        sequences: int,
+        sequence: int,
+        compute: torch.dtype,
+        layers_per_slot: int = 1,
+        recompute: bool | int = True,
+    ) -> Stations:
+        """See `stations_of`."""
+        # Of a cache's keys 1 and True are one, so the number is worked out here.
+        count = recomputing(recompute, -(-self.layers // layers_per_slot) + 2)
+        return stations_of(self, sequences, sequence, compute, min(layers_per_slot, self.layers), count)
+
+    def model(self, sequence: int) -> nn.Module:
+        """See `model_of`."""
+        return model_of(self, sequence)
+
+    def model_flops(self, sequence: int) -> float:
+        """FLOPs of forward and backward for a token, recompute not counted (Chowdhery et al. 2022, appendix B)."""
+        matrices = self.layers * self.layer_matrices + self.hidden * self.vocabulary
+        return 6.0 * matrices + 12.0 * self.layers * self.heads * self.depth * sequence
+
+
+MODELS = {
+    "gpt2": ModelShape(12, 768, 12, tied=True),
+    "gpt2-medium": ModelShape(24, 1024, 16, tied=True),
+    "gpt2-large": ModelShape(36, 1280, 20, tied=True),
+    "gpt2-xl": ModelShape(48, 1600, 25, tied=True),
+    "gpt3-6.7b": ModelShape(32, 4096, 32),
+    "gpt3-13b": ModelShape(40, 5120, 40),
+    "gpt3-175b": ModelShape(96, 12288, 96),
+    "bert-large": ModelShape(24, 1024, 16, vocabulary=30522, tied=True, causal=False),
+    "llama-2-7b": ModelShape(32, 4096, 32, vocabulary=32000, ffn=11008, gated=True),
+    "llama-2-13b": ModelShape(40, 5120, 40, vocabulary=32000, ffn=13824, gated=True),
+    "llama-2-70b": ModelShape(80, 8192, 64, vocabulary=32000, ffn=28672, kv_heads=8, gated=True),
+    "llama-3-8b": ModelShape(32, 4096, 32, vocabulary=128256, ffn=14336, kv_heads=8, gated=True),
+    "llama-3-70b": ModelShape(80, 8192, 64, vocabulary=128256, ffn=28672, kv_heads=8, gated=True),
+}
+"""Shapes by name, from the models' papers and configurations."""
+
+LEARNED_POSITIONS = {
+    **dict.fromkeys(("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"), 1024),
+    **dict.fromkeys(("gpt3-6.7b", "gpt3-13b", "gpt3-175b"), 2048),
+    "bert-large": 512,
+}
+"""How long the tables of positions are, of those that have one."""
+
+
+def _attended(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+    """(B, T, A S): attention where several heads of queries (B, A, T, S) share one of keys and values (B, K, T, S)."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    mixed = F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+    return mixed.transpose(1, 2).flatten(2)
+
+
+class GatedBlock(nn.Module):
+    """A layer as Llama has it: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        size = shape.depth
+        self.heads, self.key_heads, self.size, self.causal = shape.heads, shape.key_heads, size, shape.causal
+        self.attention_norm = nn.RMSNorm(shape.hidden)
+        self.query = nn.Linear(shape.hidden, shape.heads * size, bias=False)
+        self.key = nn.Linear(shape.hidden, shape.key_heads * size, bias=False)
+        self.value = nn.Linear(shape.hidden, shape.key_heads * size, bias=False)
+        self.attention_out = nn.Linear(shape.heads * size, shape.hidden, bias=False)
+        self.feed_norm = nn.RMSNorm(shape.hidden)
+        self.gate = nn.Linear(shape.hidden, shape.wide, bias=False)
+        self.feed_in = nn.Linear(shape.hidden, shape.wide, bias=False)
+        self.feed_out = nn.Linear(shape.wide, shape.hidden, bias=False)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        normed = self.attention_norm(stream)  # (B, T, H)
+        query = self._turned(self.query(normed), self.heads)  # (B, A, T, H/A)
+        key = self._turned(self.key(normed), self.key_heads)
+        value = self._split(self.value(normed), self.key_heads)
+        stream = stream + self.attention_out(_attended(query, key, value, self.causal))
+        normed = self.feed_norm(stream)
+        return stream + self.feed_out(F.silu(self.gate(normed)) * self.feed_in(normed))
+
+    def _split(self, states: Tensor, heads: int) -> Tensor:
+        return states.unflatten(2, (heads, self.size)).transpose(1, 2)  # (B, T, A S) -> (B, A, T, S)
+
+    def _turned(self, states: Tensor, heads: int) -> Tensor:
+        """Rotary positions (Su et al. 2021)."""
+        split = self._split(states, heads)
+        half = self.size // 2
+        rates = 10000.0 ** (-torch.arange(half, dtype=torch.float32) / half)
+        angles = torch.arange(split.shape[2], dtype=torch.float32)[:, None] * rates  # (T, S/2)
+        cosine, sine = angles.cos().to(split.dtype), angles.sin().to(split.dtype)
+        first, second = split[..., :half], split[..., half:]
+        return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
+
+
+class GroupedBlock(Block):
+    """GPT-2's layer with fewer heads of keys and values than of queries, or heads of a size of their own."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__(shape.hidden, shape.heads, 0.0, shape.causal)
+        self.key_heads, self.size = shape.key_heads, shape.depth
+        self.attention_in = nn.Linear(shape.hidden, (shape.heads + 2 * shape.key_heads) * self.size)
+        self.attention_out = nn.Linear(shape.heads * self.size, shape.hidden)
+
+    def attention(self, states: Tensor) -> Tensor:
+        joint = self.attention_in(states).unflatten(2, (-1, self.size)).transpose(1, 2)  # (B, A + 2 K, T, S)
+        query, key, value = joint.split([self.heads, self.key_heads, self.key_heads], 1)
+        return self.attention_out(_attended(query, key, value, self.causal))  # (B, T, H)
+
+
+class _Start(nn.Module):
+    def __init__(self, shape: ModelShape, sequence: int) -> None:
+        super().__init__()
+        if shape.gated:
+            self.embedding: nn.Module = nn.Embedding(shape.vocabulary, shape.hidden)
+        else:
+            self.embedding = Embedding(shape.vocabulary, shape.hidden, sequence, 0.0)
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor]:
+        return (self.embedding(input_ids),)
+
+
+class _Layer(nn.Module):
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        if shape.gated:
+            self.block: nn.Module = GatedBlock(shape)
+        else:
+            usual = shape.key_heads == shape.heads and shape.depth * shape.heads == shape.hidden
+            block = Block(shape.hidden, shape.heads, 0.0, shape.causal) if usual else GroupedBlock(shape)
+            block.feed_in = nn.Linear(shape.hidden, shape.wide)
+            block.feed_out = nn.Linear(shape.wide, shape.hidden)
+            self.block = block
+
+    def forward(self, stream: Tensor) -> tuple[Tensor]:
+        return (self.block(stream),)
+
+
+class _End(nn.Module):
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.head = Head(shape.vocabulary, shape.hidden)
+
+    def forward(self, stream: Tensor, labels: Tensor) -> tuple[Tensor]:
+        return (cross_entropy(self.head(stream), labels),)
+
+
+def model_of(shape: ModelShape, sequence: int) -> nn.Module:
+    """A module with the parameters of the whole model by name, on torch's meta device. It cannot be called."""
+    model = nn.Module()
+    start, (layer,), end = _templates(shape, sequence)
+    parts = [("embedding", start), *((f"layer_{n}", layer) for n in range(shape.layers)), ("head", end)]
+    for name, template in parts:
+        part = nn.Module()
+        for own, parameter in template.named_parameters():
+            if not (name == "head" and shape.tied and own.endswith("projection.weight")):
+                made = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                part.register_parameter(own.replace(".", "__"), nn.Parameter(made))
+        model.add_module(name, part)
+    return model
+
+
+@functools.lru_cache(maxsize=16)
+def stations_of(
+    shape: ModelShape,
+    sequences: int,
+    sequence: int,
+    compute: torch.dtype,
+    layers_per_slot: int = 1,
+    recompute: int | None = None,
+    lowering: Lowering = Lowering.NATIVE,
+    place: torch.device = CPU,
+) -> Stations:
+    """The stations for training on a micro-batch of `sequences` x `sequence` tokens, captured in `compute`, in the
+    graphs that a device wants (`relay.capture.graphs_for`).
+
+    The first `recompute` segments recompute their forward; all of them where no number is given.
+    """
+    mode = FakeTensorMode()
+    with mode:
+        templates = _templates(shape, sequence, mode, layers_per_slot)
+        partition = merge_layers(_partition(shape, sequences, sequence, templates), layers_per_slot)
+        known = _captures(shape, compute, lowering, place)
+        first = True if recompute is None else recompute
+        return build_stations(
+            partition, True, False, compute, lowering=lowering, captures=known, recompute=first, place=place
+        )
+
+
+@functools.lru_cache(maxsize=4)
+def _captures(shape: ModelShape, compute: torch.dtype, lowering: Lowering, place: torch.device) -> Captures:
+    """What was captured of the shape's layers in that dtype and for that device, for whichever batches."""
+    return Captures(keeps_traces=True)
+
+
+def _templates(
+    shape: ModelShape, sequence: int, mode: FakeTensorMode | None = None, layers: int = 1
+) -> tuple[_Start, list[_Layer], _End]:
+    """Modules for start and end, and as many for the layers as stand in one segment."""
+    with mode or FakeTensorMode():
+        start, end = _Start(shape, sequence), _End(shape)
+        repeated = [_Layer(shape) for _ in range(layers)]
+        if shape.tied:
+            words = start.embedding if shape.gated else start.embedding.token
+            end.head.projection.weight = words.weight
+    return start, repeated, end
+
+
+def _partition(
+    shape: ModelShape, sequences: int, sequence: int, templates: tuple[nn.Module, Sequence[nn.Module], nn.Module]
+) -> Partition:
+    start, layers, end = templates
+    tokens, stream = (sequences, sequence), (sequences, sequence, shape.hidden)
+    last = shape.layers + 1
+    values = [Value(0, tokens, torch.int64, None, [0]), Value(1, tokens, torch.int64, None, [last])]
+    values += [Value(2 + n, stream, torch.float32, n, [n + 1]) for n in range(last)]
+    values.append(Value(2 + last, (), torch.float32, last))
+    words = "embedding__weight" if shape.gated else "embedding__token__weight"
+    segments = []
+    for index in range(last + 1):
+        name = "embedding" if index == 0 else "head" if index == last else f"layer_{index - 1}"
+        inner = 0 < index < last
+        module = layers[(index - 1) % len(layers)] if inner else start if index == 0 else end
+        names = {own: f"{name}.{own.replace('.', '__')}" for own, _ in module.named_parameters()}
+        if index == last and shape.tied:
+            names["head.projection.weight"] = f"embedding.{words}"
+        inputs = (0,) if index == 0 else (1 + index, 1) if index == last else (1 + index,)
+        kind = "layer" if inner else None
+        alike = (module, kind or name)  # start and end too: other batches and other choices have the same ones
+        segments.append(Segment(index, name, module, inputs, (2 + index,), names, {}, alike, kind))
+    _, nothing = tensor_leaves(())
+    return Partition(segments, values, (0, 1), True, (), nothing, None)

@@ -1,0 +1,85 @@
+"""benchmarks/gpu.py runs: its sections on the CPU and over a stub, since a typo would cost the GPU's time."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from backends.torch_device.device import TorchDevice
+from hal import registry
+from tests.support.stubs.stub_accelerator import StubAccelerator
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def gpu() -> ModuleType:
+    found = importlib.util.spec_from_file_location("gpu", BENCHMARKS / "gpu.py")
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def test_its_sections_run_on_the_cpu_and_find_it_equal_to_plain_pytorch(gpu: ModuleType, tmp_path: Path) -> None:
+    sections = ["attention", "equal, fp32", "equal, bf16", "close", "copies, GB/s", "step", "large layers"]
+    path, trace = tmp_path / "gpu.json", tmp_path / "trace.json"
+    words = ["--device", "cpu", "--small", "--here", "--json", str(path), "--trace", str(trace), "--only", *sections]
+    assert gpu.main(words) == 0, path.read_text(encoding="utf-8")
+    results = json.loads(path.read_text(encoding="utf-8"))
+    assert set(sections) < set(results)
+    assert results["equal, fp32"]["equal"]
+    assert results["equal, bf16"]["equal"]
+    assert results["step"]["losses"]["relay"] == results["step"]["losses"]["plain"]
+    assert results["attention"]["attention"]
+    assert json.loads(trace.read_text(encoding="utf-8"))
+
+
+def test_recorded_launches_are_compared_where_the_device_records(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub = StubAccelerator()
+    monkeypatch.setattr(
+        registry,
+        "open",
+        lambda name, capacity=None: TorchDevice(name, stub, capacity, record=not name.endswith("plain")),
+    )
+    found = gpu.run_here("recorded launches", gpu.Setting("stub:0", True, None))
+    assert "failed" not in found, found
+    assert stub.recorded > 0
+    assert found["ratio"] > 0
+
+
+def test_a_section_that_fails_does_not_stop_the_others(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(setting: object) -> dict[str, object]:
+        raise ArithmeticError("wrong")
+
+    monkeypatch.setitem(gpu.SECTIONS, "attention", gpu.SECTIONS["attention"].__class__(fail, 25))
+    path = tmp_path / "gpu.json"
+    words = ["--device", "cpu", "--small", "--here", "--json", str(path), "--only", "attention", "copies, GB/s"]
+    assert gpu.main(words) == 1
+    results = json.loads(path.read_text(encoding="utf-8"))
+    assert "ArithmeticError: wrong" in results["attention"]["failed"]
+    assert results["copies, GB/s"]["down, page-locked"] > 0
+
+
+def test_a_section_runs_in_a_process_of_its_own_and_is_ended_when_its_time_is_up(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "gpu.json"
+    section = gpu.SECTIONS["recorded launches"]
+    monkeypatch.setitem(gpu.SECTIONS, "recorded launches", section.__class__(section.run, 900))  # on a busy machine
+    words = ["--device", "cpu", "--small", "--seconds", "1000", "--json", str(path), "--only", "recorded launches"]
+    assert gpu.main(words) == 0
+    assert json.loads(path.read_text(encoding="utf-8"))["recorded launches"]["not here"]
+    section = gpu.SECTIONS["step"]
+    monkeypatch.setitem(gpu.SECTIONS, "step", section.__class__(section.run, 0.2))
+    assert gpu.main(["--device", "cpu", "--small", "--json", str(path), "--only", "step"]) == 1
+    assert "not done after" in json.loads(path.read_text(encoding="utf-8"))["step"]["failed"]

@@ -1,0 +1,158 @@
+"""Every device that needs no accelerator passes the conformance suite, and the suite fails devices that are broken."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from hal.known_gaps import Gap
+from relay.cli import main
+from tests.support import devices
+from tests.support.processes import ready_processes
+from tests.support.stubs import broken_backends
+
+ROOT = Path(__file__).parents[3]
+DEVICES: dict[str, list[str]] = {
+    "cpu": [],
+    "cpu:discrete": ["--samples", "1"],
+    "numpy": [],
+    "numpy:float64": [],
+    "onnx:cpu": [],
+    "sim": ["--samples", "1"],
+    "sim:generic,order=late,poison=on": ["--only", "not test_ops"],
+    "sim:t4": ["--only", "not test_ops"],
+    # Each new kernel takes the driver's compiler a tenth of a second: each op once, in float32, int64 and bool.
+    "opencl": ["--samples", "1", "--only", "not (test_ops and (float64 or float16 or int32))"],
+}
+WITHOUT_FLOAT64 = {"numpy", "sim", "sim:generic,order=late,poison=on"}
+
+
+def run(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    environment.pop("PYTEST_ADDOPTS", None)
+    return ready_processes.run([sys.executable, *words], folder, environment, timeout=900)
+
+
+def answer(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """Standard output must be one JSON object and nothing else."""
+    found = json.loads(result.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_device_conforms_and_every_gap_is_still_one(device: str, tmp_path: Path) -> None:
+    devices.require(device)
+    words = ["relay", "conformance", device, "--verify-gaps", "--json", *DEVICES[device]]
+    result = run("-m", *words, folder=tmp_path)
+    found = answer(result)
+    wrong = [(test["test"], test["reason"]) for test in found["tests"] if test["outcome"] == "failed"]
+    assert (result.returncode, wrong) == (0, []), result.stderr[-2000:]
+    assert found["conforms"]
+    assert found["passed"] > (100 if DEVICES[device] else 500)
+    assert all(test["reason"] for test in found["tests"] if test["outcome"] in ("gap", "skipped"))
+    allowed = {"float64 is not in DeviceInfo.compute"} if device in WITHOUT_FLOAT64 else set()
+    skipped = {test["reason"].removeprefix("torch.") for test in found["tests"] if test["outcome"] == "skipped"}
+    if device != "opencl":  # whose devices may have no double
+        assert skipped <= allowed
+
+
+COUNTING = """
+import json, sys
+from backends.numpy_device import NumpyDevice
+from relay.cli.conformance import run
+
+def compiled(samples):
+    count = 0
+    def counting(self, program):
+        nonlocal count
+        count += 1
+        return original(self, program)
+    NumpyDevice.compile = counting
+    run("numpy", "test_ops and mm.default-float32 and not addmm and not bmm", False, sys.stderr, samples)
+    return count
+
+original = NumpyDevice.compile
+print(json.dumps([compiled(samples) for samples in (None, 1, 2, 99)]))
+"""
+
+
+def test_as_many_samples_of_an_op_are_tried_as_were_asked_for(tmp_path: Path) -> None:
+    result = run("-c", COUNTING, folder=tmp_path)
+    assert result.returncode == 0, result.stderr[-2000:]
+    every, one, two, many = json.loads(result.stdout)
+    assert (one, two) == (1, 2)
+    assert many == every > 2
+
+
+@pytest.mark.slow
+def test_the_suite_catches_every_fault_and_a_gap_that_closed(tmp_path: Path) -> None:
+    result = run(str(ROOT / "tests" / "support" / "stubs" / "broken_backends.py"), folder=tmp_path)
+    assert result.returncode == 0, result.stderr[-2000:]
+    found = answer(result)
+    assert found["exit code"] == 1
+    assert "✗ test_transfers.py::test_filling" in found["told"]
+    assert "broken:half-fills does not conform" in found["told"]
+    failed = found["failed"]
+    assert failed.keys() == broken_backends.FAULTS.keys()
+    assert failed.pop("none")[0] == 0
+    assert failed["closed-gap"] == [1, 10]
+    assert failed["writes-early"] == [2, 3], "that a write waits for the host's tasks is right even there"
+    assert failed["frees-early"] == [7, 7], "for each kind of call"
+    assert [fault for fault, (count, _) in failed.items() if count == 0] == []
+
+
+def test_pytest_runs_the_suite_by_its_name(tmp_path: Path) -> None:
+    words = ["-m", "pytest", "--pyargs", "hal.conformance", "--device", "numpy:float64", "-q", "-p", "no:cacheprovider"]
+    result = run(*words, "-k", "test_order or half_precision", folder=tmp_path)
+    assert result.returncode == 0, result.stdout[-2000:]
+    assert "2 xfailed" in result.stdout
+    nameless = run("-m", "pytest", "--pyargs", "hal.conformance", "-q", "-k", "test_order", folder=tmp_path)
+    assert nameless.returncode != 0
+    assert "--device NAME" in nameless.stdout + nameless.stderr
+
+
+def test_the_option_is_not_there_for_other_suites(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text("def pytest_addoption(parser):\n    parser.addoption('--device')\n")
+    (tmp_path / "test_mine.py").write_text(
+        "def test_mine(request):\n    assert request.config.getoption('device') == 'x'\n"
+    )
+    result = run("-m", "pytest", "-q", "--device", "x", "-p", "no:cacheprovider", folder=tmp_path)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["nonsense"], 1, "no backend is called 'nonsense'"),
+        (["numpy:float16"], 1, "no device 'numpy:float16'"),
+        ([], 2, "Missing argument"),
+        ([" "], 2, "Which device"),
+    ],
+)
+def test_what_cannot_be_run_is_said_with_its_exit_code(words: list[str], code: int, says: str) -> None:
+    result = CliRunner().invoke(main, ["conformance", *words, "--json"])
+    assert result.exit_code == code
+    assert says in json.loads(result.stdout)["error"]
+
+
+def test_a_pattern_that_no_test_has_was_asked_wrongly(tmp_path: Path) -> None:
+    result = run("-m", "relay", "conformance", "numpy", "--only", "no_test_is_called_so", "--json", folder=tmp_path)
+    assert result.returncode == 2
+    assert "No test has 'no_test_is_called_so'" in answer(result)["error"]
+
+
+def test_a_gap_has_a_reason_and_brackets_are_themselves() -> None:
+    with pytest.raises(ValueError, match="reason"):
+        Gap("test_ops.py::*", " ")
+    gap = Gap("test_ops.py::*[aten.topk.default-*]", "no sorting network yet", "onnx:*")
+    test = "test_ops.py::test_an_op_gives_what_the_oracle_gives[aten.topk.default-float32]"
+    assert gap.covers(test, "onnx:cpu")
+    assert not gap.covers(test, "opencl")
+    assert not gap.covers(test.replace("[", "-").replace("]", "-"), "onnx:cpu")

@@ -1,0 +1,182 @@
+"""What a model decides by looking at the batch is decided as in PyTorch, batch by batch and piece by piece."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import logging
+import threading
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import relay
+from tests.support import reference
+from tests.support.zoo.plain_models import Build
+
+WIDTH = 8
+
+
+class Output(NamedTuple):
+    loss: Tensor
+    value: Tensor
+
+
+class Layer(nn.Module):
+    """May be given a scale, as attention may be given a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Tensor, scale: Tensor | None) -> Tensor:
+        return torch.tanh(self.inner(value if scale is None else value * scale))
+
+
+class Deciding(nn.Module):
+    """Two layers, run with `scale`, which a subclass takes from the batch by looking at its numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def scale(self, kept: Tensor) -> Tensor | None:
+        raise NotImplementedError
+
+    def forward(self, inputs: Tensor, kept: Tensor, targets: Tensor) -> Output:
+        scale = self.scale(kept)
+        value = self.first(inputs)
+        for layer in self.layers:
+            value = layer(value, scale)
+        return Output(nn.functional.mse_loss(value, targets), value)
+
+
+class AllKept(Deciding):
+    def scale(self, kept: Tensor) -> Tensor | None:
+        return None if kept.all() else kept.float()[:, None]
+
+
+class HowMany(Deciding):
+    """By a number, which becomes a part of the program."""
+
+    def scale(self, kept: Tensor) -> Tensor | None:
+        return torch.full((1,), 1.0 / max(1, int(kept.sum())))
+
+
+class ByWriting(Deciding):
+    """By a tensor that is written to before it is looked at."""
+
+    def scale(self, kept: Tensor) -> Tensor | None:
+        seen = torch.zeros(len(kept), dtype=torch.bool)
+        seen[:] = kept.bool()
+        return None if bool(seen.all()) else kept.float()[:, None] + 0.5
+
+
+class Compared(Deciding):
+    def scale(self, kept: Tensor) -> Tensor | None:
+        return None if torch.equal(kept, torch.ones_like(kept)) else kept.float()[:, None]
+
+
+def batches(rows: int = 6, steps: int = 6) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for step in range(steps):
+        batch = {name: torch.randn(rows, WIDTH, generator=generator) for name in ("inputs", "targets")}
+        batch["kept"] = torch.ones(rows, dtype=torch.long)
+        if step % 3:
+            batch["kept"][:: step + 1] = 0
+        made.append(batch)
+    return made
+
+
+@pytest.mark.parametrize("kind", [AllKept, HowMany, ByWriting, Compared])
+@pytest.mark.parametrize(
+    "options",
+    [{"microbatches": 1}, {"microbatches": 4}, {"microbatches": 3, "device": "cpu:discrete", "stash": "host"}],
+)
+def test_branches_that_the_batch_decides_are_taken_as_in_pytorch(
+    build: Build, kind: type[Deciding], options: dict[str, Any]
+) -> None:
+    """With several micro-batches some take one branch and some the other, within one step."""
+    torch.manual_seed(0)
+    ours = kind()
+    plain = copy.deepcopy(ours)
+    losses = reference.train(plain, batches(), options["microbatches"])
+    trainer = build(ours, **options)
+    assert [trainer.step(batch).loss for batch in batches()] == losses
+    reference.assert_same_state(ours.state_dict(), plain.state_dict())
+
+
+def test_evaluation_decides_too_and_a_batch_is_not_changed_by_the_question(build: Build) -> None:
+    torch.manual_seed(0)
+    model = AllKept()
+    plain = copy.deepcopy(model).eval()
+    trainer = build(model, microbatches=2)
+    for batch in batches(steps=3):
+        before = {name: tensor.clone() for name, tensor in batch.items()}
+        expected = plain(**batch)
+        torch.testing.assert_close(trainer.predict(batch).value, expected.value, rtol=1e-6, atol=1e-6)
+        assert all(torch.equal(batch[name], tensor) for name, tensor in before.items())
+
+
+def test_what_depends_on_the_weights_is_refused_by_name(build: Build) -> None:
+    """The answer could change within the step that it is asked in."""
+
+    class ByWeights(Deciding):
+        def scale(self, kept: Tensor) -> Tensor | None:
+            return None if (self.first.weight * kept[0]).sum() > 0 else kept.float()[:, None]
+
+    with pytest.raises(relay.CaptureError, match="depend on the data"):
+        build(ByWeights(), microbatches=2).step(batches()[0])
+
+
+def test_micro_batches_that_take_other_layers_cannot_share_a_step_and_that_is_said(build: Build) -> None:
+    class Between(AllKept):
+        def forward(self, inputs: Tensor, kept: Tensor, targets: Tensor) -> Output:
+            value = self.layers[0](inputs, None)
+            value = self.layers[1](value if kept.all() else value * kept.float()[:, None], None)
+            return Output(nn.functional.mse_loss(value, targets), value)
+
+    trainer = build(Between(), microbatches=2)
+    kept = torch.tensor([1, 1, 1, 0, 1, 1])
+    with pytest.raises(relay.PartitionError, match="cannot share a step"):
+        trainer.step({**batches()[0], "kept": kept})
+
+
+def test_many_answers_mean_many_programs_and_that_is_said_once(build: Build, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    trainer = build(HowMany(), microbatches=1, programs=9)
+    with caplog.at_level(logging.WARNING, logger="relay"):
+        for count in range(12):
+            batch = batches(12, 1)[0]
+            batch["kept"][:count] = 0
+            trainer.step(batch)
+    said = [record.getMessage() for record in caplog.records if "reads numbers off the batch" in record.getMessage()]
+    assert len(said) == 1
+    assert len(trainer._recorder.cache) == 9
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+def test_other_threads_and_later_code_see_transformers_as_it_is(build: Build) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers.utils import import_utils
+
+    original = import_utils.is_fake_tensor
+    fake = FakeTensorMode().from_tensor(torch.ones(2))
+    seen: list[bool] = []
+
+    class Looking(AllKept):
+        def scale(self, kept: Tensor) -> Tensor | None:
+            asked = threading.Thread(target=lambda: seen.append(import_utils.is_fake_tensor(fake)))
+            asked.start()
+            asked.join()
+            seen.append(import_utils.is_fake_tensor(kept))
+            return super().scale(kept)
+
+    trainer = build(Looking(), microbatches=1)
+    trainer.step(batches()[0])
+    assert seen == [True, False]
+    assert import_utils.is_fake_tensor is original

@@ -1,0 +1,289 @@
+"""The host's memory: a true ledger, refusals before anything is touched, page-locked pieces, nothing that grows."""
+
+import gc
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import relay
+from hal import registry
+from hal.errors import OutOfMemory
+from hal.page_lock import LockedMemory, Mlock
+from hal.slot import DeviceSlot, SlotContent
+from relay.eps import store
+from relay.models import GPT
+from tests.support import matrix, reference
+
+Build = Callable[..., relay.Trainer]
+
+
+def gpt(layers: int = 3, **changes: Any) -> GPT:
+    torch.manual_seed(0)
+    settings = {"vocabulary": 64, "layers": layers, "hidden": 16, "heads": 2, "sequence": 12}
+    return GPT(**{**settings, **changes})
+
+
+def statistics() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(6, 8), *(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3)), nn.Linear(8, 3)]
+
+
+def regression(batch: int = 12) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(batch, 6), torch.randn(batch, 3)
+
+
+# **** refused early ****
+
+NEEDS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "clipping": {"clip_grad_norm": 1.0},
+    "bf16": {"precision": "bf16", "state_dtype": "bf16"},
+    "fp16": {"precision": "fp16", "state_dtype": "int8"},
+    "Lion": {"optimizer": relay.Lion()},
+}
+
+
+PLACES = [("cpu", "device"), ("cpu:discrete", "host")]
+ENOUGH = [(which, *place, model) for which, place, model in matrix.in_turn(["gpt", "statistics"], NEEDS, PLACES)]
+
+
+@pytest.mark.parametrize(("which", "device", "stash", "model"), ENOUGH)
+def test_what_is_needed_is_enough_and_one_byte_less_is_refused_before_anything_is_touched(
+    build: Build, model: str, which: str, device: str, stash: str
+) -> None:
+    def make(**more: Any) -> tuple[relay.Trainer, Any]:
+        common = {"device": device, "stash": stash, **NEEDS[which], **more}
+        if model == "gpt":
+            return build(gpt(), **common), reference.text_batches(1)[0]
+        return build(statistics(), loss=nn.functional.mse_loss, **common), regression()
+
+    trainer, batch = make()
+    expected = trainer.step(batch)
+    need = trainer.ledger.total
+    assert need == expected.host_bytes == trainer._session.host.memory().in_use
+    enough, _ = make(host_memory=need)
+    assert enough.step(batch).loss == expected.loss
+    short, _ = make(host_memory=need - 1)
+    before = {name: (tensor, tensor.data_ptr(), tensor.clone()) for name, tensor in short._model.state_dict().items()}
+    for attempt in (short.prepare, short.step):
+        with pytest.raises(OutOfMemory) as caught:
+            attempt(batch)
+        assert (caught.value.requested, caught.value.in_use, caught.value.capacity) == (need, 0, need - 1)
+    assert short.ledger.total == 0
+    for name, tensor in short._model.state_dict().items():
+        assert tensor.data_ptr() == before[name][1], f"{name} was moved"
+        assert torch.equal(tensor, before[name][2])
+
+
+def refusal(build: Build, **options: Any) -> str:
+    trainer = build(gpt(), host_memory="10kB", **options)
+    with pytest.raises(OutOfMemory) as caught:
+        trainer.prepare(reference.text_batches(1)[0])
+    return str(caught.value)
+
+
+def test_a_refusal_shows_the_ledger_and_what_reduces_it(build: Build) -> None:
+    message = refusal(build, precision="fp16", stash="host")
+    for part in ("capacity 10,000", "first moments", "rounded weights", "stash of boundary activations", "total"):
+        assert part in message
+    for advice in ("state_dtype='bf16' or 'int8'", "stash='device'", "clip_grad_norm", "host_memory="):
+        assert advice in message
+
+
+def test_a_refusal_does_not_advise_what_is_already_so(build: Build) -> None:
+    message = refusal(build, state_dtype="int8")
+    for advice in ("state_dtype=", "stash=", "clip_grad_norm", "precision="):
+        assert advice not in message.partition("What reduces it")[2]
+    assert "state_dtype='int8'" in refusal(build, state_dtype="bf16")
+
+
+@pytest.mark.parametrize(("advised", "instead"), [({"state_dtype": "int8"}, {}), ({}, {"precision": "bf16"})])
+def test_what_is_advised_does_reduce_it(build: Build, advised: dict[str, Any], instead: dict[str, Any]) -> None:
+    batch = reference.text_batches(1)[0]
+    needs = []
+    for options in (advised, instead):
+        trainer = build(gpt(), **options)
+        trainer.prepare(batch)
+        needs.append(trainer.ledger.total)
+    assert needs[0] < needs[1]
+
+
+# **** the table in the documentation ****
+
+
+def documented() -> list[list[str]]:
+    """The rows of the table of bytes a parameter."""
+    text = (Path(__file__).parents[3] / "docs" / "memory.md").read_text(encoding="utf-8")
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return [cells for cells in lines if len(cells) == 7 and cells[0] in ("fp32", "bf16", "fp16")]
+
+
+def test_the_documented_table_has_every_combination() -> None:
+    found = {tuple(row[:3]) for row in documented()}
+    kinds = [("fp32", "no"), ("fp32", "yes"), ("bf16", "no"), ("bf16", "yes"), ("fp16", "either")]
+    assert found == {(*kind, state) for kind in kinds for state in ("fp32", "bf16", "int8")}
+
+
+@pytest.mark.parametrize("row", documented(), ids="-".join)
+def test_the_documented_bytes_a_parameter_are_the_ledgers(build: Build, row: list[str]) -> None:
+    precision, clip, state_dtype, each, gb, gib, fits = row
+    width = 512  # a multiple of 256, so that scales are not rounded up
+    layers = [nn.Linear(width, width, bias=False) for _ in range(3)]
+    limits = {"no": [None], "yes": [1.0], "either": [None, 1.0]}[clip]
+    for limit in limits:
+        trainer = build(
+            layers, loss=nn.functional.mse_loss, precision=precision, state_dtype=state_dtype, clip_grad_norm=limit
+        )
+        trainer.prepare((torch.zeros(4, width), torch.zeros(4, width)))
+        size = sum(size for state, _, size in trainer.ledger.rows() if state != "step counts")
+        exact = size / (3 * width * width)
+        assert each == f"{exact:.2f}"
+        assert gb == f"{exact * 50:.0f}"
+        assert gib == f"{exact * 50e9 / 2**30:.0f}"
+        assert fits == ("yes" if exact * 50e9 <= 512e9 else "no")
+
+
+# **** page-locked memory ****
+
+
+def locked_bytes() -> int:
+    """What the kernel says this process has locked, leftovers of other tests aside."""
+    gc.collect()
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith("VmLck:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def can_lock(size: int) -> bool:
+    memory = LockedMemory(Mlock(), None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        piece = memory.alloc(size, "a try")
+    if piece is None:
+        return False
+    memory.free(piece)
+    return True
+
+
+CROSSING = {"rounded weights", "buffers", "gradients", "gradients in transit", "stash of boundary activations"}
+
+
+def crossing_bytes(trainer: relay.Trainer) -> int:
+    """Whole states, and of the weights those that a kernel takes as they are: a rounded one's master stays at home."""
+    stations = trainer._recorder.ready(reference.text_batches(1)[0]).stations[0]
+    taken = {
+        item for one in stations.stations for item in zip((*one.parameters, *one.buffers), one.dtypes, strict=True)
+    }
+    weights = [tensor for name, tensor in trainer._model.named_parameters() if (name, tensor.dtype) in taken]
+    whole = sum(size for state, _, size in trainer.ledger.rows() if state in CROSSING)
+    return whole + sum(-(-tensor.nbytes // 64) * 64 for tensor in weights)
+
+
+needs_mlock = pytest.mark.skipif(not can_lock(1 << 20), reason="this system does not let a process lock 1 MiB")
+on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+
+
+@needs_mlock
+@on_linux
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1.0, "precision": "bf16", "stash": "host"}])
+def test_page_locked_memory_is_what_crosses_the_link_to_the_byte(build: Build, options: dict[str, Any]) -> None:
+    before = locked_bytes()
+    trainer = build(gpt(), device="cpu:discrete", **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.step(reference.text_batches(1)[0])
+    locked = trainer._session.host.page_locked
+    assert locked == crossing_bytes(trainer)
+    pieces = trainer._session.host._locked._pieces
+    assert sum(size for _, size in pieces.values()) == locked
+    # The kernel locks whole pages: less than one more for each piece, and no power of two above it.
+    assert locked <= locked_bytes() - before < locked + 4096 * len(pieces) + 4096
+
+
+@needs_mlock
+def test_the_budget_is_kept_and_the_rest_is_pageable_with_one_warning_and_equal_results(build: Build) -> None:
+    batches = reference.text_batches(4)
+    plain = gpt(tied=False)
+    losses = reference.train(plain, batches)
+    budget = 20_000
+    with pytest.warns(RuntimeWarning, match=r"stays pageable: the budget of 20\.00 kB") as caught:  # noqa: PT031
+        trainer = build(gpt(tied=False), device="cpu:discrete", stash="host", pinned_memory=budget)
+        found = [trainer.step(batch).loss for batch in batches]
+    assert len([one for one in caught if "pageable" in str(one.message)]) == 1
+    assert 0 < trainer._session.host.page_locked <= budget
+    assert found == losses
+    reference.assert_same_state(trainer.state_dict(), plain.state_dict())
+
+
+def test_where_the_system_refuses_to_lock_the_reason_is_said_once(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Mlock, "lock", lambda self, address, size: "mlock: Cannot allocate memory (see `ulimit -l`)")
+    batches = reference.text_batches(3)
+    plain = gpt(tied=False)
+    losses = reference.train(plain, batches)
+    with pytest.warns(RuntimeWarning, match="Cannot allocate memory") as caught:  # noqa: PT031
+        trainer = build(gpt(tied=False), device="cpu:discrete")
+        found = [trainer.step(batch).loss for batch in batches]
+    assert len(caught) == 1
+    assert trainer._session.host.page_locked == 0
+    assert found == losses
+
+
+def test_a_device_that_shares_the_hosts_memory_locks_nothing(build: Build) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer = build(gpt(), device="cpu", pinned_memory=1)
+        trainer.step(reference.text_batches(1)[0])
+    assert trainer._session.host.page_locked == 0
+
+
+@needs_mlock
+@on_linux
+def test_what_was_locked_is_given_back_with_the_trainer() -> None:
+    gc.collect()
+    before = locked_bytes()
+    for _ in range(3):
+        with relay.Trainer(gpt(), device="cpu:discrete") as trainer:
+            trainer.step(reference.text_batches(1)[0])
+            assert locked_bytes() > before
+        del trainer
+        gc.collect()
+    assert locked_bytes() == before
+
+
+# **** whatever layers meet ****
+
+
+@pytest.mark.parametrize("name", ["cpu", "cpu:discrete"])
+def test_new_combinations_of_layers_without_end_leave_nothing_behind(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `active=` makes them, with several layers a slot: one place for the gradient, and few descriptions."""
+    monkeypatch.setattr(store, "CONTENTS", 8)
+    device = registry.open(name)
+    host, layer = device.host(), nn.Linear(4, 4)
+    slot = DeviceSlot(device, 0, 1024, 1024)
+    layers = store.LayerStore(host)
+    wanted = [("weight", torch.float32), ("bias", torch.float32)]
+    layers.take_over(layer, [wanted])
+    for number in range(100):
+        gradients = [store.GradientField(*one) for one in wanted]
+        content = layers.content(f"combination {number}", wanted, gradients, True)
+        slot.load(content, number, device.queue("load"), layers.ready(content))
+    held = sum(size for state, _, size in host.ledger.rows() if state == store.GRADIENTS)
+    assert held == content.gradient_size
+    gc.collect()
+    ours = {id(tensor) for tensor in content.tensors}
+    alive = [one for one in gc.get_objects() if type(one) is SlotContent and {id(t) for t in one.tensors} == ours]
+    assert len(alive) == 8
+    assert len(slot._views) == 8
+    device.close()

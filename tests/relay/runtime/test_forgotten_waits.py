@@ -1,0 +1,189 @@
+"""Every wait of the slot, the stash, the server and the schedule is needed: without it some order gives other numbers.
+
+Each mutation takes one wait out of the source of a function, in this process alone, and must be caught by one of the
+scenarios under one of the orders.
+
+Waits that nothing can notice are not here. Kernels run on one queue, so a writer of an activation comes after its
+readers anyway, and an activation that goes out after those that came in before its kernel; loads run on one queue, so
+they come after the gradients' seeds. Stash and schedule say so all the same: whoever gives kernels or loads a second
+queue must not have to remember it.
+"""
+
+import __future__
+
+import inspect
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import hal.slot
+import relay.eps.server
+from relay.runtime import run_step, schedule, stash
+from tests.relay.runtime.test_adversaries import ORDERS, UNIFIED
+from tests.support.scenarios import differences
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`owner.function` (or a module's, where there is no owner) with `text` replaced, and the scenario that notices, on
+    a device with a link or `unified`."""
+
+    module: ModuleType
+    owner: str
+    function: str
+    text: str
+    without: str
+    scenario: str = "activations on the host, one slot"
+    unified: bool = False
+
+
+HELD = "clipped, activations on the host"
+MUTATIONS = {
+    # the slot
+    "a load for the updates of its layer": Mutation(
+        hal.slot, "DeviceSlot", "load", "[*wait, *self._loaded", "[*self._loaded", HELD
+    ),
+    "a load for the kernels that read what it overwrites": Mutation(
+        hal.slot, "DeviceSlot", "load", ", *self._readers]", "]"
+    ),
+    "a kernel for its layer's load": Mutation(hal.slot, "DeviceSlot", "run", "[*self._loaded, *wait]", "[*wait]"),
+    "a kernel for what its caller says": Mutation(
+        hal.slot, "DeviceSlot", "run", "[*self._loaded, *wait]", "[*self._loaded]"
+    ),
+    "a kernel for the drain of the gradients before": Mutation(
+        hal.slot, "DeviceSlot", "run", "waits += self._drained", "pass"
+    ),
+    "a drain for the kernels that write the gradients": Mutation(
+        hal.slot, "DeviceSlot", "drain", "*self._writers, *self._readers, ", ""
+    ),
+    "a drain for what its caller says": Mutation(
+        hal.slot, "DeviceSlot", "drain", ", *wait]", "]", "one slot, one micro-batch"
+    ),
+    "buffers sent home for the kernels that change them": Mutation(
+        hal.slot, "DeviceSlot", "send", "*self._readers", "", "running statistics"
+    ),
+    "a load for buffers on their way home": Mutation(
+        hal.slot, "DeviceSlot", "send", "self._readers += sent", "pass", "running statistics"
+    ),
+    "gradients in place for who reads them": Mutation(
+        hal.slot, "DeviceSlot", "hold_gradients", "list(events)", "[]", unified=True
+    ),
+    # the stash
+    "a reader of an activation for its writer": Mutation(
+        stash, "Stash", "access", "if writes else place.written", "if writes else []", "activations on the device"
+    ),
+    "an activation that comes in for the one that goes out": Mutation(
+        stash, "Stash", "access", "[*place.written, *entry.free_after]", "[*entry.free_after]"
+    ),
+    "an activation that comes in for whoever has its place": Mutation(
+        stash, "Stash", "access", "[*place.written, *entry.free_after]", "[*place.written]"
+    ),
+    "a kernel for the activation to come in": Mutation(stash, "Stash", "access", "[arrived]", "[]"),
+    "a kernel for who has the place that it writes to": Mutation(
+        stash, "Stash", "access", "waits = entry.free_after", "waits = []"
+    ),
+    "an activation that goes out for its kernel": Mutation(
+        stash, "Access", "finish", "[event, *place.written", "[*place.written"
+    ),
+    "a place of the ring for the activation that goes out": Mutation(
+        stash, "Access", "finish", "free_after = [sent]", "free_after = []"
+    ),
+    "a place of the ring for the kernel that reads it": Mutation(
+        stash, "Access", "finish", "free_after = [event]", "free_after = []"
+    ),
+    "a note of who has written": Mutation(
+        stash,
+        "Access",
+        "finish",
+        "place.written, place.readers = [event], []",
+        "pass",
+        "activations on the device",
+    ),
+    "a note of who has streamed out": Mutation(
+        stash, "Access", "finish", "place.written, place.readers = [sent], []", "pass"
+    ),
+    # the server
+    "an update for its gradients": Mutation(
+        relay.eps.server, "ParameterServer", "collect", "[*arrived, verdict]", "[verdict]"
+    ),
+    "an update for the verdict on the loss": Mutation(
+        relay.eps.server,
+        "ParameterServer",
+        "collect",
+        "[*arrived, verdict]",
+        "[*arrived]",
+        "a spoiled batch is skipped",
+    ),
+    "a drain for the update that still reads its staging": Mutation(
+        relay.eps.server,
+        "ParameterServer",
+        "collect",
+        "self._staging_free[turn] = [done]",
+        "pass",
+        "one slot, one micro-batch",
+    ),
+    "gradients in place for their update": Mutation(
+        relay.eps.server, "ParameterServer", "collect", "slot.hold_gradients([done])", "pass", unified=True
+    ),
+    "an update in place for the kernels": Mutation(
+        relay.eps.server, "ParameterServer", "collect", "arrived = list(slot.computed)", "arrived = []", unified=True
+    ),
+    "a note of who updates": Mutation(
+        relay.eps.server, "ParameterServer", "_note", "self._store.updated[plan.names[place]] = done", "pass", HELD
+    ),
+    # the schedule and those who read results
+    "a load for its layer's update": Mutation(
+        schedule, "Relay", "_submit_load", "self._store.ready(content)", "[]", HELD
+    ),
+    "a kernel for its activations": Mutation(
+        schedule, "Relay", "_visit", "waits += access.waits", "pass", "activations on the device"
+    ),
+    "the losses for the kernels that make them": Mutation(
+        run_step, "", "train_step", "ran.compute[-len(weights) :]", "[]"
+    ),
+    "the verdict for the losses": Mutation(
+        run_step, "", "train_step", "check, [read],", "check, [],", "a spoiled batch is skipped"
+    ),
+    "the losses of an evaluation for the kernels": Mutation(
+        run_step, "", "forward", "ran.compute[-len(stations) :]", "[]", "looked at between steps"
+    ),
+    "a prediction for the kernels that make it": Mutation(
+        run_step, "", "outputs", "access.view, access.waits", "access.view, []", "looked at between steps"
+    ),
+}
+
+
+@pytest.fixture
+def mutate(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mutation], None]:
+    def apply(mutation: Mutation) -> None:
+        owner = getattr(mutation.module, mutation.owner) if mutation.owner else mutation.module
+        function = getattr(owner, mutation.function)
+        source = textwrap.dedent(inspect.getsource(function))
+        assert source.count(mutation.text) == 1, f"{mutation.text!r} should be there once, in\n{source}"
+        made: dict[str, Any] = {}
+        source = source.replace(mutation.text, mutation.without)
+        flags = __future__.annotations.compiler_flag
+        exec(compile(source, mutation.function, "exec", flags), vars(mutation.module), made)
+        monkeypatch.setattr(owner, mutation.function, made[mutation.function])
+
+    return apply
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_without_the_wait_of(mutate: Any, name: str) -> None:
+    mutation = MUTATIONS[name]
+    place = UNIFIED if mutation.unified else "generic"
+    differences(mutation.scenario, f"sim:{place},order=eager")  # the scenario's reference, made with the wait
+    mutate(mutation)
+    assert any(noticed(mutation.scenario, f"sim:{place},{order},poison=on") for order in ORDERS[1:])
+
+
+def noticed(scenario: str, device: str) -> bool:
+    try:
+        return bool(differences(scenario, device))
+    except (RuntimeError, IndexError):  # poison is out of range as an index
+        return True

@@ -1,0 +1,40 @@
+"""Tensors and optimizer states for tests of `relay.optim.fused`, and the settings that these are tried with."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from relay.optim import fused
+from relay.optim.int8_state import Int8State
+
+ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+SHORT = [torch.bfloat16, torch.float16]
+few = settings(max_examples=25, deadline=None)
+sizes = st.one_of(st.integers(1, 70), st.integers(1, 9000))
+
+
+def normal(size: int, seed: int = 0, spread: float = 0.0) -> torch.Tensor:
+    """Normal numbers; with `spread`, over so many decades either way."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(size, generator=generator)
+    return values * 10 ** torch.empty(size).uniform_(-spread, spread, generator=generator) if spread else values
+
+
+def new_state(kind: str, size: int, *, signed: bool) -> fused.State:
+    if kind == "int8":
+        return Int8State.zeros(size, signed=signed)
+    return torch.zeros(size, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[kind])
+
+
+def stored(state: fused.State) -> list[torch.Tensor]:
+    return [state.codes, state.scales] if isinstance(state, Int8State) else [state]
+
+
+def value(state: fused.State) -> torch.Tensor:
+    return state.to_float() if isinstance(state, Int8State) else state.float()
+
+
+def equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
