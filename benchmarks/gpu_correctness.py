@@ -145,7 +145,8 @@ def conformance(device: str) -> Callable[[Setting], dict[str, Any]]:
 
 def gpu_tests(setting: Setting) -> dict[str, Any]:
     """The tests of the suite that need a GPU."""
-    marked = [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text("utf-8")]
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    marked = [str(path) for path in files if "mark.gpu" in path.read_text("utf-8")]
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "gpu", *marked]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 5):

@@ -93,14 +93,14 @@ def step_against_plain(setting: Setting) -> dict[str, Any]:
             losses["relay"].append(metrics[-1].loss)
             if recorded is not None and setting.trace is not None:
                 recorded.write(setting.trace)
-        plain_bytes = trainer.plain_bytes
+        baseline_device_bytes = trainer.baseline_device_bytes
     ratios = [ours.seconds / theirs for ours, theirs in zip(metrics, times, strict=True)][1:]
     return {
         "ratio to plain": statistics.median(ratios),
         "ratios": ratios,
         "plain seconds": statistics.median(times[1:]),
         "losses": losses,
-        "plain bytes": plain_bytes,
+        "plain bytes": baseline_device_bytes,
         **figures_of(metrics[1:], place),
     }
 

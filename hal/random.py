@@ -233,7 +233,7 @@ def _extents(shape: Sequence[int]) -> tuple[int, ...]:
     except TypeError as problem:
         raise ValueError(
             f"shape has the wrong type: expected a sequence of ints, received {shape!r}. "
-            f"Pass a tuple, such as (4, 128) or (), or a torch.Size."
+            f"StageProgram a tuple, such as (4, 128) or (), or a torch.Size."
         ) from problem
     if min(extents, default=0) < 0 or math.prod(extents) > MAXIMUM_ELEMENTS:
         raise ValueError(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hal.registry import devices, open
     from relay.checkpoint_manager import Checkpoints, Terminated
     from relay.data.buckets import Buckets
-    from relay.data.resumable import Batches, Shuffle
+    from relay.data.resumable import ResumableBatches, ShuffleSampler
     from relay.errors import (
         BatchError,
         CaptureError,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from relay.metrics import Metrics
     from relay.optim.optimizers import LAMB, SGD, Adam, AdamW, Lion
     from relay.runtime.trace import Trace
-    from relay.simulation.plan import NoPlan, Plan, plan
+    from relay.simulation.plan import NoFeasiblePlan, Plan, plan
     from relay.simulation.simulate import DoesNotFit, Simulation, simulate
     from relay.trainer import Trainer
 
@@ -45,10 +45,10 @@ _HOMES = {
     "ModelChanged": "relay.errors",
     "BatchError": "relay.errors",
     "Buckets": "relay.data.buckets",
-    "Batches": "relay.data.resumable",
+    "ResumableBatches": "relay.data.resumable",
     "CheckpointError": "relay.errors",
     "Checkpoints": "relay.checkpoint_manager",
-    "Shuffle": "relay.data.resumable",
+    "ShuffleSampler": "relay.data.resumable",
     "Terminated": "relay.checkpoint_manager",
     "CaptureError": "relay.errors",
     "Device": "hal.device",
@@ -63,7 +63,7 @@ _HOMES = {
     "Simulation": "relay.simulation.simulate",
     "Trainer": "relay.trainer",
     "devices": "hal.registry",
-    "NoPlan": "relay.simulation.plan",
+    "NoFeasiblePlan": "relay.simulation.plan",
     "Plan": "relay.simulation.plan",
     "open": "hal.registry",
     "plan": "relay.simulation.plan",
@@ -76,7 +76,6 @@ __all__ = [
     "Adam",
     "AdamW",
     "BatchError",
-    "Batches",
     "Buckets",
     "CaptureError",
     "CheckpointError",
@@ -89,13 +88,14 @@ __all__ = [
     "LossScaleExhausted",
     "Metrics",
     "ModelChanged",
-    "NoPlan",
+    "NoFeasiblePlan",
     "NonFiniteLoss",
     "PartitionError",
     "Plan",
     "Probe",
     "RelayError",
-    "Shuffle",
+    "ResumableBatches",
+    "ShuffleSampler",
     "Simulation",
     "Terminated",
     "Trace",

@@ -34,7 +34,7 @@ _CHOICES: dict[str, Any] = {
     "on_nonfinite": ("stop", "skip", "log"),
     "on_device_lost": ("raise", "repeat"),
 }
-_POSITIVE = ("stall_seconds", "clip_grad_norm", "clip_grad_value")
+_POSITIVE = ("stall_timeout", "clip_grad_norm", "clip_grad_value")
 _COUNTS = ("microbatches", "slots", "programs", "layers_per_slot", "batch", "sequence")
 
 

@@ -33,7 +33,7 @@ from relay.models.huggingface import save_pretrained
 from relay.optim.loss_scale import LossScale
 from relay.optim.optimizers import RelayOptimizer
 from relay.partition.edit_layers import edit_blocks, inserted, names_by_tensor, removed, renames, reordered, replaced
-from relay.runtime.compiler import Recorder
+from relay.runtime.compiler import ModelCompiler
 from relay.runtime.grad_mode import as_if_alone
 from relay.runtime.session import Session
 
@@ -44,11 +44,12 @@ Grouping = Callable[[nn.Module], tuple[list[dict[str, Any]], dict[str, int]]]
 
 
 class RunState:
-    """What a trainer holds from one step to the next. `plain_bytes` is what plain training would need of a device."""
+    """What a trainer holds from one step to the next. `baseline_device_bytes` is what plain training would need of a
+    device."""
 
     def __init__(
         self,
-        recorder: Recorder,
+        compiler: ModelCompiler,
         session: Session,
         optimizer: RelayOptimizer,
         grouping: Grouping,
@@ -58,8 +59,8 @@ class RunState:
         options: dict[str, Any],
     ) -> None:
         self.optimizer = optimizer
-        self.plain_bytes = 0
-        self._recorder = recorder
+        self.baseline_device_bytes = 0
+        self._compiler = compiler
         self._session = session
         self._grouping = grouping
         self._scale = scale
@@ -97,8 +98,8 @@ class RunState:
         self._check_usable()
         self.synchronize()
         before = names_by_tensor(self._model)
-        modules = self._recorder.modules
-        undo = edit_blocks(self._model, within, change) if modules is None else self._recorder.use(change(modules))
+        modules = self._compiler.modules
+        undo = edit_blocks(self._model, within, change) if modules is None else self._compiler.use(change(modules))
         try:
             groups, group_of = self._grouping(self._model)
         except ValueError:
@@ -110,8 +111,8 @@ class RunState:
         self._session.server.rename(names, group_of, order)
         for ours, new in zip(self.optimizer.param_groups, groups, strict=True):
             ours["params"] = new["params"]
-        self._recorder.forget()
-        self.plain_bytes = 0
+        self._compiler.forget()
+        self.baseline_device_bytes = 0
 
     # -- weights and figures ----------------------------------------------------------------------------------
 
@@ -121,7 +122,7 @@ class RunState:
         The tensors are the store's own, as in PyTorch: the next step changes them.
         """
         self.synchronize()
-        modules = self._recorder.modules
+        modules = self._compiler.modules
         return (self._model if modules is None else nn.Sequential(*modules)).state_dict()
 
     def sync_to(self, model: nn.Module) -> None:
@@ -226,7 +227,7 @@ class RunState:
 
     @property
     def _model(self) -> nn.Module:
-        return self._recorder.model
+        return self._compiler.model
 
     @property
     def steps(self) -> int:

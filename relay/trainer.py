@@ -34,7 +34,7 @@ from relay.optim.optimizers import AdamW, RelayOptimizer
 from relay.optim.param_groups import split_into_groups
 from relay.run_state import RunState
 from relay.runtime import run_step
-from relay.runtime.compiler import Ready, Recorder
+from relay.runtime.compiler import ModelCompiler, Ready
 from relay.runtime.grad_mode import as_if_alone
 from relay.runtime.session import Session
 from relay.runtime.trace import Trace
@@ -66,7 +66,7 @@ class Trainer(RunState):
     as soon as it may be, and an overflow is an error (`GradientOverflow`).
     `state_dtype` is what the optimizer's moments are kept in:
     `"fp32"`, `"bf16"` or `"int8"`. `clip_grad_norm` and `clip_grad_value` are exact, as torch.nn.utils' are.
-    `parameter_groups` are mappings with `params` (name patterns such as `"*.bias"`, or the parameters themselves)
+    `param_groups` are mappings with `params` (name patterns such as `"*.bias"`, or the parameters themselves)
     and hyperparameters that differ from the optimizer's own. `shared_inputs` names inputs of a whole model that
     every micro-batch gets whole, should their length be the batch's by chance.
 
@@ -75,7 +75,7 @@ class Trainer(RunState):
 
     `on_nonfinite` says what a NaN or infinite loss does: `"stop"` raises NonFiniteLoss with nothing applied, `"skip"`
     applies nothing and goes on (`metrics.skipped`), `"log"` applies it as plain PyTorch would; both say so in the
-    log. `on_device_lost="repeat"` opens a lost device again and repeats the step, once. `stall_seconds` is after how
+    log. `on_device_lost="repeat"` opens a lost device again and repeats the step, once. `stall_timeout` is after how
     long a step that does not end has what it waits for written to the log.
     """
 
@@ -95,7 +95,7 @@ class Trainer(RunState):
         capacity: int | str | None = None,
         seed: int = 0,
         clip_grad_value: float | None = None,
-        parameter_groups: Sequence[Mapping[str, Any]] = (),
+        param_groups: Sequence[Mapping[str, Any]] = (),
         host_memory: int | str | None = None,
         pinned_memory: int | str | None = None,
         shared_inputs: Sequence[str] = (),
@@ -103,7 +103,7 @@ class Trainer(RunState):
         buckets: Buckets | None = None,
         on_nonfinite: str = "stop",
         on_device_lost: str = "raise",
-        stall_seconds: float | None = None,
+        stall_timeout: float | None = None,
         loss_scale: str | float = "dynamic",
         layers_per_slot: int = 1,
         recompute: bool | int = True,
@@ -115,16 +115,16 @@ class Trainer(RunState):
         }  # fmt: skip
         further = {
             "seed": seed, "programs": programs, "on_nonfinite": on_nonfinite, "on_device_lost": on_device_lost,
-            "stall_seconds": stall_seconds, "loss_scale": loss_scale,
+            "stall_timeout": stall_timeout, "loss_scale": loss_scale,
         }  # fmt: skip
         modules = options.list_of_modules(model, loss)
         options.check(chosen | further)
         options.warn_of_unused(loss_scale, precision)
-        recorder = Recorder(
+        compiler = ModelCompiler(
             model if isinstance(model, nn.Module) else None, modules, loss, microbatches, options.COMPUTE[precision],
             programs, buckets, options.shared_inputs(shared_inputs, modules is None), layers_per_slot, recompute,
         )  # fmt: skip
-        whole = recorder.model
+        whole = compiler.model
         if not any(parameter.requires_grad for parameter in whole.parameters()):
             raise PartitionError("The model has no parameter that requires a gradient: there is nothing to train.")
         half = precision == "fp16"
@@ -132,7 +132,7 @@ class Trainer(RunState):
         scale = LossScale() if half and loss_scale == "dynamic" else None
         spec = as_spec(AdamW() if optimizer is None else optimizer)
         defaults = spec.defaults()
-        grouping = functools.partial(split_into_groups, groups=parameter_groups, defaults=defaults)
+        grouping = functools.partial(split_into_groups, groups=param_groups, defaults=defaults)
         groups, _ = grouping(whole)
         limit = options.size_or_none(capacity)
         opened = registry.open(str(device), limit)
@@ -142,16 +142,16 @@ class Trainer(RunState):
         def build(on: Host) -> tuple[LayerStore, ParameterServer]:
             store = LayerStore(on)
             bound = bind(spec, on, store, state_dtype)
-            _, group_of = grouping(recorder.model)  # which may be another by now
-            order = [name for name, _ in recorder.model.named_parameters()]
+            _, group_of = grouping(compiler.model)  # which may be another by now
+            order = [name for name, _ in compiler.model.named_parameters()]
             return store, ParameterServer(opened, on, store, bound, group_of, order, clipping, scale is not None)
 
         store, server = build(host)
         session = Session(whole, opened, host, store, server, slots, stash, limit, build, precision, state_dtype)
-        session.stall_seconds = stall_seconds
-        recorder.device, (recorder.lowering, recorder.place) = opened.info.name, graphs_for(opened.info)
+        session.stall_timeout = stall_timeout
+        compiler.device, (compiler.lowering, compiler.place) = opened.info.name, graphs_for(opened.info)
         scheduled = RelayOptimizer(groups, defaults)
-        super().__init__(recorder, session, scheduled, grouping, scale, fixed_scale, seed, chosen)
+        super().__init__(compiler, session, scheduled, grouping, scale, fixed_scale, seed, chosen)
         self._on_nonfinite = on_nonfinite
         self._on_device_lost = on_device_lost
         # A trainer that is dropped unclosed would leave its queues' threads behind. At the end of the process they end
@@ -184,7 +184,7 @@ class Trainer(RunState):
         start = perf_counter()
         session = self._session
         if active is not None and not session.knows_every_layer:
-            session.contents(self._ready(batch).stations[0])  # every layer gets its place, as it will be used
+            session.contents(self._ready(batch).compiled[0])  # every layer gets its place, as it will be used
         ready = self._ready(batch, active=active)
         session.knows_every_layer = True
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
@@ -232,28 +232,28 @@ class Trainer(RunState):
         the batch; of others the first piece's are given.
         """
         with self._eval_mode():
-            pieces = self._recorder.take_apart(batch, training=False, needs_targets=False)
-            stations = [self._recorder.stations(pieces, number, False, True) for number in range(len(pieces.pieces))]
-            return run_step.outputs(self._session, pieces, stations, self._seed, self._step)
+            pieces = self._compiler.take_apart(batch, training=False, needs_targets=False)
+            compiled = [self._compiler.compiled(pieces, number, False, True) for number in range(len(pieces.pieces))]
+            return run_step.outputs(self._session, pieces, compiled, self._seed, self._step)
 
     @as_if_alone()
     def prepare(self, batch: Any) -> None:
         """Partition, capture, compile and allocate for batches like this one, and change nothing else.
 
-        `ledger` and `plain_bytes` are known after it.
+        `ledger` and `baseline_device_bytes` are known after it.
         """
         self._check_usable()
-        stations = self._ready(batch).stations
-        contents = self._session.contents(stations[0])
-        plans = self._session.gradient_plans(stations[0])
-        self._session.make_ready(stations, contents, plans, self.param_groups, "train")
+        compiled = self._ready(batch).compiled
+        contents = self._session.contents(compiled[0])
+        plans = self._session.gradient_plans(compiled[0])
+        self._session.make_ready(compiled, contents, plans, self.param_groups, "train")
 
     def _ready(self, batch: Any, training: bool = True, active: Sequence[int | str] | None = None) -> Ready:
         """The batch in pieces, recorded, and known to fit on the host."""
-        ready = self._recorder.ready(batch, training, active)
-        self._session.check_host(ready.stations, self.param_groups, training)
-        if training and not self.plain_bytes:
-            self.plain_bytes = self._recorder.plain_bytes(ready.stations[0])
+        ready = self._compiler.ready(batch, training, active)
+        self._session.check_host(ready.compiled, self.param_groups, training)
+        if training and not self.baseline_device_bytes:
+            self.baseline_device_bytes = self._compiler.baseline_device_bytes(ready.compiled[0])
         return ready
 
     # -- looking at runs, and ending them ----------------------------------------------------------------------

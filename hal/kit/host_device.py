@@ -55,7 +55,7 @@ class HostQueue(TensorTransfers):
 
     def fill(self, target: View, value: float, wait: Sequence[Event] = ()) -> Event:
         tensor: torch.Tensor = target.native
-        return self.worker.submit(lambda: tensor.fill_(value), wait, "fill")  # type: ignore[arg-type,return-value]
+        return self.worker.submit(lambda: tensor.fill_(value), wait, "fill")  # type: ignore[arg-type]
 
     def run(
         self,
@@ -101,7 +101,7 @@ class HostQueue(TensorTransfers):
         if target.data_ptr() == source.data_ptr():
             return self.worker.submit(_nothing, wait, label)
         flat, other = target.view(-1), source.view(-1)
-        return self.worker.submit(lambda: flat.copy_(other), wait, label)  # type: ignore[arg-type,return-value]
+        return self.worker.submit(lambda: flat.copy_(other), wait, label)  # type: ignore[arg-type]
 
 
 class HostDevice(AccountedDevice[HostQueue]):

@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from relay.capture.eager_fallback import run_made_up
-from relay.capture.guards.data_guards import Decider, deciding
+from relay.capture.guards.data_guards import GuardTracer, guarding
 from relay.capture.guards.functional_call import call_with
 from relay.capture.guards.inference_mode import inference_as_no_grad
 from relay.capture.guards.messages import explain
@@ -41,11 +41,11 @@ _library.define("block(int call, Tensor[] inputs) -> Tensor[]")
 BLOCK = torch.ops.relay.block.default
 """The op that stands for one call of a repeated block in a trace."""
 
-_running: list[list[OpaqueCall]] = []
+_running: list[list[BlockCall]] = []
 
 
 @dataclass(eq=False)
-class OpaqueCall:
+class BlockCall:
     """One call of a block in a trace: which block, computed in what, with `gradients` or under no_grad, how its
     arguments were nested, and its output.
 
@@ -135,13 +135,13 @@ torch.library.register_fake("relay::block", _block_on_fakes, lib=_library)
 @contextlib.contextmanager
 def opaque_blocks(
     blocks: Mapping[str, nn.Module], skipped: Container[str] = (), compute: torch.dtype = torch.float32
-) -> Iterator[list[OpaqueCall]]:
+) -> Iterator[list[BlockCall]]:
     """While open, a traced call of any of these modules becomes one `relay::block` op. Yields the calls, in order.
 
     What they return is what they return under `autocast(compute)`, the same that the trace is made under. Those
     `skipped` hand on the first tensor they are given; their ops stay in the trace, used by nobody.
     """
-    calls: list[OpaqueCall] = []
+    calls: list[BlockCall] = []
     originals: list[tuple[nn.Module, Any]] = []
 
     def stand_in(name: str, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,7 +154,7 @@ def opaque_blocks(
                     "forward."
                 )
             tensors, tree = tensor_leaves((args, kwargs))
-            call = OpaqueCall(name, block, forward, compute, torch.is_grad_enabled(), tree)
+            call = BlockCall(name, block, forward, compute, torch.is_grad_enabled(), tree)
             calls.append(call)
             outputs = BLOCK(len(calls) - 1, tensors)
             if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in block.parameters()):
@@ -193,17 +193,17 @@ def opaque_blocks(
 
 
 def trace(
-    function: Callable[..., Any], arguments: Sequence[Any], name: str, decider: Decider | None = None
+    function: Callable[..., Any], arguments: Sequence[Any], name: str, guard_tracer: GuardTracer | None = None
 ) -> fx.GraphModule:
     """The graph of `function(*arguments)`, whose result is a flat list of tensors. Raises CaptureError.
 
-    `decider` answers what the code asks of the batch, which are the last of the arguments' tensors.
+    `guard_tracer` answers what the code asks of the batch, which are the last of the arguments' tensors.
     """
 
     def decided(*given: Any) -> Any:
-        if decider is None:
+        if guard_tracer is None:
             return function(*given)
-        with deciding(decider):
+        with guarding(guard_tracer):
             return function(*given)
 
     try:

@@ -199,7 +199,7 @@ def check_fits(
         raise CheckpointError(
             f"its parameter groups are of {[len(names) for names, _ in manifest.optimizer.groups]} parameters, the "
             f"trainer's of {[len(names) for names, _ in own]}, or of others. Build the trainer with the same "
-            "parameter_groups, or load with weights_only=True.",
+            "param_groups, or load with weights_only=True.",
             file=file,
             field="optimizer.groups",
         )

@@ -100,12 +100,12 @@ def train_gpt(options: dict[str, Any], tell: Callable[[str], None]) -> dict[str,
             raise RunStopped(_stopped("interrupted", trainer.steps, checkpoints)) from stop
         except Terminated as stop:
             raise RunStopped(_stopped("ended by SIGTERM", trainer.steps, checkpoints), stop.code) from stop
-        plain_bytes = trainer.plain_bytes
+        baseline_device_bytes = trainer.baseline_device_bytes
     return figures | {
         "held_out_before": before,
         "held_out_after": after,
         "parameters": parameters,
-        "plain_bytes": plain_bytes,
+        "baseline_device_bytes": baseline_device_bytes,
         "weights": str(folder / gpt_folder.WEIGHTS),
         "options": dict(options),
     }

@@ -26,7 +26,7 @@ class PositionError(RelayError, ValueError):
     """
 
 
-class Batches:
+class ResumableBatches:
     """The batches of a source, epoch after epoch, and how many of them have been taken.
 
     `source` is an iterable, or a function of the epoch (0, 1, ...) that gives one. A source (or its `sampler`) with
@@ -111,7 +111,7 @@ class Batches:
         return all(callable(getattr(source, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-class Shuffle(torch.utils.data.Sampler[int]):
+class ShuffleSampler(torch.utils.data.Sampler[int]):
     """Every number below `size` once, in an order that depends on (seed, epoch) alone. `DataLoader(sampler=...)`."""
 
     def __init__(self, size: int, seed: int = 0) -> None:

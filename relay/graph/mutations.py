@@ -3,7 +3,7 @@
 Between segments values pass by copy, so a write in one segment to memory that another has made would be lost. Where
 an in-place op works on a tensor of its own it becomes the op that makes a new one; the rest (writes through a view)
 are bound together with all that shares their memory, to stand in one segment. Invariant: the graph computes what it
-did, and every write that is left stands in a `Bond`.
+did, and every write that is left stands in an `AliasGroup`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import fx
 
 aten = torch.ops.aten
 
-Bond = list[fx.Node]
+AliasGroup = list[fx.Node]
 """Nodes that look at one piece of memory, at least one of which writes to it, in the graph's order."""
 
 
-def bind_writes(graph: fx.Graph, states: Collection[fx.Node]) -> list[Bond]:
+def bind_writes(graph: fx.Graph, states: Collection[fx.Node]) -> list[AliasGroup]:
     """Take out in-place ops where that is possible; returns what must stay together. `states` may be written to."""
     roots = memory_roots(graph)
     for node in list(graph.nodes):
@@ -39,12 +39,12 @@ def bind_writes(graph: fx.Graph, states: Collection[fx.Node]) -> list[Bond]:
             own.meta = dict(root.meta)
             root.replace_all_uses_with(own, delete_user_cb=lambda user, own=own: user is not own)
     roots = memory_roots(graph)
-    bonds: dict[fx.Node, Bond] = {}
+    alias_groups: dict[fx.Node, AliasGroup] = {}
     for node in graph.nodes:
         if node in roots:
-            bonds.setdefault(roots[node], []).append(node)
+            alias_groups.setdefault(roots[node], []).append(node)
     mutated = {roots[target] for target in map(written_by, graph.nodes) if target is not None and target in roots}
-    return [bond for root, bond in bonds.items() if root in mutated]
+    return [group for root, group in alias_groups.items() if root in mutated]
 
 
 def written_by(node: fx.Node) -> fx.Node | None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from relay.capture import Decider, as_fake, autocast, call_with, opaque_blocks, run_fake, trace
+from relay.capture import GuardTracer, as_fake, autocast, call_with, opaque_blocks, run_fake, trace
 from relay.capture.guards.plain_tensors import PlainTensors, constants_of
 from relay.capture.guards.unsupported import check_module, check_outside
 from relay.capture.memory_order import order_of
@@ -70,10 +70,10 @@ def partition_model(
 
     skipped = set() if active is None else set(blocks) - set(active)
     check_outside(model, blocks)
-    decider = Decider(batch)
+    guard_tracer = GuardTracer(batch)
     with PlainTensors(model) as plain:
         with opaque_blocks(blocks, skipped, compute) as calls, without_cache(model), autocast(compute):
-            traced = trace(run, (states, list(batch)), type(model).__name__, decider)
+            traced = trace(run, (states, list(batch)), type(model).__name__, guard_tracer)
     plain.refuse_states(type(model).__name__, constants_of(traced))
     if not calls:
         raise PartitionError(
@@ -82,7 +82,7 @@ def partition_model(
         )
     held = dict(zip(state_names, states, strict=True))
     partition = cut_graph(traced, held, calls, names, has_loss[0], structure[0])
-    partition.decisions = tuple(decider.decisions)
+    partition.guards = tuple(guard_tracer.guards)
     return partition
 
 

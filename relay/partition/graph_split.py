@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from relay.capture import BLOCK, OpaqueCall, fingerprint
+from relay.capture import BLOCK, BlockCall, fingerprint
 from relay.capture.guards.mutated_arguments import call_observed
 from relay.capture.memory_order import order_of
 from relay.data.loss_weight import loss_weight_of
@@ -33,7 +33,7 @@ _SET_GRAD = torch._C._set_grad_enabled
 def cut_graph(
     traced: fx.GraphModule,
     states: dict[str, torch.Tensor],
-    calls: Sequence[OpaqueCall],
+    calls: Sequence[BlockCall],
     names: dict[int, str],
     has_loss: bool,
     result_tree: TensorTree,
@@ -75,7 +75,7 @@ class BlockSegment(nn.Module):
     gradient then.
     """
 
-    def __init__(self, call: OpaqueCall, places: Sequence[int], used: Sequence[int]) -> None:
+    def __init__(self, call: BlockCall, places: Sequence[int], used: Sequence[int]) -> None:
         super().__init__()
         self.block = call.block
         self.input_tree = call.input_tree
@@ -98,7 +98,7 @@ class _Cut:
         self,
         traced: fx.GraphModule,
         states: dict[str, torch.Tensor],
-        calls: Sequence[OpaqueCall],
+        calls: Sequence[BlockCall],
         names: dict[int, str],
         has_loss: bool,
     ) -> None:
@@ -110,7 +110,7 @@ class _Cut:
         self.state_nodes = dict(zip(placeholders, states.items(), strict=False))
         self.batch_nodes = placeholders[len(states) :]
         _drop_skipped(traced.graph, calls)
-        self.bonds = bind_writes(traced.graph, set(self.state_nodes))
+        self.alias_groups = bind_writes(traced.graph, set(self.state_nodes))
         self.output_node = next(iter(reversed(traced.graph.nodes)))
         self.results: list[fx.Node] = list(self.output_node.args[0])
         self.block_nodes = [node for node in traced.graph.nodes if node.target is BLOCK]
@@ -142,8 +142,8 @@ class _Cut:
                 self.item[node] = (source, node.args[1])
                 continue
             self.stage[node] = max((self._stage_of_input(other) for other in node.all_input_nodes), default=0)
-        self._keep_bonds()
-        bound = {node: bond for bond in self.bonds for node in bond}
+        self._keep_alias_groups()
+        bound = {node: group for group in self.alias_groups for node in group}
         for node in reversed(self.traced.graph.nodes):
             together = bound.get(node, [node])
             users = {user for member in together for user in member.users if user not in together}
@@ -155,13 +155,13 @@ class _Cut:
             ):
                 self.stage.update(dict.fromkeys(together, self.last_stage))
 
-    def _keep_bonds(self) -> None:
+    def _keep_alias_groups(self) -> None:
         """Raise the stages of what shares memory that is written to, to the latest of them."""
         changed = True
         while changed:
             changed = False
-            for bond in self.bonds:
-                members = [node for node in bond if node in self.stage]
+            for group in self.alias_groups:
+                members = [node for node in group if node in self.stage]
                 latest = max((self.stage[node] for node in members), default=0)
                 for node in members:
                     changed |= self.stage[node] != latest
@@ -222,7 +222,7 @@ class _Cut:
         """Under what a node's value is known: an item of a block's output by block and number."""
         return self.item.get(node, node)
 
-    def _add_block(self, node: fx.Node, call: OpaqueCall) -> None:
+    def _add_block(self, node: fx.Node, call: BlockCall) -> None:
         index = len(self.segments)
         items = [other for other in node.users if other in self.item]
         used = sorted({self.item[item][1] for item in items if item.users})
@@ -327,7 +327,7 @@ def _described(states: Sequence[tuple[str, torch.Tensor]]) -> list[Any]:
     return [(name, tensor.shape, tensor.dtype, tensor.requires_grad, type(tensor)) for name, tensor in states]
 
 
-def _drop_skipped(graph: fx.Graph, calls: Sequence[OpaqueCall]) -> None:
+def _drop_skipped(graph: fx.Graph, calls: Sequence[BlockCall]) -> None:
     for node in reversed(list(graph.nodes)):
         source = node.args[0] if node.target is operator.getitem else node
         if isinstance(source, fx.Node) and source.target is BLOCK and calls[source.args[0]].skipped:  # type: ignore[index]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hal.slot import Field
-from relay.capture.guards.data_guards import Decision
+from relay.capture.guards.data_guards import Guard
 from relay.capture.memory_order import Order, stored_shape
 from relay.data.loss_weight import LossWeight
 from relay.graph.pytree import TensorTree
@@ -74,7 +74,7 @@ class Partition:
     """A model cut up for batches of one shape. `inputs` are the values of the batch's tensors in order.
 
     The last segment's first output is the loss when `has_loss`; `results` are the values of the model's other
-    outputs, which `result_tree` puts back into the model's own structure. `decisions` are the model's questions about
+    outputs, which `result_tree` puts back into the model's own structure. `guards` are the model's questions about
     the batch that was traced: for one that answers otherwise it takes another path. `loss_doubt` says why the pieces'
     losses may not make the batch's (`relay.partition.loss_forms`).
     """
@@ -87,4 +87,4 @@ class Partition:
     result_tree: TensorTree
     loss_weight: LossWeight | None
     loss_doubt: str | None = None
-    decisions: tuple[Decision, ...] = ()
+    guards: tuple[Guard, ...] = ()

@@ -27,7 +27,7 @@ from relay.partition.edit_layers import chosen_layers, layer_names
 from relay.partition.find_blocks import plain_attributes, undisturbed
 from relay.partition.merge_layers import merge_layers
 from relay.runtime.program_cache import ProgramCache
-from relay.runtime.stages import Captures, Stations, build_stations
+from relay.runtime.stages import Captures, CompiledModel, build_compiled_model
 
 _RECORDING = threading.RLock()
 logger = logging.getLogger("relay")
@@ -39,10 +39,10 @@ class Ready:
 
     pieces: Batch
     weights: list[float]
-    stations: list[Stations]
+    compiled: list[CompiledModel]
 
 
-class Recorder:
+class ModelCompiler:
     """A model, whole or as a list of modules with a loss, and what was recorded of it. `modules` is None for a whole
     one. `programs` is how many shapes (and modes) are kept, `lowering` which graphs the `device` wants (the name is
     for errors) and `place` what native ones are traced for."""
@@ -108,7 +108,7 @@ class Recorder:
         if chosen == () and not self.whole:
             raise ValueError("active=[] leaves out every module of the list, so there is nothing to run. Name one.")
         pieces = self.take_apart(batch, training, needs_targets=True)
-        first = self.stations(pieces, 0, training, False, chosen)
+        first = self.compiled(pieces, 0, training, False, chosen)
         if not first.partition.has_loss:
             raise PartitionError(
                 f"The output of {type(self.model).__name__} has no loss for this batch. A whole model must return "
@@ -117,15 +117,15 @@ class Recorder:
         if first.partition.loss_doubt is not None and len(pieces.pieces) > 1:
             self._doubt(first.partition.loss_doubt)
         pieces, weights = without_empty(pieces, weigh(pieces, first.partition.loss_weight))
-        stations = [self.stations(pieces, number, training, False, chosen) for number in range(len(pieces.pieces))]
-        for other in stations[1:]:
-            if other is not stations[0] and other.signature() != stations[0].signature():
+        compiled = [self.compiled(pieces, number, training, False, chosen) for number in range(len(pieces.pieces))]
+        for other in compiled[1:]:
+            if other is not compiled[0] and other.signature() != compiled[0].signature():
                 raise PartitionError(
                     "The model calls other layers for one micro-batch than for the others (a smaller last one, or one "
                     "in which it found other numbers), so they cannot share a step. Make the batch a multiple of "
                     "microbatches, or give it with microbatches=1."
                 )
-        return Ready(pieces, weights, stations)
+        return Ready(pieces, weights, compiled)
 
     def _doubt(self, why: str) -> None:
         """Say, once, that this loss may be another one for a batch that is cut."""
@@ -147,26 +147,26 @@ class Recorder:
             pieces = min(pieces, whole.sizes[0])
         return take_apart(batch, self.whole, pieces, needs_targets, self._shared_inputs)
 
-    def stations(
+    def compiled(
         self, batch: Batch, number: int, training: bool, results: bool, active: tuple[str, ...] | None = None
-    ) -> Stations:
+    ) -> CompiledModel:
         """The stations for one piece of a batch, recorded if they are not there yet."""
         trainable = tuple(parameter.requires_grad for parameter in self.model.parameters())
         key = (batch.signature(number), training, results, trainable, active, plain_attributes(self.model))
-        stations = self.cache.find(key, batch.pieces[number])
-        if stations is None:
-            stations = self._record(batch, batch.pieces[number], training, results, active)
-            self.cache.add(key, stations)
-        return stations
+        compiled = self.cache.find(key, batch.pieces[number])
+        if compiled is None:
+            compiled = self._record(batch, batch.pieces[number], training, results, active)
+            self.cache.add(key, compiled)
+        return compiled
 
-    def plain_bytes(self, stations: Stations) -> int:
+    def baseline_device_bytes(self, compiled: CompiledModel) -> int:
         """Device bytes that plain training would need: weights, gradients, two moments, and what autograd keeps."""
         state = sum(
             parameter.numel() * parameter.element_size() * (4 if parameter.requires_grad else 1)
             for parameter in self.model.parameters()
         )
         state += sum(buffer.numel() * buffer.element_size() for buffer in self.model.buffers())
-        return state + sum(station.captured.saved for station in stations.stations)
+        return state + sum(stage.captured.saved for stage in compiled.stages)
 
     def _record(
         self,
@@ -175,7 +175,7 @@ class Recorder:
         training: bool,
         results: bool,
         active: tuple[str, ...] | None,
-    ) -> Stations:
+    ) -> CompiledModel:
         """Partition and capture for the shapes of one piece. Tracing is not made for several threads at once."""
         shapes = ", ".join("x".join(map(str, tensor.shape)) or "1" for tensor in tensors)
         purpose = "training" if training else "evaluation"
@@ -190,7 +190,7 @@ class Recorder:
                 )
             partition = merge_layers(partition, self._layers_per_slot)
             try:
-                return build_stations(
+                return build_compiled_model(
                     partition, training, results, self._compute, self._presences, self.lowering, self._captures,
                     self._recompute, self.place,
                 )  # fmt: skip

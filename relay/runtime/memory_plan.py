@@ -14,7 +14,7 @@ from hal.errors import OutOfMemory
 from hal.memory import format_size
 from hal.slot import SlotContent
 from relay.partition.segments import Value
-from relay.runtime.stages import Pass, Station, Stations
+from relay.runtime.stages import CompiledModel, Stage, StageProgram
 from relay.runtime.stash import Key, Life, StashPlan, plan_stash
 
 RESIDENT_FROM = 3
@@ -76,44 +76,44 @@ def scalar_bytes(microbatches: int) -> int:
     return 2 * max(64, 8 * microbatches)
 
 
-def kernel_workspace(stations: Stations) -> int:
+def kernel_workspace(compiled: CompiledModel) -> int:
     """Bytes that the largest kernel needs while it runs."""
-    passes = [one for station in stations.stations for one in (station.forward, station.backward) if one is not None]
+    passes = [one for stage in compiled.stages for one in (stage.forward, stage.backward) if one is not None]
     return max(one.program.workspace for one in passes)
 
 
-def plan_for(pieces: Sequence[Stations], stash: str, training: bool) -> StashPlan:
+def plan_for(pieces: Sequence[CompiledModel], stash: str, training: bool) -> StashPlan:
     """Where each value and gradient of a pass lives, by the order of visits that the schedule makes.
 
     `pieces` are of one layout, the largest first; what segments keep may be largest in another.
     """
-    stations, values = pieces[0], pieces[0].partition.values
+    compiled, values = pieces[0], pieces[0].partition.values
     corresponding = zip(*(one.partition.values for one in pieces), strict=False)  # as far as they are used
     sizes = [max(map(_bytes, alike)) for alike in corresponding]
-    visits = _visits(stations.stations, training)
+    visits = _visits(compiled.stages, training)
     end = len(visits)
     lives: dict[Key, Life] = {}
     most_streamed = 0
-    for value in stations.partition.inputs:
+    for value in compiled.partition.inputs:
         if values[value].consumers:
             _use(lives, Key(value, False), 0, values[value], sizes[value], stash)
     for number, one in enumerate(visits):
         keys = [Key(value, False) for value in (*one.reads, *one.writes)]
         keys += [Key(value, True) for value in (*one.seeds, *one.value_gradients)]
-        keys = [key for key in keys if key.value != stations.loss]  # the loss and its seed have places of their own
+        keys = [key for key in keys if key.value != compiled.loss]  # the loss and its seed have places of their own
         for key in keys:
             _use(lives, key, number, values[key.value], sizes[key.value], stash)
         most_streamed = max(most_streamed, sum(lives[key].streams and not lives[key].kept for key in keys))
-    for value in stations.partition.results:
+    for value in compiled.partition.results:
         life = lives.get(Key(value, False))
         if life is not None:  # asked for: it is read back after the last visit
             life.last, life.streams = end, False
     return plan_stash(lives, most_streamed)
 
 
-def plans_for(pieces: Sequence[Stations], stash: str, training: bool) -> list[StashPlan]:
+def plans_for(pieces: Sequence[CompiledModel], stash: str, training: bool) -> list[StashPlan]:
     """A plan for each micro-batch, the largest first: one for all whose values are passed on alike."""
-    groups: list[list[Stations]] = []
+    groups: list[list[CompiledModel]] = []
     for one in dict.fromkeys(pieces):
         group = next((group for group in groups if group[0].layout() == one.layout()), None)
         if group is None:
@@ -136,8 +136,8 @@ def _use(lives: dict[Key, Life], key: Key, visit: int, value: Value, size: int, 
     life.last = visit
 
 
-def _visits(stations: Sequence[Station], training: bool) -> list[Pass]:
-    forward = [station.forward for station in stations if station.forward is not None]
+def _visits(stages: Sequence[Stage], training: bool) -> list[StageProgram]:
+    forward = [stage.forward for stage in stages if stage.forward is not None]
     if not training:
         return forward
-    return forward + [station.backward for station in reversed(stations) if station.backward is not None]
+    return forward + [stage.backward for stage in reversed(stages) if stage.backward is not None]

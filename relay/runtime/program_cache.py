@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 
-from relay.runtime.stages import Stations
+from relay.runtime.stages import CompiledModel
 
 logger = logging.getLogger("relay")
 
@@ -25,34 +25,34 @@ class ProgramCache:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._kept: OrderedDict[Hashable, list[Stations]] = OrderedDict()
+        self._kept: OrderedDict[Hashable, list[CompiledModel]] = OrderedDict()
         self._warned = False
 
     def __len__(self) -> int:
         return sum(len(group) for group in self._kept.values())
 
-    def __iter__(self) -> Iterator[Stations]:
+    def __iter__(self) -> Iterator[CompiledModel]:
         return itertools.chain.from_iterable(self._kept.values())
 
-    def find(self, key: Hashable, tensors: Sequence[torch.Tensor]) -> Stations | None:
+    def find(self, key: Hashable, tensors: Sequence[torch.Tensor]) -> CompiledModel | None:
         """The stations for a batch's `tensors`, or None. `key` says all of them but what the numbers decide."""
         group = self._kept.get(key, [])
-        for stations in group:
-            if all(decision.holds(tensors) for decision in stations.partition.decisions):
+        for compiled in group:
+            if all(decision.holds(tensors) for decision in compiled.partition.guards):
                 self._kept.move_to_end(key)
-                group.remove(stations)
-                group.append(stations)
-                return stations
+                group.remove(compiled)
+                group.append(compiled)
+                return compiled
         return None
 
-    def add(self, key: Hashable, stations: Stations) -> None:
+    def add(self, key: Hashable, compiled: CompiledModel) -> None:
         """Keep stations that were made anew."""
         group = self._kept.setdefault(key, [])
-        group.append(stations)
+        group.append(compiled)
         self._kept.move_to_end(key)
         if len(group) == MANY and not self._warned:
             self._warned = True
-            answers = [decision.answer for decision in stations.partition.decisions]
+            answers = [decision.answer for decision in compiled.partition.guards]
             logger.warning(
                 "The model reads numbers off the batch and computes otherwise for each (lately %s): %d programs for "
                 "one shape so far, each compiled anew. Keep such numbers as tensors where you can.", answers, MANY,

@@ -21,7 +21,7 @@ from relay.metrics import Metrics, total_elapsed
 from relay.runtime.compiler import Ready
 from relay.runtime.schedule import ForwardPass, Ran, Relay, TrainingStep
 from relay.runtime.session import Session
-from relay.runtime.stages import Stations
+from relay.runtime.stages import CompiledModel
 from relay.runtime.stash import Key, Stash
 
 
@@ -45,11 +45,11 @@ def train_step(
 ) -> Outcome:
     """Run a training step. `judge` is told a loss that is not finite, and raises NonFiniteLoss where it is not to be
     applied; None lets every loss pass. `groups` are the optimizer's parameter groups without their parameters."""
-    stations, weights = ready.stations, ready.weights
-    contents, plans = session.contents(stations[0]), session.gradient_plans(stations[0])
-    relay, stash = session.make_ready(stations, contents, plans, groups, "train")
+    compiled, weights = ready.compiled, ready.weights
+    contents, plans = session.contents(compiled[0]), session.gradient_plans(compiled[0])
+    relay, stash = session.make_ready(compiled, contents, plans, groups, "train")
     session.device.reset_peak()
-    dtype = _loss_dtype(stations[0])
+    dtype = _loss_dtype(compiled[0])
     loss_row, losses, seed_row, seeds = session.scalars(len(weights), dtype)
     weights_on_host = torch.tensor(weights, dtype=dtype)
     losses_on_host = torch.zeros(len(weights), dtype=dtype)
@@ -66,13 +66,13 @@ def train_step(
         return session.host.run(check, [read], "verdict on the loss")
 
     first: list[Event] = []
-    buffers = session.keep_buffers(stations[0])
+    buffers = session.keep_buffers(compiled[0])
     try:
         with session.running(stash, first, buffers) as ran:
             first.append(relay.load_queue.write(seed_row, seeds_on_host))
             _bring(stash, ready)
             step = TrainingStep(
-                stations, contents, stash, seed, number, losses, plans, seeds, first[0], verdict, groups, 1.0 / scale
+                compiled, contents, stash, seed, number, losses, plans, seeds, first[0], verdict, groups, 1.0 / scale
             )
             relay.train(step, ran)
     except NonFiniteLoss as problem:
@@ -88,28 +88,28 @@ def forward(
     read_back: Callable[[Stash, Relay, Ran], None] | None = None,
 ) -> Outcome:
     """Run a forward pass alone. The loss is the mean over the batch, or 0 where the model has none."""
-    stations = ready.stations
-    contents = session.contents(stations[0])
-    relay, stash = session.make_ready(stations, contents, [], [], "forward")
+    compiled = ready.compiled
+    contents = session.contents(compiled[0])
+    relay, stash = session.make_ready(compiled, contents, [], [], "forward")
     session.store.version += 1  # the user may have written to the weights since: what slots still hold may be old
     session.device.reset_peak()
-    dtype = _loss_dtype(stations[0])
-    loss_row, losses, _, _ = session.scalars(len(stations), dtype)
-    has_loss = stations[0].partition.has_loss
-    losses_on_host = torch.zeros(len(stations), dtype=dtype)
-    step = ForwardPass(stations, contents, stash, seed, number, losses if has_loss else [])
+    dtype = _loss_dtype(compiled[0])
+    loss_row, losses, _, _ = session.scalars(len(compiled), dtype)
+    has_loss = compiled[0].partition.has_loss
+    losses_on_host = torch.zeros(len(compiled), dtype=dtype)
+    step = ForwardPass(compiled, contents, stash, seed, number, losses if has_loss else [])
     with session.running(stash, []) as ran:
         _bring(stash, ready)
         relay.forward(step, ran)
         if has_loss:
-            ran.reads.append(relay.drain_queue.read(losses_on_host, loss_row, ran.compute[-len(stations) :]))
+            ran.reads.append(relay.drain_queue.read(losses_on_host, loss_row, ran.compute[-len(compiled) :]))
         if read_back is not None:
             read_back(stash, relay, ran)
     session.take_interrupt()
     return Outcome(ran, _weighted(losses_on_host, ready.weights) if has_loss else 0.0)
 
 
-def outputs(session: Session, pieces: Batch, stations: Sequence[Stations], seed: int, number: int) -> Any:
+def outputs(session: Session, pieces: Batch, compiled: Sequence[CompiledModel], seed: int, number: int) -> Any:
     """Run a forward pass and put the pieces' outputs together in the model's own structure.
 
     Tensors with the batch's length along dimension 0 are concatenated, scalars averaged over the batch; of others
@@ -118,7 +118,7 @@ def outputs(session: Session, pieces: Batch, stations: Sequence[Stations], seed:
     rows: list[list[torch.Tensor]] = []
 
     def read_back(stash: Stash, relay: Relay, ran: Ran) -> None:
-        for microbatch, one in enumerate(stations):
+        for microbatch, one in enumerate(compiled):
             values = [one.partition.values[value] for value in one.partition.results]
             row = [torch.empty(stored_shape(value.shape, value.order), dtype=value.dtype) for value in values]
             rows.append(row)
@@ -126,10 +126,10 @@ def outputs(session: Session, pieces: Batch, stations: Sequence[Stations], seed:
                 access = stash.access(Key(value.index, False), microbatch, False)
                 ran.reads.append(relay.drain_queue.read(target, access.view, access.waits))
 
-    partition = stations[0].partition
+    partition = compiled[0].partition
     weights = weigh(pieces, partition.loss_weight if partition.has_loss else None)
-    forward(session, Ready(pieces, weights, list(stations)), seed, number, read_back)
-    values = [[one.partition.values[value] for value in one.partition.results] for one in stations]
+    forward(session, Ready(pieces, weights, list(compiled)), seed, number, read_back)
+    values = [[one.partition.values[value] for value in one.partition.results] for one in compiled]
     written = [
         [as_written(target, value.order) for value, target in zip(*pair, strict=True)]
         for pair in zip(values, rows, strict=True)
@@ -158,7 +158,7 @@ def metrics_of(session: Session, outcome: Outcome, pieces: Batch, start: float, 
 
 def _bring(stash: Stash, ready: Ready) -> None:
     for microbatch, tensors in enumerate(ready.pieces.pieces):
-        partition = ready.stations[microbatch].partition
+        partition = ready.compiled[microbatch].partition
         for value, tensor in zip(partition.inputs, tensors, strict=True):
             if partition.values[value].consumers:
                 stash.bring(Key(value, False), microbatch, stored(tensor, partition.values[value].order))
@@ -178,5 +178,5 @@ def _weighted(losses: torch.Tensor, weights: Sequence[float]) -> float:
     return sum(float(loss * weight) for loss, weight in zip(losses, weights, strict=True))
 
 
-def _loss_dtype(stations: Stations) -> torch.dtype:
-    return torch.float32 if stations.loss is None else stations.partition.values[stations.loss].dtype
+def _loss_dtype(compiled: CompiledModel) -> torch.dtype:
+    return torch.float32 if compiled.loss is None else compiled.partition.values[compiled.loss].dtype

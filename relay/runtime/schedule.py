@@ -24,7 +24,7 @@ from hal.random import RandomKey
 from hal.slot import DeviceSlot, SlotContent
 from relay.eps.server import GradientPlan, ParameterServer, StepRecord
 from relay.eps.store import LayerStore
-from relay.runtime.stages import Pass, Station, Stations
+from relay.runtime.stages import CompiledModel, Stage, StageProgram
 from relay.runtime.stash import Key, Stash
 from relay.runtime.trace import Trace
 
@@ -60,7 +60,7 @@ class ForwardPass:
     `seed` and `number` (of the step) go into every random key; `losses[j]` is where micro-batch j's loss goes.
     """
 
-    pieces: Sequence[Stations]
+    pieces: Sequence[CompiledModel]
     contents: Sequence[SlotContent]
     stash: Stash
     seed: int
@@ -132,20 +132,20 @@ class _Visit:
     number: int
     one_pass: str
     content: SlotContent
-    station: Station
+    stage: Stage
     slot: DeviceSlot | None = None
 
     @property
-    def visited(self) -> Pass:
+    def visited(self) -> StageProgram:
         """What it runs."""
-        one = self.station.backward if self.one_pass == "backward" else self.station.forward
+        one = self.stage.backward if self.one_pass == "backward" else self.stage.forward
         assert one is not None
         return one
 
     def changes_what_is_in(self, other: _Visit) -> bool:
         """Whether it changes a buffer that another segment holds too."""
         updates = self.visited.updates
-        return any(self.station.buffers[index] in other.station.buffers for index in updates) if updates else False
+        return any(self.stage.buffers[index] in other.stage.buffers for index in updates) if updates else False
 
 
 class Relay:
@@ -163,15 +163,15 @@ class Relay:
 
     def train(self, step: TrainingStep, ran: Ran) -> None:
         """Submit one training step, and note in `ran` what was."""
-        stations = step.pieces[0].stations
-        last = len(stations) - 1
+        compiled = step.pieces[0].stages
+        last = len(compiled) - 1
         # Below the first segment with anything to differentiate there is nothing to go back for.
-        visits = [_Visit(index, "forward", step.contents[index], stations[index]) for index in range(last)]
-        visits.append(_Visit(last, "backward", step.contents[last], stations[last]))
+        visits = [_Visit(index, "forward", step.contents[index], compiled[index]) for index in range(last)]
+        visits.append(_Visit(last, "backward", step.contents[last], compiled[last]))
         visits += [
-            _Visit(index, "backward", step.contents[index], stations[index])
+            _Visit(index, "backward", step.contents[index], compiled[index])
             for index in reversed(range(last))
-            if stations[index].backward is not None
+            if compiled[index].backward is not None
         ]
 
         def at_the_turn(microbatch: int) -> tuple[list[View], list[View], list[Event]]:
@@ -203,8 +203,8 @@ class Relay:
         def at_the_end(microbatch: int) -> tuple[list[View], list[View], list[Event]]:
             return [], [step.losses[microbatch]] if step.losses else [], []
 
-        stations = step.pieces[0].stations
-        visits = [_Visit(index, "forward", content, stations[index]) for index, content in enumerate(step.contents)]
+        compiled = step.pieces[0].stages
+        visits = [_Visit(index, "forward", content, compiled[index]) for index, content in enumerate(step.contents)]
         for visit in self._relay(visits, ran):
             self._visit(visit, step, ran, at_the_end if visit.number == last else None)
 
@@ -247,9 +247,9 @@ class Relay:
         slot = visit.slot
         assert slot is not None
         stash = step.stash
-        for microbatch, stations in enumerate(step.pieces):
-            station = stations.stations[visit.number]
-            one: Pass | None = station.backward if visit.one_pass == "backward" else station.forward
+        for microbatch, compiled in enumerate(step.pieces):
+            stage = compiled.stages[visit.number]
+            one: StageProgram | None = stage.backward if visit.one_pass == "backward" else stage.forward
             assert one is not None
             assert one.kernel is not None
             accesses = [stash.access(Key(value, False), microbatch, False) for value in one.reads]
@@ -270,7 +270,7 @@ class Relay:
                 access = stash.access(Key(value, False), microbatch, True)
                 accesses.append(access)
                 outputs += access.views
-            outputs += [slot.parameters[len(station.parameters) + index] for index in one.updates]
+            outputs += [slot.parameters[len(stage.parameters) + index] for index in one.updates]
             if one.parameter_gradients:
                 outputs += slot.gradients
             for value, added in zip(one.value_gradients, one.added, strict=True):
@@ -285,7 +285,7 @@ class Relay:
                 inputs,
                 outputs,
                 one.first if microbatch == 0 else one.later,
-                RandomKey(step.seed, step.number, station.segment.place, microbatch) if one.program.draws else None,
+                RandomKey(step.seed, step.number, stage.segment.place, microbatch) if one.program.draws else None,
                 waits,
                 bool(one.parameter_gradients),
             )
@@ -296,9 +296,9 @@ class Relay:
                 # Layers built alike share a program, which bears the first one's name.
                 kind = one.program.name.rpartition(" ")[2]
                 ran.mark("compute", f"{visit.content.name} {kind} {microbatch}", event)
-        self._send_buffers(visit, step.pieces[0].stations[visit.number], ran)
+        self._send_buffers(visit, step.pieces[0].stages[visit.number], ran)
 
-    def _send_buffers(self, visit: _Visit, station: Station, ran: Ran) -> None:
+    def _send_buffers(self, visit: _Visit, stage: Stage, ran: Ran) -> None:
         """Buffers that a forward changed go home; on a unified device they never left."""
         one = visit.visited
         if not one.updates or self._device.info.unified:
@@ -306,10 +306,10 @@ class Relay:
         slot = visit.slot
         assert slot is not None
         targets: list[tuple[torch.Tensor, View]] = [
-            (self._store[station.buffers[index]], slot.parameters[len(station.parameters) + index])
+            (self._store[stage.buffers[index]], slot.parameters[len(stage.parameters) + index])
             for index in one.updates
         ]
         sent = slot.send(self.drain_queue, targets)
         ran.reads += sent
         for index in one.updates:
-            self._store.updated[station.buffers[index]] = sent[-1]
+            self._store.updated[stage.buffers[index]] = sent[-1]

@@ -26,7 +26,7 @@ from relay.runtime.host_memory_check import Build, CountingHost, refuse_beyond, 
 from relay.runtime.interrupts import DeferredInterrupt
 from relay.runtime.memory_plan import Requirement, kernel_workspace, plans_for, scalar_bytes, slot_sizes
 from relay.runtime.schedule import Ran, Relay, SlotRing
-from relay.runtime.stages import Stations, changing_buffers, gradient_fields, wanted_of
+from relay.runtime.stages import CompiledModel, changing_buffers, gradient_fields, wanted_of
 from relay.runtime.stash import STASH_STATE, Stash, device_bytes, host_bytes, kept_bytes
 from relay.runtime.trace import Trace
 from relay.runtime.watchdog import Watchdog, waited_for
@@ -59,7 +59,7 @@ class Session:
         self.relay: Relay | None = None
         self.trace: Trace | None = None
         self.broken: BaseException | None = None
-        self.stall_seconds: float | None = None
+        self.stall_timeout: float | None = None
         self.knows_every_layer = False
         self.pending: list[Event] = []
         self.transfers: list[Event] = []
@@ -80,59 +80,61 @@ class Session:
 
     # -- making ready -----------------------------------------------------------------------------------------
 
-    def check_host(self, pieces: Sequence[Stations], groups: Sequence[Mapping[str, Any]], training: bool) -> None:
+    def check_host(self, pieces: Sequence[CompiledModel], groups: Sequence[Mapping[str, Any]], training: bool) -> None:
         """Raise OutOfMemory, with the ledger and advice, where a pass needs more of the host than it may have."""
         capacity = self.host.memory().capacity
-        stations = pieces[0]
-        if capacity is None or self._build is None or id(stations) in self._rehearsed:
+        compiled = pieces[0]
+        if capacity is None or self._build is None or id(compiled) in self._rehearsed:
             return
         counting = CountingHost(self.host.worker)
-        wanted = wanted_of(stations)
-        plans = self.gradient_plans(stations) if training else []
+        wanted = wanted_of(compiled)
+        plans = self.gradient_plans(compiled) if training else []
 
         def lay_out(store: LayerStore) -> list[SlotContent]:
-            return self._lay_out(store, stations, wanted)
+            return self._lay_out(store, compiled, wanted)
 
         store = rehearse(self._model, counting, self._build, wanted, lay_out, plans, groups)
         if self.store.homes_beyond(store):
             counting.ledger.add(GRADIENTS, torch.uint8, self.store.homes_beyond(store))
-        for name in changing_buffers(stations) if training else ():
+        for name in changing_buffers(compiled) if training else ():
             counting.alloc(store[name].numel(), store[name].dtype, KEPT_BUFFERS)
         stash = host_bytes(plans_for(pieces, self._stash_place, training))
         counting.ledger.add(STASH_STATE, torch.uint8, stash)
         refuse_beyond(
             capacity, counting.ledger, self._precision, self._state_dtype, self._stash_place, self.server.held,
-            any(value.parts for value in stations.partition.values),
+            any(value.parts for value in compiled.partition.values),
         )  # fmt: skip
-        self._rehearsed.add(id(stations))
+        self._rehearsed.add(id(compiled))
 
-    def contents(self, stations: Stations) -> list[SlotContent]:
+    def contents(self, compiled: CompiledModel) -> list[SlotContent]:
         """What the slots will hold, segment by segment; on first use the model moves into the store."""
-        wanted = wanted_of(stations)
+        wanted = wanted_of(compiled)
         if not all(self.store.holds(item) for group in wanted for item in group):
             self.store.take_over(self._model, wanted)
         self.store.check(self._model)
         self.store.take_edits()
-        return self._lay_out(self.store, stations, wanted)
+        return self._lay_out(self.store, compiled, wanted)
 
-    def _lay_out(self, store: LayerStore, stations: Stations, wanted: Sequence[Sequence[Wanted]]) -> list[SlotContent]:
-        fields = gradient_fields(stations)
+    def _lay_out(
+        self, store: LayerStore, compiled: CompiledModel, wanted: Sequence[Sequence[Wanted]]
+    ) -> list[SlotContent]:
+        fields = gradient_fields(compiled)
         return [
-            store.content(station.segment.name, group, gradients, self.server.held)
-            for station, group, gradients in zip(stations.stations, wanted, fields, strict=True)
+            store.content(stage.segment.name, group, gradients, self.server.held)
+            for stage, group, gradients in zip(compiled.stages, wanted, fields, strict=True)
         ]
 
-    def gradient_plans(self, stations: Stations) -> list[GradientPlan]:
+    def gradient_plans(self, compiled: CompiledModel) -> list[GradientPlan]:
         """What happens to each segment's gradients."""
-        segments = [(station.segment.name, station.gradients) for station in stations.stations]
+        segments = [(stage.segment.name, stage.gradients) for stage in compiled.stages]
         plans = plan_gradients(segments)
-        for station in stations.stations:
-            plans[station.segment.name].presence = station.reach
+        for stage in compiled.stages:
+            plans[stage.segment.name].presence = stage.reach
         return [plans[name] for name, _ in segments]
 
     def make_ready(
         self,
-        pieces: Sequence[Stations],
+        pieces: Sequence[CompiledModel],
         contents: Sequence[SlotContent],
         plans: Sequence[GradientPlan],
         groups: Sequence[Mapping[str, Any]],
@@ -155,7 +157,7 @@ class Session:
             workspace=max(kernel_workspace(one) for one in distinct),
             scalars=scalar_bytes(len(pieces)),
             kept=kept_bytes(stash_plans),
-            layers=max(station.segment.layers for station in pieces[0].stations),
+            layers=max(stage.segment.layers for stage in pieces[0].stages),
         )
         requirement.check(self.device.info.name, self.capacity, self._stash_place, len(pieces), largest.name)
         self._advice = requirement.advice(self._stash_place, len(pieces), largest.name)
@@ -203,7 +205,7 @@ class Session:
         error: BaseException | None = None
         with (
             DeferredInterrupt() as interrupt,
-            Watchdog(self.stall_seconds, lambda: waited_for(ran, stash, self.pending, self._slots(), self.device)),
+            Watchdog(self.stall_timeout, lambda: waited_for(ran, stash, self.pending, self._slots(), self.device)),
         ):
             try:
                 yield ran
@@ -244,9 +246,9 @@ class Session:
             # A task's error comes wrapped by its queue; ours says by itself what to do.
             raise error.__cause__ if isinstance(error.__cause__, RelayError) else error
 
-    def keep_buffers(self, stations: Stations) -> list[str]:
+    def keep_buffers(self, compiled: CompiledModel) -> list[str]:
         """Keep a copy of the buffers that a step's forward changes, should the step not be applied. Their names."""
-        names = changing_buffers(stations)
+        names = changing_buffers(compiled)
         for name in names:
             buffer = self.store[name]
             if name not in self._kept_buffers:
@@ -330,7 +332,7 @@ class Session:
         self.host.close()
         self.device.close()
 
-    def _stash_for(self, pieces: Sequence[Stations], purpose: str) -> Stash:
+    def _stash_for(self, pieces: Sequence[CompiledModel], purpose: str) -> Stash:
         """The stash for these shapes; one lives at a time."""
         key = (purpose, tuple(pieces))
         if self._stash is None or self._stash_key != key:

@@ -1,6 +1,6 @@
-"""Stations: a partition captured, and then compiled, for one shape of micro-batch.
+"""Compiled models: a partition captured, and then compiled, for one shape of micro-batch.
 
-Each segment becomes a station with its kernels and the lists that a visit needs, so that a visit itself only looks
+Each segment becomes a stage with its kernels and the lists that a visit needs, so that a visit itself only looks
 things up. Segments built alike are captured once and share their kernels. It allocates nothing but kernels.
 """
 
@@ -29,8 +29,8 @@ CPU = torch.device("cpu")
 
 
 @dataclass(eq=False)
-class Pass:
-    """One kind of visit to a station: a program, its kernel once compiled, and where inputs and outputs belong.
+class StageProgram:
+    """One kind of visit to a stage: a program, its kernel once compiled, and where inputs and outputs belong.
 
     `reads` and `seeds` are the values whose contents and whose gradients it takes in (of a value with parts, all of
     them); `writes` the values it makes;
@@ -59,7 +59,7 @@ class Pass:
 
 
 @dataclass(eq=False)
-class Station:
+class Stage:
     """A segment ready to run. Names are the model's; `parameters` each once, in the kernels' order.
 
     `dtypes` are what the kernels take the parameters and then the buffers in. `reach` says, where data decide, which
@@ -71,8 +71,8 @@ class Station:
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
-    forward: Pass | None
-    backward: Pass | None
+    forward: StageProgram | None
+    backward: StageProgram | None
     reach: Reach | None = None
 
     @property
@@ -84,11 +84,11 @@ class Station:
 
 
 @dataclass(eq=False)
-class Stations:
-    """All stations, for one shape of micro-batch."""
+class CompiledModel:
+    """All stages, for one shape of micro-batch."""
 
     partition: Partition
-    stations: list[Station]
+    stages: list[Stage]
 
     @property
     def loss(self) -> int | None:
@@ -97,8 +97,8 @@ class Stations:
 
     def compile(self, device: Device) -> None:
         """Make the kernels. Raises Unsupported, CompileError or OutOfMemory, naming the layer."""
-        for station in self.stations:
-            for one in (station.forward, station.backward):
+        for stage in self.stages:
+            for one in (stage.forward, stage.backward):
                 if one is not None:
                     one.kernel = device.compile(one.program)
 
@@ -106,27 +106,27 @@ class Stations:
         """What must be equal for two micro-batches to take part in one step: the layers, their states and gradients."""
         return [
             (
-                station.segment.name,
-                station.parameters,
-                station.buffers,
-                station.dtypes,
-                station.gradients,
-                tuple(one is not None and one.updates for one in (station.forward, station.backward)),
+                stage.segment.name,
+                stage.parameters,
+                stage.buffers,
+                stage.dtypes,
+                stage.gradients,
+                tuple(one is not None and one.updates for one in (stage.forward, stage.backward)),
             )
-            for station in self.stations
+            for stage in self.stages
         ]
 
     def layout(self) -> Any:
         """What must be equal for two micro-batches' values to lie in the same cells: who makes and who takes which."""
         return [
             (one.reads, one.writes, one.seeds, one.value_gradients)
-            for station in self.stations
-            for one in (station.forward, station.backward)
+            for stage in self.stages
+            for one in (stage.forward, stage.backward)
             if one is not None
         ]
 
 
-def build_stations(
+def build_compiled_model(
     partition: Partition,
     training: bool,
     results: bool,
@@ -136,7 +136,7 @@ def build_stations(
     captures: Captures | None = None,
     recompute: bool | int = True,
     place: torch.device = CPU,
-) -> Stations:
+) -> CompiledModel:
     """Capture; nothing is compiled yet. For `training` the last segment gets one joint pass, else forward passes only;
     `results` asks for the model's outputs besides the loss. `presences` are those of the segments that run eagerly, by
     name: one for all shapes of micro-batch, since a step may have several. `captures` holds what earlier calls
@@ -195,26 +195,26 @@ def build_stations(
     for segment, captured in built:
         _add_kept(segment, captured, partition)
 
-    stations = [_station(segment, captured, partition, training, results) for segment, captured in built]
+    stages = [_stage(segment, captured, partition, training, results) for segment, captured in built]
     fed: set[int] = set()
-    for station in reversed(stations):
-        if station.backward is None:
+    for stage in reversed(stages):
+        if stage.backward is None:
             continue
-        station.backward.added = tuple(value in fed for value in station.backward.value_gradients)
-        fed.update(station.backward.value_gradients)
-    for station in stations:
-        for one in (station.forward, station.backward):
+        stage.backward.added = tuple(value in fed for value in stage.backward.value_gradients)
+        fed.update(stage.backward.value_gradients)
+    for stage in stages:
+        for one in (stage.forward, stage.backward):
             if one is not None:
                 one.first, one.later = one.accumulate(False), one.accumulate(True)
     backwards = [
         Backward(one.backward.program, one.backward.seeds, one.backward.value_gradients, presence_in(one.captured))
         if one.backward is not None
         else None
-        for one in stations
+        for one in stages
     ]
-    for station, reach in zip(stations, reach_of(backwards), strict=True):
-        station.reach = reach
-    return Stations(partition, stations)
+    for stage, reach in zip(stages, reach_of(backwards), strict=True):
+        stage.reach = reach
+    return CompiledModel(partition, stages)
 
 
 def _example(value: Value, order: Order) -> torch.Tensor:
@@ -300,7 +300,7 @@ def _modes(module: nn.Module) -> Any:
     )
 
 
-def _station(segment: Segment, captured: Captured, partition: Partition, training: bool, results: bool) -> Station:
+def _stage(segment: Segment, captured: Captured, partition: Partition, training: bool, results: bool) -> Stage:
     last = segment.index == len(partition.segments) - 1
 
     values = [value for value in segment.outputs if not partition.values[value].parts]
@@ -313,9 +313,9 @@ def _station(segment: Segment, captured: Captured, partition: Partition, trainin
         plain = [names[index] for index in indices if index < len(names)]
         return (*plain, *(bundle if len(plain) < len(indices) else ()))
 
-    def make(program: Program) -> Pass:
+    def make(program: Program) -> StageProgram:
         ports = program.outputs
-        return Pass(
+        return StageProgram(
             program=program,
             reads=named([port.index for port in program.inputs if port.role is Role.VALUE], known),
             seeds=tuple(segment.outputs[port.index] for port in program.inputs if port.role is Role.SEED),
@@ -337,7 +337,7 @@ def _station(segment: Segment, captured: Captured, partition: Partition, trainin
     parameters = tuple(segment.parameters[names[0]] for names in captured.parameter_names)
     buffers = tuple(segment.buffers[name] for name in captured.buffer_names)
     ports = captured.forward.inputs[: len(parameters) + len(buffers)]
-    return Station(segment, captured, parameters, buffers, tuple(port.dtype for port in ports), forward, backward)
+    return Stage(segment, captured, parameters, buffers, tuple(port.dtype for port in ports), forward, backward)
 
 
 def presence_in(captured: Captured) -> Presence | None:
@@ -345,27 +345,27 @@ def presence_in(captured: Captured) -> Presence | None:
     return captured.eager.presence if captured.eager is not None else None
 
 
-def wanted_of(stations: Stations) -> list[list[Wanted]]:
+def wanted_of(compiled: CompiledModel) -> list[list[Wanted]]:
     """What each segment wants of the store: its parameters and buffers, each in the dtype that its kernels take."""
     return [
-        list(zip([*station.parameters, *station.buffers], station.dtypes, strict=True)) for station in stations.stations
+        list(zip([*stage.parameters, *stage.buffers], stage.dtypes, strict=True)) for stage in compiled.stages
     ]
 
 
-def changing_buffers(stations: Stations) -> list[str]:
+def changing_buffers(compiled: CompiledModel) -> list[str]:
     """The buffers that a training step changes."""
-    passes = [(one, each) for one in stations.stations for each in (one.forward, one.backward) if each is not None]
+    passes = [(one, each) for one in compiled.stages for each in (one.forward, one.backward) if each is not None]
     return [one.buffers[index] for one, each in passes for index in each.updates]
 
 
-def gradient_fields(stations: Stations) -> list[list[GradientField]]:
+def gradient_fields(compiled: CompiledModel) -> list[list[GradientField]]:
     """The gradients that each segment leaves in its slot."""
     uses: Counter[str] = Counter()
     fields = []
-    for station in stations.stations:
-        outputs = station.backward.program.outputs if station.backward is not None else ()
+    for stage in compiled.stages:
+        outputs = stage.backward.program.outputs if stage.backward is not None else ()
         dtypes = [port.dtype for port in outputs if port.role is Role.PARAMETER_GRADIENT]
-        named = zip(station.gradients, dtypes, strict=True)
+        named = zip(stage.gradients, dtypes, strict=True)
         fields.append([GradientField(name, dtype, uses[name]) for name, dtype in named])
-        uses.update(station.gradients)
+        uses.update(stage.gradients)
     return fields

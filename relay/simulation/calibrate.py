@@ -30,7 +30,7 @@ from relay.capture import graphs_for
 from relay.optim.optimizers import AdamW
 from relay.options import COMPUTE
 from relay.runtime.grad_mode import as_if_alone
-from relay.simulation.transformer_shape import ModelShape, stations_of
+from relay.simulation.transformer_shape import ModelShape, compiled_model_of
 
 SHAPES = ((96, 128, 4), (128, 128, 2), (192, 128, 1), (224, 128, 4), (256, 64, 4), (384, 128, 2), (448, 128, 2))
 """(hidden, sequence, sequences) of the layers that are timed: small for a GPU's taste, quick on a CPU."""
@@ -145,9 +145,9 @@ def _programs(shapes: Sequence[tuple[int, int, int]], precision: str, info: Devi
     for hidden, sequence, sequences in shapes:
         shape = ModelShape(2, hidden, max(1, hidden // 32), 256)
         compute = COMPUTE[precision]
-        stations = stations_of(shape, sequences, sequence, compute, lowering=lowering, place=place).stations
-        for station in (stations[0], stations[1], stations[-1]):
-            found += [one.program for one in (station.forward, station.backward) if one is not None]
+        compiled = compiled_model_of(shape, sequences, sequence, compute, lowering=lowering, place=place).stages
+        for stage in (compiled[0], compiled[1], compiled[-1]):
+            found += [one.program for one in (stage.forward, stage.backward) if one is not None]
     return found
 
 

@@ -20,7 +20,7 @@ from hal.host import Host
 from hal.slot import SlotContent
 from relay.eps.server import GradientPlan, ParameterServer
 from relay.eps.store import LayerStore
-from relay.runtime.stages import Stations, gradient_fields, wanted_of
+from relay.runtime.stages import CompiledModel, gradient_fields, wanted_of
 
 
 @dataclass(eq=False)
@@ -53,7 +53,7 @@ class HostSides:
 
     def __init__(self) -> None:
         self._idle: dict[Hashable, list[HostSide]] = {}
-        self._laid_out: dict[Stations, Hashable] = {}
+        self._laid_out: dict[CompiledModel, Hashable] = {}
 
     def take(self, key: Hashable, optimizer: Any) -> HostSide | None:
         """One made for that, or None where there is none to be had."""
@@ -67,12 +67,12 @@ class HostSides:
         """Take one in of a run that has ended."""
         self._idle.setdefault(key, []).append(side)
 
-    def laid_out(self, stations: Stations) -> Hashable:
+    def laid_out(self, compiled: CompiledModel) -> Hashable:
         """What of the stations decides how weights and gradients lie."""
-        found = self._laid_out.get(stations)
+        found = self._laid_out.get(compiled)
         if found is None:
-            names = [station.segment.name for station in stations.stations]
-            rows = zip(names, wanted_of(stations), gradient_fields(stations), strict=True)
+            names = [stage.segment.name for stage in compiled.stages]
+            rows = zip(names, wanted_of(compiled), gradient_fields(compiled), strict=True)
             found = tuple((name, tuple(wanted), tuple(gradients)) for name, wanted, gradients in rows)
-            self._laid_out[stations] = found
+            self._laid_out[compiled] = found
         return found

@@ -18,7 +18,7 @@ from relay.graph.pytree import tensor_leaves
 from relay.partition import partition_model
 from relay.partition.find_blocks import find_blocks
 from relay.partition.merge_layers import merge_layers
-from relay.runtime.stages import Stations, build_stations
+from relay.runtime.stages import CompiledModel, build_compiled_model
 from relay.simulation.transformer_shape import ShapeError
 
 
@@ -38,23 +38,23 @@ class MetaModel:
         self.sequences, self.sequence = tensors[0].shape[:2]
         self.layers = len(find_blocks(module))
         self.title = f"{type(module).__name__}, {self.layers} repeated layers"
-        self._stations: dict[tuple[Any, ...], Stations] = {}
+        self._compiled: dict[tuple[Any, ...], CompiledModel] = {}
 
     def described(self) -> dict[str, Any]:
         """What `--json` says of it."""
         return {"class": type(self.module).__name__, "layers": self.layers}
 
-    def stations(
+    def compiled(
         self,
         sequences: int,
         sequence: int,
         compute: torch.dtype,
         layers_per_slot: int = 1,
         recompute: bool | int = True,
-    ) -> Stations:
+    ) -> CompiledModel:
         """The stations for training on that many sequences of the example."""
         key = sequences, compute, layers_per_slot, str(recompute)  # as keys 1 and True are one
-        if key not in self._stations:
+        if key not in self._compiled:
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             module = _without_memory(self.module, mode)
             batch = {
@@ -67,8 +67,8 @@ class MetaModel:
                 if not partition.has_loss:
                     raise ShapeError(f"{type(self.module).__name__} gives no .loss for this example: has it labels?")
                 partition = merge_layers(partition, layers_per_slot)
-                self._stations[key] = build_stations(partition, True, False, compute, recompute=recompute)
-        return self._stations[key]
+                self._compiled[key] = build_compiled_model(partition, True, False, compute, recompute=recompute)
+        return self._compiled[key]
 
     def model(self, sequence: int) -> nn.Module:
         """A copy on the meta device, for the layer store to take over."""
@@ -76,8 +76,8 @@ class MetaModel:
 
     def model_flops(self, sequence: int) -> float:
         """FLOPs of forward and backward for a token: three times the captured forward's."""
-        stations = self.stations(1, sequence, torch.float32).stations
-        return 3.0 * sum(station.captured.forward.flops for station in stations) / self.sequence
+        stages = self.compiled(1, sequence, torch.float32).stages
+        return 3.0 * sum(stage.captured.forward.flops for stage in stages) / self.sequence
 
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

@@ -46,7 +46,7 @@ _REASONED = ("state_dtype", "stash", "recompute", "layers_per_slot", "slots", "m
 _OPTIONS = ("microbatches", "slots", "layers_per_slot", "stash", "recompute", "precision", "state_dtype")
 
 
-class NoPlan(RelayError):
+class NoFeasiblePlan(RelayError):
     """No combination fits. What to do: what the message says is closest, another machine, or a smaller model."""
 
 
@@ -115,7 +115,7 @@ def plan(
     """The best way to run a model, given by name or by `layers`, `hidden` and so on as `relay.simulate` takes them.
 
     `batch` sequences make a step; they are cut into as many pieces as powers of two give, and into single ones. Raises
-    NoPlan where nothing fits.
+    NoFeasiblePlan where nothing fits.
     """
     refuse_unknown("plan", shape, _KEYWORDS)
     state_dtypes, stashes, slots = (
@@ -143,7 +143,7 @@ def plan(
         hint = ""
         if precision == "fp16" and loss_scale == "dynamic":
             hint = " A fixed loss scale (loss_scale='fixed') would hold no gradients on the host."
-        raise NoPlan(
+        raise NoFeasiblePlan(
             f"Nothing of {len(refused)} combinations fits. The closest ({_name(closest)}) still lacks: "
             + " ".join(closest.shortfalls)
             + hint

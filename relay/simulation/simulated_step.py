@@ -30,7 +30,7 @@ from relay.optim.optimizers import AdamW
 from relay.runtime.memory_plan import kernel_workspace, slot_sizes
 from relay.runtime.schedule import Ran, Relay, TrainingStep
 from relay.runtime.session import Session
-from relay.runtime.stages import Stations, recomputing
+from relay.runtime.stages import CompiledModel, recomputing
 from relay.runtime.stash import Key, Stash, device_bytes, kept_bytes
 from relay.simulation.host_cache import HostSide, HostSides
 from relay.simulation.meta_model import MetaModel
@@ -135,10 +135,10 @@ class SimulatedRun:
         """
         compute = options.COMPUTE[run.precision]
         sizes = run.pieces()
-        self._stations = [
-            shape.stations(size, run.sequence, compute, run.layers_per_slot, run.recompute) for size in sizes
+        self._compiled = [
+            shape.compiled(size, run.sequence, compute, run.layers_per_slot, run.recompute) for size in sizes
         ]
-        segments = len(self._stations[0].stations)
+        segments = len(self._compiled[0].stages)
         most = max(1, segments - 1)
         count = recomputing(run.recompute, most)
         repeats = True if count >= most else count or False
@@ -152,8 +152,8 @@ class SimulatedRun:
         parts = side.model, self._device, side.host, side.store, side.server
         self._session = Session(*parts, run.slots, run.stash, None)
         if not side.contents:
-            side.contents = self._session.contents(self._stations[0])
-            side.plans = self._session.gradient_plans(self._stations[0])
+            side.contents = self._session.contents(self._compiled[0])
+            side.plans = self._session.gradient_plans(self._compiled[0])
         self._contents, self._plans = side.contents, side.plans
         self._relay, self._stash = self._ready()
         self._number = 0
@@ -163,7 +163,7 @@ class SimulatedRun:
         run, device = self.run, self._device
         scaled = run.precision == "fp16" and run.loss_scale == "dynamic"
         decides = shape, run.sequence, run.state_dtype, run.clip_grad_norm, scaled, device.info.unified
-        key = (*decides, self._sides.laid_out(self._stations[0]))
+        key = (*decides, self._sides.laid_out(self._compiled[0]))
         side = self._sides.take(key, run.optimizer)
         if side is not None:
             side.follow(device)
@@ -193,7 +193,7 @@ class SimulatedRun:
             "slots: gradients": self.run.slots * gradients,
             "stash of activations": device_bytes(plans) - kept_bytes(plans),
             "tensors kept for backward": kept_bytes(plans),
-            "workspace of kernels": max(kernel_workspace(one) for one in set(self._stations)),
+            "workspace of kernels": max(kernel_workspace(one) for one in set(self._compiled)),
         }
         peak = self._device.memory().peak
         rows["scalars and rounding"] = peak - sum(rows.values())
@@ -225,15 +225,15 @@ class SimulatedRun:
         return list(zip(self._contents, self._plans, strict=True))
 
     def _ready(self) -> tuple[Relay, Stash]:
-        return self._session.make_ready(self._stations, self._contents, self._plans, self._side.groups, "train")
+        return self._session.make_ready(self._compiled, self._contents, self._plans, self._side.groups, "train")
 
     def _step(self) -> Ran:
         session, relay, stash = self._session, self._relay, self._stash
-        count = len(self._stations)
+        count = len(self._compiled)
         loss_row, losses, seed_row, seeds = session.scalars(count, torch.float32)
         row = torch.empty(count, device="meta")
         seeds_ready = relay.load_queue.write(seed_row, row)
-        self._bring(stash, self._stations)
+        self._bring(stash, self._compiled)
 
         def verdict(ran: Ran) -> Event:
             read = relay.drain_queue.read(row, loss_row, ran.compute[-count:])
@@ -241,7 +241,7 @@ class SimulatedRun:
             return session.host.run(_nothing, [read], "verdict on the loss")
 
         step = TrainingStep(
-            self._stations, self._contents, stash, 0, self._number, losses, self._plans, seeds, seeds_ready, verdict,
+            self._compiled, self._contents, stash, 0, self._number, losses, self._plans, seeds, seeds_ready, verdict,
             self._side.groups, 1.0,
         )  # fmt: skip
         with session.running(stash, [seeds_ready]) as ran:
@@ -252,8 +252,8 @@ class SimulatedRun:
         return ran
 
     @staticmethod
-    def _bring(stash: Stash, stations: Sequence[Stations]) -> None:
-        for microbatch, one in enumerate(stations):
+    def _bring(stash: Stash, compiled: Sequence[CompiledModel]) -> None:
+        for microbatch, one in enumerate(compiled):
             for value in one.partition.inputs:
                 like = one.partition.values[value]
                 tensor = torch.empty(like.shape, dtype=like.dtype, device="meta")

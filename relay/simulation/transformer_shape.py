@@ -25,7 +25,7 @@ from relay.graph.pytree import tensor_leaves
 from relay.models.gpt import Block, Embedding, Head, cross_entropy
 from relay.partition.merge_layers import merge_layers
 from relay.partition.segments import Partition, Segment, Value
-from relay.runtime.stages import CPU, Captures, Stations, build_stations, recomputing
+from relay.runtime.stages import CPU, Captures, CompiledModel, build_compiled_model, recomputing
 
 
 class ShapeError(RelayError, ValueError):
@@ -102,18 +102,18 @@ class ModelShape:
         """What `--json` says of it: sizes as they are, where 0 stood for the usual too."""
         return asdict(self) | {"ffn": self.wide, "kv_heads": self.key_heads, "head_size": self.depth}
 
-    def stations(
+    def compiled(
         self,
         sequences: int,
         sequence: int,
         compute: torch.dtype,
         layers_per_slot: int = 1,
         recompute: bool | int = True,
-    ) -> Stations:
-        """See `stations_of`."""
+    ) -> CompiledModel:
+        """See `compiled_model_of`."""
         # Of a cache's keys 1 and True are one, so the number is worked out here.
         count = recomputing(recompute, -(-self.layers // layers_per_slot) + 2)
-        return stations_of(self, sequences, sequence, compute, min(layers_per_slot, self.layers), count)
+        return compiled_model_of(self, sequences, sequence, compute, min(layers_per_slot, self.layers), count)
 
     def model(self, sequence: int) -> nn.Module:
         """See `model_of`."""
@@ -267,7 +267,7 @@ def model_of(shape: ModelShape, sequence: int) -> nn.Module:
 
 
 @functools.lru_cache(maxsize=16)
-def stations_of(
+def compiled_model_of(
     shape: ModelShape,
     sequences: int,
     sequence: int,
@@ -276,7 +276,7 @@ def stations_of(
     recompute: int | None = None,
     lowering: Lowering = Lowering.NATIVE,
     place: torch.device = CPU,
-) -> Stations:
+) -> CompiledModel:
     """The stations for training on a micro-batch of `sequences` x `sequence` tokens, captured in `compute`, in the
     graphs that a device wants (`relay.capture.graphs_for`).
 
@@ -288,7 +288,7 @@ def stations_of(
         partition = merge_layers(_partition(shape, sequences, sequence, templates), layers_per_slot)
         known = _captures(shape, compute, lowering, place)
         first = True if recompute is None else recompute
-        return build_stations(
+        return build_compiled_model(
             partition, True, False, compute, lowering=lowering, captures=known, recompute=first, place=place
         )
 

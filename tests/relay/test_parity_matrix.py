@@ -148,7 +148,7 @@ def test_the_relay_is_plain_pytorch(build: Callable[..., relay.Trainer], case: C
         model if whole else model.as_list(),
         loss=None if whole else cross_entropy,
         optimizer=RELAYS[case["optimizer"]],
-        parameter_groups=relay_groups(model, case),
+        param_groups=relay_groups(model, case),
         **{name: case[name] for name in PASSED_ON},
         **{f"clip_grad_{name}": limit for name, limit in clip.items()},
     )

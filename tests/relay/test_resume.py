@@ -17,7 +17,7 @@ import relay
 from relay.checkpoint.format import Checkpoint
 from relay.checkpoint_manager import Checkpoints, Terminated, newest
 from relay.cli import main
-from relay.data.resumable import Batches, PositionError, Shuffle
+from relay.data.resumable import PositionError, ResumableBatches, ShuffleSampler
 from relay.errors import CheckpointError, NonFiniteLoss
 from relay.models import GPT, gpt_folder
 from tests.support import reference
@@ -67,7 +67,7 @@ class Counting:
 
 def shuffled_loader() -> DataLoader:
     data = TensorDataset(torch.arange(10))
-    return DataLoader(data, batch_size=3, sampler=Shuffle(10, seed=4))
+    return DataLoader(data, batch_size=3, sampler=ShuffleSampler(10, seed=4))
 
 
 SOURCES: dict[str, Callable[[], Any]] = {
@@ -78,7 +78,7 @@ SOURCES: dict[str, Callable[[], Any]] = {
 }
 
 
-def take(batches: Batches, count: int) -> list[Any]:
+def take(batches: ResumableBatches, count: int) -> list[Any]:
     found = []
     for batch in batches:
         found.append(batch[0].tolist() if isinstance(batch, list) else batch)
@@ -90,11 +90,11 @@ def take(batches: Batches, count: int) -> list[Any]:
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("taken", range(1, 10))
 def test_going_on_neither_repeats_nor_skips_a_batch(source: str, taken: int) -> None:
-    unbroken = take(Batches(SOURCES[source]()), 12)
-    first = Batches(SOURCES[source]())
+    unbroken = take(ResumableBatches(SOURCES[source]()), 12)
+    first = ResumableBatches(SOURCES[source]())
     assert take(first, taken) == unbroken[:taken]
     state = json.loads(json.dumps(first.state_dict()))
-    second = Batches(SOURCES[source]())
+    second = ResumableBatches(SOURCES[source]())
     second.load_state_dict(state)
     assert second.state_dict() == state
     assert take(second, 12 - taken) == unbroken[taken:]
@@ -102,7 +102,7 @@ def test_going_on_neither_repeats_nor_skips_a_batch(source: str, taken: int) -> 
 
 def test_a_source_with_a_state_of_its_own_is_not_read_from_the_start() -> None:
     source = Counting(1000)
-    batches = Batches(source)
+    batches = ResumableBatches(source)
     batches.load_state_dict({"epoch": 0, "taken": 900, "source": {"next": 900}})
     assert take(batches, 1) == [900]
     assert source.made == 1
@@ -112,7 +112,7 @@ def test_epochs_have_orders_of_their_own_that_a_seed_decides() -> None:
     orders = []
     for seed in (0, 1):
         for epoch in range(3):
-            shuffle = Shuffle(50, seed)
+            shuffle = ShuffleSampler(50, seed)
             shuffle.set_epoch(epoch)
             orders.append(tuple(shuffle))
             assert sorted(shuffle) == list(range(50))
@@ -126,11 +126,11 @@ def test_epochs_have_orders_of_their_own_that_a_seed_decides() -> None:
 )
 def test_a_malformed_position_is_refused(state: Any) -> None:
     with pytest.raises(PositionError, match="position"):
-        Batches([1]).load_state_dict(state)
+        ResumableBatches([1]).load_state_dict(state)
 
 
 def test_a_position_beyond_the_data_is_refused() -> None:
-    batches = Batches([1, 2])
+    batches = ResumableBatches([1, 2])
     batches.load_state_dict({"epoch": 0, "taken": 3, "source": None})
     with pytest.raises(PositionError, match="only 2"):
         next(iter(batches))
@@ -148,7 +148,7 @@ def run(trainer: relay.Trainer, batches: Iterable[Any], checkpoints: Checkpoints
 
 
 def test_they_are_written_as_often_as_asked_and_the_newest_are_kept(trainer: relay.Trainer, tmp_path: Path) -> None:
-    batches = Batches(BATCHES, epochs=1)
+    batches = ResumableBatches(BATCHES, epochs=1)
     with Checkpoints(tmp_path, trainer, every=2, keep_last=2, data=batches) as checkpoints:
         for batch in batches:
             trainer.step(batch)
@@ -160,7 +160,7 @@ def test_they_are_written_as_often_as_asked_and_the_newest_are_kept(trainer: rel
 def test_a_damaged_one_is_passed_over_and_never_the_only_whole_one_deleted(
     trainer: relay.Trainer, tmp_path: Path
 ) -> None:
-    batches = Batches(BATCHES)
+    batches = ResumableBatches(BATCHES)
     checkpoints = Checkpoints(tmp_path, trainer, data=batches)
     stream = iter(batches)
     for _ in range(2):
@@ -188,7 +188,7 @@ def test_none_whole_is_an_error_that_says_why(trainer: relay.Trainer, tmp_path: 
 
 
 def test_an_exception_leaves_a_checkpoint_of_the_last_whole_step(trainer: relay.Trainer, tmp_path: Path) -> None:
-    batches = Batches([*BATCHES[:2], spoiled(), *BATCHES[3:]])
+    batches = ResumableBatches([*BATCHES[:2], spoiled(), *BATCHES[3:]])
     with pytest.raises(Exception, match=r".") as caught:
         run(trainer, batches, Checkpoints(tmp_path, trainer, data=batches))
     assert not isinstance(caught.value, NonFiniteLoss)
@@ -200,7 +200,7 @@ def test_an_exception_leaves_a_checkpoint_of_the_last_whole_step(trainer: relay.
 
 
 def test_a_batch_taken_after_the_last_step_is_not_skipped_later(trainer: relay.Trainer, tmp_path: Path) -> None:
-    batches = Batches(BATCHES)
+    batches = ResumableBatches(BATCHES)
     with Checkpoints(tmp_path, trainer, data=batches) as checkpoints:
         for batch in batches:
             if trainer.steps == 3:

@@ -331,7 +331,7 @@ def test_lengths_may_vary_with_a_bounded_number_of_programs(build: Build, progra
     lengths = [5, 3, 5, 7, 3, 2, 5]
     given = [batches(1, rows=8, length=length)[0] for length in lengths]
     trainer = check(build, Stack, given, programs=programs)
-    assert len(trainer._recorder.cache) == programs
+    assert len(trainer._compiler.cache) == programs
 
 
 def test_programs_that_are_no_longer_kept_are_gone_from_the_device(build: Build) -> None:
@@ -360,6 +360,6 @@ def test_batches_padded_to_buckets_train_the_same_and_need_one_program_for_each_
     ours = make()
     trainer = build(ours, microbatches=2, buckets=relay.Buckets((6, 12)))
     assert [trainer.step(batch).loss for batch in given] == pytest.approx(losses, rel=1e-5)
-    assert len(trainer._recorder.cache) == 2
+    assert len(trainer._compiler.cache) == 2
     with pytest.raises(relay.BatchError, match="longest bucket is 12"):
         trainer.step(text_of(13, 0))

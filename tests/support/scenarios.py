@@ -250,7 +250,7 @@ SCENARIOS: dict[str, Scenario] = {
     "bf16, clipped, 8-bit states": _scenario(precision="bf16", clip_grad_norm=0.1, state_dtype="int8", stash="host"),
     "fp16 with a loss scale": _scenario(precision="fp16", slots=3),
     "fp16 with a fixed loss scale": _scenario(precision="fp16", loss_scale=1024.0),
-    "parameter groups": _scenario(parameter_groups=NO_DECAY, stash="host"),
+    "parameter groups": _scenario(param_groups=NO_DECAY, stash="host"),
     "an optimizer of torch's": _scenario(optimizer=MOMENTUM),
     "running statistics": _listed(Normed, slots=1),
     "running statistics, two slots, on the host": _listed(Normed, stash="host"),
@@ -281,7 +281,7 @@ def observed(name: str, device: str) -> tuple[Seen, dict[str, Tensor]]:
     scenario = SCENARIOS[name]
     torch.manual_seed(0)
     trainer = share(relay.Trainer(scenario.make(), device=device, **scenario.options))
-    trainer._recorder.cache = _captures(name)
+    trainer._compiler.cache = _captures(name)
     try:
         seen = scenario.run(trainer)
         state = reference.copy_of(trainer.state_dict())

@@ -17,8 +17,8 @@ from relay.runtime.stages import Captures
 
 def share(trainer: relay.Trainer) -> relay.Trainer:
     """Let a trainer that has not run yet find what others captured."""
-    recorder = trainer._recorder
-    recorder._captures = _captures(recorder._compute, recorder.lowering, recorder.place)
+    compiler = trainer._compiler
+    compiler._captures = _captures(compiler._compute, compiler.lowering, compiler.place)
     return trainer
 
 

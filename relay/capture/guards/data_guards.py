@@ -49,7 +49,7 @@ _FAKE_TEST = ("transformers.utils.import_utils", "is_fake_tensor")
 
 
 @dataclass(frozen=True, eq=False)
-class Decision:
+class Guard:
     """A question about the batch: `read` of what `graph` computes from the batch's tensors, and its answer."""
 
     graph: fx.GraphModule
@@ -63,12 +63,12 @@ class Decision:
             return bool(self.read(*self.graph(*batch), *self.rest) == self.answer)
 
 
-class Decider(TorchFunctionMode):
-    """Answers questions about a batch during one trace. `decisions` are those it has answered, in order."""
+class GuardTracer(TorchFunctionMode):
+    """Answers questions about a batch during one trace. `guards` are those it has answered, in order."""
 
     def __init__(self, batch: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self.decisions: list[Decision] = []
+        self.guards: list[Guard] = []
         self._batch = list(batch)
         # A batch of shapes alone has no answers.
         self._has_numbers = not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in batch)
@@ -94,7 +94,7 @@ class Decider(TorchFunctionMode):
         if question not in self._asked:
             self._asked.add(question)
             if any(node.users for node in graph.graph.find_nodes(op="placeholder")):
-                self.decisions.append(Decision(graph, read, rest, answer))
+                self.guards.append(Guard(graph, read, rest, answer))
         return answer
 
     def _graph_of(self, nodes: Sequence[fx.Node | None]) -> fx.GraphModule | None:
@@ -124,20 +124,20 @@ class Decider(TorchFunctionMode):
 
 
 @contextmanager
-def deciding(decider: Decider) -> Iterator[None]:
-    """While open, this thread's model code gets its answers from `decider`."""
+def guarding(guard_tracer: GuardTracer) -> Iterator[None]:
+    """While open, this thread's model code gets its answers from `guard_tracer`."""
     name, attribute = _FAKE_TEST
     module, thread = sys.modules.get(name), threading.get_ident()
     original = getattr(module, attribute, None)
 
     def is_fake(tensor: Any) -> bool:
         assert original is not None
-        return bool(original(tensor)) and not (threading.get_ident() == thread and decider.knows(tensor))
+        return bool(original(tensor)) and not (threading.get_ident() == thread and guard_tracer.knows(tensor))
 
     if original is not None:
         setattr(module, attribute, is_fake)
     try:
-        with decider:
+        with guard_tracer:
             yield
     finally:
         if original is not None:

@@ -66,7 +66,7 @@ def check_module(model: nn.Module) -> None:
             raise PartitionError(
                 f"parameter {name!r} has a hook on its gradient, which would never be called: gradients go to the "
                 "optimizer without passing through autograd's accumulation. Remove the hook; for scaling or clipping "
-                "use parameter_groups=, clip_grad_norm= or clip_grad_value=."
+                "use param_groups=, clip_grad_norm= or clip_grad_value=."
             )
     for name, module in model.named_modules():
         by = "torch.jit" if isinstance(module, torch.jit.ScriptModule) else ""

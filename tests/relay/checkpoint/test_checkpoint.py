@@ -60,7 +60,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "8-bit states": {"state_dtype": "int8"},
     "bf16 states": {"state_dtype": "bf16"},
     "discrete device": {"device": "cpu:discrete", "stash": "host"},
-    "groups": {"parameter_groups": [{"params": "*.bias", "weight_decay": 0.0, "lr": 0.01}]},
+    "groups": {"param_groups": [{"params": "*.bias", "weight_decay": 0.0, "lr": 0.01}]},
 }
 
 

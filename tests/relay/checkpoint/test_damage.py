@@ -25,7 +25,7 @@ from relay.checkpoint import manifest as manifests
 from relay.checkpoint import plain_values
 from relay.checkpoint.format import Checkpoint
 from relay.cli.train import _from_file, train
-from relay.data.resumable import Batches, PositionError
+from relay.data.resumable import PositionError, ResumableBatches
 from relay.errors import CheckpointError
 
 EXAMPLES = settings(
@@ -380,7 +380,7 @@ def test_what_is_not_plain_is_refused_by_its_place() -> None:
 @settings(EXAMPLES, max_examples=100)
 def test_a_forged_position_is_taken_or_refused(state: Any) -> None:
     with contextlib.suppress(PositionError):
-        Batches([1, 2]).load_state_dict(state)
+        ResumableBatches([1, 2]).load_state_dict(state)
 
 
 option_names = st.sampled_from([option.name for option in train.params] + ["nonsense", "run_file"])

@@ -139,7 +139,7 @@ def test_train_with_json_prints_one_object_with_the_figures(tiny: list[str]) -> 
     assert answer["loss_first"] == pytest.approx(5.5, abs=0.3)
     assert answer["held_out_after"] < answer["held_out_before"]
     assert answer["device_peak_bytes"] > 0
-    assert 16 * answer["parameters"] <= answer["plain_bytes"]
+    assert 16 * answer["parameters"] <= answer["baseline_device_bytes"]
     assert answer["options"]["hidden"] == 16
     assert "sample" not in answer
 

@@ -178,9 +178,9 @@ CROSSING = {"rounded weights", "buffers", "gradients", "gradients in transit", "
 
 def crossing_bytes(trainer: relay.Trainer) -> int:
     """Whole states, and of the weights those that a kernel takes as they are: a rounded one's master stays at home."""
-    stations = trainer._recorder.ready(reference.text_batches(1)[0]).stations[0]
+    compiled = trainer._compiler.ready(reference.text_batches(1)[0]).compiled[0]
     taken = {
-        item for one in stations.stations for item in zip((*one.parameters, *one.buffers), one.dtypes, strict=True)
+        item for one in compiled.stages for item in zip((*one.parameters, *one.buffers), one.dtypes, strict=True)
     }
     weights = [tensor for name, tensor in trainer._model.named_parameters() if (name, tensor.dtype) in taken]
     whole = sum(size for state, _, size in trainer.ledger.rows() if state in CROSSING)

@@ -69,7 +69,7 @@ def assert_trains_alike(
         modules,
         loss=small_loss,
         optimizer=mine,
-        parameter_groups=groups(modules),
+        param_groups=groups(modules),
         precision=precision,
         clip_grad_norm=clip,
         device=device,
@@ -183,7 +183,7 @@ def test_groups_work_for_torch_optim_classes(build: Build) -> None:
 )
 def test_a_group_that_makes_no_sense_is_refused(build: Build, group: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        build(linears(), loss=small_loss, parameter_groups=[group])
+        build(linears(), loss=small_loss, param_groups=[group])
 
 
 # **** Lion and LAMB against float64 ****
@@ -233,7 +233,7 @@ def test_lion_and_lamb_follow_a_float64_reference_for_ten_steps(
         loss=nn.functional.mse_loss,
         optimizer=mine,
         device=device,
-        parameter_groups=no_decay,
+        param_groups=no_decay,
         clip_grad_norm=clip,
     )
     for step in range(1, 11):

@@ -273,7 +273,7 @@ def test_a_model_doubled_twice_keeps_its_device_memory(build: Build) -> None:
 
 def test_schedulers_and_groups_go_on_over_an_edit(build: Build) -> None:
     model, _ = pair(2)
-    trainer = build(model, microbatches=2, parameter_groups=[{"params": ["*.bias"], "weight_decay": 0.0}])
+    trainer = build(model, microbatches=2, param_groups=[{"params": ["*.bias"], "weight_decay": 0.0}])
     scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1, 0.5)
     trainer.step(batches(1)[0])
     scheduler.step()

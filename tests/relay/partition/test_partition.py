@@ -135,8 +135,8 @@ def test_layers_share_a_program_unless_they_differ_in_what_their_code_looks_at(
     """The first layer has one of its own: nothing asks for the gradient of what it is given."""
     make = with_layers(*(functools.partial(Numbered, number, looks) for number in range(4)))
     trainer = check(build, make, batches(), microbatches=1)
-    stations = next(iter(trainer._recorder.cache)).stations
-    assert len({id(one.captured) for one in stations if one.segment.name.startswith("layers")}) == programs
+    compiled = next(iter(trainer._compiler.cache)).stages
+    assert len({id(one.captured) for one in compiled if one.segment.name.startswith("layers")}) == programs
 
 
 class WithBuffer(Block):

@@ -134,8 +134,8 @@ def test_segments_that_drop_nothing_draw_nothing(build: Build) -> None:
     layers = [nn.Linear(WIDTH, WIDTH), Noisy(), still, nn.Linear(WIDTH, 2)]
     trainer = build(layers, loss=nn.functional.mse_loss)
     trainer.step(some_batches(1)[0])
-    stations = next(iter(trainer._recorder.cache)).stations
-    drawn = [[one.program.draws for one in (each.forward, each.backward) if one is not None] for each in stations]
+    compiled = next(iter(trainer._compiler.cache)).stages
+    drawn = [[one.program.draws for one in (each.forward, each.backward) if one is not None] for each in compiled]
     assert drawn == [[False, False], [True, True], [False, False], [False]]
 
 

@@ -299,7 +299,7 @@ def test_slow_queues_change_no_bit(make: Make, faults: Faults) -> None:
 
 
 def test_the_watchdog_says_what_a_step_waits_for(make: Make, faults: Faults, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = make(device="cpu:discrete", stall_seconds=0.2)
+    trainer = make(device="cpu:discrete", stall_timeout=0.2)
     with caplog.at_level(logging.ERROR, "relay"):
         trainer.step(batch(0))
         faults.slow = {"drain": 0.05}

@@ -220,10 +220,10 @@ def test_a_checkpoint_goes_on_under_any_layout(build: Build, tmp_path: Path) -> 
 def test_groups_built_alike_share_a_program(build: Build) -> None:
     trainer = build(gpt(layers=7), layers_per_slot=2, recompute=False)
     trainer.step(reference.text_batches(1)[0])
-    stations = next(iter(trainer._recorder.cache)).stations
-    names = [one.segment.name for one in stations]
+    compiled = next(iter(trainer._compiler.cache)).stages
+    names = [one.segment.name for one in compiled]
     assert names[1:5] == ["blocks.0+blocks.1", "blocks.2+blocks.3", "blocks.4+blocks.5", "blocks.6"]
-    assert len({id(one.captured) for one in stations[1:5]}) == 2
+    assert len({id(one.captured) for one in compiled[1:5]}) == 2
 
 
 @pytest.mark.parametrize("device", ["numpy", "onnx:cpu", "opencl:0"])

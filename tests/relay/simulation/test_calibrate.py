@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hal.program import Program
 from relay.cli import main
 from relay.simulation import calibrate
-from relay.simulation.transformer_shape import ModelShape, stations_of
+from relay.simulation.transformer_shape import ModelShape, compiled_model_of
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ def test_whatever_is_measured_the_constants_are_some_that_a_device_may_have(seco
 def kernels() -> list[Program]:
     found = []
     for hidden in (32, 96):
-        stations = stations_of(ModelShape(2, hidden, 2, 64), 2, 32, torch.float32).stations
-        passes = [stations[1].forward, stations[1].backward, stations[-1].backward]
+        compiled = compiled_model_of(ModelShape(2, hidden, 2, 64), 2, 32, torch.float32).stages
+        passes = [compiled[1].forward, compiled[1].backward, compiled[-1].backward]
         found += [one.program for one in passes if one is not None]
     return found

@@ -19,7 +19,7 @@ from relay.options import COMPUTE
 from relay.simulation import calibrate as calibration
 from relay.simulation import plan as planning
 from relay.simulation.simulated_step import RunShape
-from relay.simulation.transformer_shape import ModelShape, stations_of
+from relay.simulation.transformer_shape import ModelShape, compiled_model_of
 
 SMALL: dict[str, Any] = {"layers": 4, "hidden": 256, "heads": 4, "vocabulary": 256, "sequence": 128, "batch": 4}
 
@@ -48,7 +48,7 @@ def test_states_are_those_allowed_and_the_widest_where_speed_does_not_tell_them_
 
 
 def test_where_nothing_fits_the_closest_is_named() -> None:
-    with pytest.raises(relay.NoPlan, match=r"The closest .* still lacks: The device needs"):
+    with pytest.raises(relay.NoFeasiblePlan, match=r"The closest .* still lacks: The device needs"):
         relay.plan(**SMALL, device="v100-sxm2-16gb", capacity=10**6, state_dtypes=["fp32"])
 
 
@@ -76,7 +76,7 @@ def test_one_slot_is_chosen_where_two_do_not_fit() -> None:
     chosen = relay.plan(**options)
     assert chosen.options["slots"] == 1
     assert "slots=2 does not fit" in chosen.reasons
-    with pytest.raises(relay.NoPlan):
+    with pytest.raises(relay.NoFeasiblePlan):
         relay.plan(**options, slots=(2, 3))
 
 
@@ -229,5 +229,5 @@ def test_a_calibration_is_a_description_that_the_simulator_takes(tmp_path: Path)
 
 
 def test_layers_built_alike_are_captured_once() -> None:
-    stations = stations_of(ModelShape(5, 32, 2, 64), 2, 16, COMPUTE["fp32"]).stations
-    assert len({id(station.captured) for station in stations[1:-1]}) == 1
+    compiled = compiled_model_of(ModelShape(5, 32, 2, 64), 2, 16, COMPUTE["fp32"]).stages
+    assert len({id(stage.captured) for stage in compiled[1:-1]}) == 1

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import relay
-from relay.data.resumable import Batches, Shuffle
+from relay.data.resumable import ResumableBatches, ShuffleSampler
 from relay.optim import fused
 
 STEPS = 40
@@ -48,8 +48,8 @@ def build() -> tuple[relay.Trainer, Data]:
 
 def train(trainer: relay.Trainer, data: Data, folder: Path, begun: int) -> None:
     """One process's life: go on from what is there, to the end. Writes a byte into `begun` after each step."""
-    loader = torch.utils.data.DataLoader(data, batch_size=8, drop_last=True, sampler=Shuffle(len(data), seed=1))
-    batches = Batches(loader)
+    loader = torch.utils.data.DataLoader(data, batch_size=8, drop_last=True, sampler=ShuffleSampler(len(data), seed=1))
+    batches = ResumableBatches(loader)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(trainer.optimizer, STEPS)
     with trainer, relay.Checkpoints(folder, trainer, every=1, data=batches, schedule=schedule) as checkpoints:
         checkpoints.resume()

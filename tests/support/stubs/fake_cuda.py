@@ -28,7 +28,7 @@ from hal.ops import calls, name_of
 from hal.program import Kernel, Program
 from relay.capture import capture
 from relay.models import GPT
-from relay.simulation.transformer_shape import ModelShape, stations_of
+from relay.simulation.transformer_shape import ModelShape, compiled_model_of
 
 WRITTEN_FOR = "2.13"
 """The PyTorch in which the stand-in must compile."""
@@ -158,9 +158,9 @@ def whole_model() -> list[str]:
 
 def of_a_shape() -> dict[str, Any]:
     """The backward of a layer of a model that is only numbers, as calibration captures it."""
-    stations = stations_of(ModelShape(2, 32, 2, 64), 2, 16, torch.float32, place=CUDA).stations
-    assert stations[1].backward is not None
-    return describe(stations[1].backward.program)
+    compiled = compiled_model_of(ModelShape(2, 32, 2, 64), 2, 16, torch.float32, place=CUDA).stages
+    assert compiled[1].backward is not None
+    return describe(compiled[1].backward.program)
 
 
 def main() -> None:

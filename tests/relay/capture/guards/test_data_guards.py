@@ -156,7 +156,7 @@ def test_many_answers_mean_many_programs_and_that_is_said_once(build: Build, cap
             trainer.step(batch)
     said = [record.getMessage() for record in caplog.records if "reads numbers off the batch" in record.getMessage()]
     assert len(said) == 1
-    assert len(trainer._recorder.cache) == 9
+    assert len(trainer._compiler.cache) == 9
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
