@@ -1,9 +1,7 @@
-"""Capture: from modules to graphs. The only package that touches torch's private tracing interfaces.
+"""Capture: PyTorch modules to graphs, and graphs to programs. torch's private tracing interfaces are used here alone.
 
-`joint` makes a segment's programs (`traced` is what it traces, `extraction` cuts them out), `core` rewrites them for
-devices that are not PyTorch's, `tracing` traces whole models with their blocks opaque, `guards` answers what they
-ask of a batch meanwhile, `given` sees what layers change of what they are given, `outside` and `attributes` refuse what
-a trace would lose, `measure` counts what a graph costs, `explain` says why a capture failed.
+No models as wholes (`relay.partition`) and no devices, transfers or steps (`relay.runtime`) live here.
+`relay.data` and the folders above it may import it; it imports `relay.graph`, `relay.errors` and `hal`.
 """
 
 from relay.capture.capture import capture
@@ -11,16 +9,18 @@ from relay.capture.captured import Captured
 from relay.capture.core.lowering import Lowering
 from relay.capture.cost import fingerprint
 from relay.capture.eager_call import Presence
+from relay.capture.fake_tensors import as_fake
 from relay.capture.guards.data_guards import Guard, GuardTracer
 from relay.capture.guards.functional_call import call_with
 from relay.capture.guards.messages import unlogged
 from relay.capture.layer_marks import layer_of_segment
 from relay.capture.trace_for_device import graphs_for
-from relay.capture.trace_model import BLOCK, BlockCall, as_fake, opaque_blocks, run_fake, trace
+from relay.capture.trace_model import BLOCK, SET_GRAD_ENABLED, BlockCall, opaque_blocks, run_fake, trace
 from relay.capture.traced_module import autocast
 
 __all__ = [
     "BLOCK",
+    "SET_GRAD_ENABLED",
     "BlockCall",
     "Captured",
     "Guard",

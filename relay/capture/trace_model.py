@@ -41,6 +41,9 @@ _library.define("block(int call, Tensor[] inputs) -> Tensor[]")
 BLOCK = torch.ops.relay.block.default
 """The op that stands for one call of a repeated block in a trace."""
 
+SET_GRAD_ENABLED = torch._C._set_grad_enabled
+"""What a trace calls where the model turned gradients on or off; its argument is the new mode."""
+
 _running: list[list[BlockCall]] = []
 
 
@@ -221,12 +224,6 @@ def trace(
         raise
     except Exception as failure:
         raise explain(failure, name) from failure
-
-
-def as_fake(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Fake tensors of the same shapes and dtypes, that work with each other and with real parameters."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    return [mode.from_tensor(tensor) for tensor in tensors]
 
 
 def run_fake(module: nn.Module, fakes: Sequence[torch.Tensor], name: str) -> Any:

@@ -1,10 +1,10 @@
 """From a model to segments: prologue, repeated layers, epilogue with the loss, and the values between them.
 
-A model given whole is traced once with fake tensors, each repeated block replaced by one opaque op. The graph then
-is the partition: what comes before the first block is the prologue, what comes after the last is the epilogue, what
-stands between two blocks is an interlude, and the edges are the values that segments hand on. Nothing is computed
-here and no model class is known by name. A list of modules is a partition already; its last segment takes the loss
-in.
+A model given whole is traced once with fake tensors, with each call of a repeated block as one op. The ops before the
+first block become the prologue, those after the last the epilogue, those between two blocks an interlude; the edges
+become the values that one segment passes to another. A list of modules is a partition already, and its last segment
+includes the loss. Programs are made in `relay.capture`, and segments are run in `relay.runtime`; no model class is
+known by name here. `relay.runtime` and the folders above it may import this folder.
 
 Invariant: run in order, the segments compute what the model computes, op for op, dropout and buffers included.
 """

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from relay.capture import BLOCK, BlockCall, fingerprint
+from relay.capture import BLOCK, SET_GRAD_ENABLED, BlockCall, fingerprint
+from relay.capture.fake_tensors import is_fake
 from relay.capture.guards.mutated_arguments import call_observed
 from relay.capture.memory_order import order_of
 from relay.data.loss_weight import loss_weight_of
@@ -26,8 +26,6 @@ from relay.graph.mutations import bind_writes
 from relay.graph.pytree import TensorTree, tensor_leaves
 from relay.partition.loss_forms import doubt_about
 from relay.partition.segments import Partition, Segment, Value
-
-_SET_GRAD = torch._C._set_grad_enabled
 
 
 def cut_graph(
@@ -130,7 +128,7 @@ class _Cut:
         for node in self.traced.graph.nodes:
             if node.op in ("placeholder", "output"):
                 continue
-            if node.target is _SET_GRAD:
+            if node.target is SET_GRAD_ENABLED:
                 gradients_on = bool(node.args[0])
                 continue
             # Another block may be given the same copy, with gradients; one under no_grad runs without them anyway.
@@ -300,7 +298,7 @@ class _Cut:
         for node in nodes:
             if self.gradients_on[node] != gradients_on:
                 gradients_on = self.gradients_on[node]
-                graph.call_function(_SET_GRAD, (gradients_on,))
+                graph.call_function(SET_GRAD_ENABLED, (gradients_on,))
             if node.op == "get_attr":
                 constant = getattr(self.traced, node.target)
                 raise_if_left_behind(constant, self.traced)
@@ -309,7 +307,7 @@ class _Cut:
             else:
                 environment[node] = graph.node_copy(node, environment.__getitem__)
         if not gradients_on:
-            graph.call_function(_SET_GRAD, (True,))
+            graph.call_function(SET_GRAD_ENABLED, (True,))
         outputs = [environment[node] for node in results]
         if last and self.has_loss:
             # Only the loss asks for gradients.
@@ -353,7 +351,7 @@ def _copy_states_given_to_blocks(
 
 def raise_if_left_behind(constant: torch.Tensor, traced: fx.GraphModule) -> None:
     """A tensor without numbers in a trace is one that got past it: by an attribute that a layer put it into, say."""
-    if isinstance(constant, FakeTensor):
+    if is_fake(constant):
         raise PartitionError(f"the model {traced.meta['unseen'].why(constant)}")
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from relay.capture.fake_tensors import copy_with_fakes, fake_mode, fake_on_cpu
 from relay.graph.pytree import tensor_leaves
 from relay.partition import partition_model
 from relay.partition.find_blocks import find_blocks
@@ -55,13 +55,13 @@ class MetaModel:
         """The stations for training on that many sequences of the example."""
         key = sequences, compute, layers_per_slot, str(recompute)  # as keys 1 and True are one
         if key not in self._compiled:
-            mode = FakeTensorMode(allow_non_fake_inputs=True)
-            module = _without_memory(self.module, mode)
+            mode = fake_mode(allow_real_inputs=True)
+            module = copy_with_fakes(self.module, mode)
             batch = {
                 name: torch.empty((sequences, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
                 for name, tensor in self.example.items()
             }
-            leaves, tree = tensor_leaves({name: _fake(tensor, mode) for name, tensor in batch.items()})
+            leaves, tree = tensor_leaves({name: fake_on_cpu(tensor, mode) for name, tensor in batch.items()})
             with mode:
                 partition = partition_model(module, leaves, tree, compute)
                 if not partition.has_loss:
@@ -78,25 +78,3 @@ class MetaModel:
         """FLOPs of forward and backward for a token: three times the captured forward's."""
         stages = self.compiled(1, sequence, torch.float32).stages
         return 3.0 * sum(stage.captured.forward.flops for stage in stages) / self.sequence
-
-
-def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """A fake CPU tensor like it: captured as for the CPU, whose fused attention stands for every device's."""
-    like = tensor.detach().to("meta")
-    return mode.fake_tensor_converter.from_meta_and_device(mode, like, torch.device("cpu"))
-
-
-def _without_memory(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A copy whose parameters and buffers are fake, ties kept."""
-    made: dict[int, torch.Tensor] = {}
-    clone = copy.deepcopy(module)
-    for part in clone.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(_fake(parameter, mode), parameter.requires_grad)
-                part._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
-        for name, buffer in part._buffers.items():
-            if buffer is not None:
-                part._buffers[name] = made.setdefault(id(buffer), _fake(buffer, mode))
-    return clone

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from relay.capture import Lowering
+from relay.capture.fake_tensors import FakeMode, fake_mode
 from relay.errors import RelayError
 from relay.graph.pytree import tensor_leaves
 from relay.models.gpt import Block, Embedding, Head, cross_entropy
@@ -282,7 +282,7 @@ def compiled_model_of(
 
     The first `recompute` segments recompute their forward; all of them where no number is given.
     """
-    mode = FakeTensorMode()
+    mode = fake_mode()
     with mode:
         templates = _templates(shape, sequence, mode, layers_per_slot)
         partition = merge_layers(_partition(shape, sequences, sequence, templates), layers_per_slot)
@@ -300,10 +300,10 @@ def _captures(shape: ModelShape, compute: torch.dtype, lowering: Lowering, place
 
 
 def _templates(
-    shape: ModelShape, sequence: int, mode: FakeTensorMode | None = None, layers: int = 1
+    shape: ModelShape, sequence: int, mode: FakeMode | None = None, layers: int = 1
 ) -> tuple[_Start, list[_Layer], _End]:
     """Modules for start and end, and as many for the layers as stand in one segment."""
-    with mode or FakeTensorMode():
+    with mode or fake_mode():
         start, end = _Start(shape, sequence), _End(shape)
         repeated = [_Layer(shape) for _ in range(layers)]
         if shape.tied:
