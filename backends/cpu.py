@@ -20,9 +20,9 @@ from hal import dtypes
 from hal.device import HOST_CORES, NATIVE, UNIFIED, Backend, Device, DeviceInfo, Probe, View
 from hal.errors import Unavailable
 from hal.kit.host_device import HostDevice, HostQueue, describe_processor, memory_size, self_test
-from hal.memory import format_size
 from hal.program import Kernel, Program
 from hal.random import RandomKey
+from hal.spec.units import format_size
 
 NUMA_NODES = Path("/sys/devices/system/node")
 """Where Linux lists them."""

@@ -17,7 +17,7 @@ from time import perf_counter
 import torch
 
 import relay
-from hal.memory import format_size
+from hal.spec.units import format_size
 from relay.models import GPT
 
 

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 
 from hal.event import Event
-from hal.memory import MemoryAccount, MemoryUse, format_size
+from hal.memory import MemoryAccount, MemoryUse
 from hal.page_lock import LockedMemory
+from hal.spec.units import format_size
 from hal.worker import Worker
 
 

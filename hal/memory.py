@@ -1,56 +1,16 @@
-"""Counting bytes: the account of a device's memory, and sizes as people write them.
+"""The account of a device's memory: bytes in use, the peak, and the capacity.
 
-An account does not allocate; whoever allocates charges it first. Invariant: `in_use` never passes `capacity`, and
-`peak` is the largest `in_use` there has been since the last `reset_peak`.
+An account does not allocate: the code that allocates charges the account first. Sizes as text are read and written by
+`hal.spec.units`. Invariant: `in_use` never passes `capacity`, and `peak` is the largest `in_use` since the last
+`reset_peak`.
 """
 
 from __future__ import annotations
 
-import re
 import threading
 from dataclasses import dataclass
-from fractions import Fraction
 
 from hal.errors import OutOfMemory
-
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
-
-
-def parse_size(text: str | int) -> int:
-    """Bytes meant by a size such as `256MB` (256 * 10**6), `256MiB` (256 * 2**20), `1.5GB` or `4096`.
-
-    Raises ValueError for anything else, and for sizes that are not positive.
-    """
-    if isinstance(text, int) and not isinstance(text, bool):
-        size = text
-    else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
-        if match is None or match.group(2).lower() not in _UNITS:
-            raise ValueError(f"{text!r} is not a size. Expected a number with MB, MiB, GB, GiB ..., such as 256MB.")
-        size = int(Fraction(match.group(1)) * _UNITS[match.group(2).lower()])  # exact, where floats lose bytes
-    if size <= 0:
-        raise ValueError(f"{text!r} is not a size above zero bytes.")
-    return size
-
-
-def format_size(size: float) -> str:
-    """Bytes as a person reads them, in decimal units: 1_530_000 -> `1.53 MB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(size) < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1000
-    return f"{size:.2f} TB"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from hal.memory import format_size
+from hal.spec.units import format_size
 
 
 class PageLocker(Protocol):

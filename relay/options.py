@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hal.memory import parse_size
+from hal.spec.units import parse_size
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What each precision computes in."""

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hal.host import Ledger
-from hal.memory import parse_size
+from hal.spec.units import parse_size
 from relay.checkpoint.format import SHARD_BYTES, Checkpoint, Progress
 from relay.checkpoint.saving import (
     Saving,

@@ -7,7 +7,7 @@ fail is in `relay.cli.console`.
 
 import click
 
-from hal.memory import format_size
+from hal.spec.units import format_size
 from relay.cli.calibrate import calibrate
 from relay.cli.checkpoint import export, inspect
 from relay.cli.conformance import conformance

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hal.memory import format_size
+from hal.spec.units import format_size
 from relay.cli.console import json_option, print_json
 from relay.errors import CheckpointError
 

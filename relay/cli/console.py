@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from hal.errors import HalError
-from hal.memory import parse_size
+from hal.spec.units import parse_size
 from relay.errors import RelayError
 
 # What a user can bring about. Anything else is a fault of the program and keeps its traceback.

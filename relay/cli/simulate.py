@@ -6,12 +6,12 @@ It holds the options and nothing else: the answer is worked out by `relay.simula
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from hal.spec.units import parse_count
 from relay.cli.collecting import SeldomCollected
 from relay.cli.console import json_option, print_json
 from relay.cli.shared_options import (
@@ -30,22 +30,15 @@ if TYPE_CHECKING:
 
 
 class Count(click.ParamType):
-    """A number with an optional letter: `1e9`, `300M`, `1.5T` (k, M, G or B, T are powers of a thousand)."""
+    """A number such as `1e9`, `300M` or `1.5T`, as `hal.spec.units.parse_count` reads it."""
 
     name = "count"
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> float:
-        if isinstance(value, (int, float)):
-            return float(value)
-        match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?\d+)?)\s*([kMGBT]?)\s*", str(value))
         try:
-            number = float(match.group(1)) if match else 0.0
-        except ValueError:
-            number = 0.0
-        if match is None or not 0 < number < float("inf"):
-            text = f"{value!r} is not a count above zero. Expected a number such as 1e9, 300M or 1.5T."
-            self.fail(text, param, context)
-        return number * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}[match.group(2)]
+            return parse_count(value)
+        except ValueError as wrong:
+            self.fail(str(wrong), param, context)
 
 
 SWEPT = (

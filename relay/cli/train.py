@@ -265,7 +265,7 @@ def _run(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _summary(result: dict[str, Any]) -> str:
-    from hal.memory import format_size
+    from hal.spec.units import format_size
 
     peak, plain = result["device_peak_bytes"], result["baseline_device_bytes"]
     share = f"1/{plain / peak:.0f}" if plain >= 2 * peak else f"{peak / plain:.0%}"

@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 import relay
-from hal.memory import format_size
+from hal.spec.units import format_size
 from relay.checkpoint.format import Checkpoint
 from relay.checkpoint_manager import Terminated, newest
 from relay.cli.compile_notice import CompileNotice, compile_notices

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hal.errors import OutOfMemory
-from hal.memory import format_size
 from hal.slot import SlotContent
+from hal.spec.units import format_size
 from relay.partition.segments import Value
 from relay.runtime.stages import CompiledModel, Stage, StageProgram
 from relay.runtime.stash import Key, Life, StashPlan, plan_stash

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
-from hal.memory import format_size, parse_size
 from hal.spec import Machine, machine
+from hal.spec.units import format_size, parse_size
 from relay.errors import RelayError
 from relay.options import fixed_scale, refuse_unknown, several
 from relay.runtime.grad_mode import as_if_alone

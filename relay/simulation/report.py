@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hal.memory import format_size
 from hal.spec import Spec
 from hal.spec.timeline import LANES
+from hal.spec.units import format_binary_size, format_count, format_seconds, format_size
 from relay.checkpoint.atomic_file import write_whole
 from relay.simulation.energy import power
 from relay.simulation.simulate import FEWER_LAUNCHES, Simulation
@@ -108,26 +108,12 @@ def _of_segments(run: RunShape) -> str:
     return words
 
 
-def _count(number: int) -> str:
-    """`6.74 G`, `124.44 M`, `12.30 k`: as many thousands as it has."""
-    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
-        if number >= size:
-            return f"{number / size:.2f} {unit}"
-    return str(number)
-
-
-def _binary(size: int) -> str:
-    """In GiB, and where that would be less than one in MiB or KiB."""
-    unit, bytes_each = next((one for one in (("GiB", 2**30), ("MiB", 2**20)) if size >= one[1]), ("KiB", 2**10))
-    return f"{size / bytes_each:.1f} {unit}"
-
-
 def as_text(found: Simulation, tokens: float | None) -> str:
     """The verdict first, then ledgers, then time and energy."""
     machine, run, memory = found.machine, found.run, found.memory
     shape = found.shape
     lines = [
-        f"{_count(memory.parameters)} parameters: {shape.title}, {run.precision}, AdamW with {run.state_dtype} "
+        f"{format_count(memory.parameters)} parameters: {shape.title}, {run.precision}, AdamW with {run.state_dtype} "
         "states",
         f"{machine.device.title}, {machine.link.title}, {machine.host.title}",
         f"{run.tokens:,} tokens a step: {run.batch} sequences of {run.sequence} in {run.microbatches} micro-batches, "
@@ -146,7 +132,7 @@ def as_text(found: Simulation, tokens: float | None) -> str:
     lines += ["", f"host memory     {_of(memory.host_total, found.host_capacity)}"]
     for state, dtype, size in memory.host:
         if size >= 1e6 or size * 1000 > memory.host_total:
-            lines.append(f"  {state:<32} {dtype:<9} {format_size(size):>10} {_binary(size):>13}")
+            lines.append(f"  {state:<32} {dtype:<9} {format_size(size):>10} {format_binary_size(size):>13}")
     if memory.page_locked:
         lines.append(f"  of which page-locked {'':<17} {format_size(memory.page_locked):>10}")
     if run.precision == "fp16" and run.loss_scale != "dynamic":
@@ -155,10 +141,10 @@ def as_text(found: Simulation, tokens: float | None) -> str:
     if found.step is None:
         return "\n".join(lines)
     low, middle, high = found.joules_per_token
-    lines += ["", f"step            {_seconds(found.step_seconds)}"]
+    lines += ["", f"step            {format_seconds(found.step_seconds)}"]
     for what, seconds in found.waterfall.items():
         share = seconds / found.step_seconds
-        lines.append(f"  {what:<28} {_seconds(seconds):>10}  {share:6.1%}  {'#' * round(40 * share)}")
+        lines.append(f"  {what:<28} {format_seconds(seconds):>10}  {share:6.1%}  {'#' * round(40 * share)}")
     lines += [
         f"speed           {found.tokens_per_second:,.1f} tokens/s; MFU {found.mfu:.1%}, hardware utilisation"
         f" {found.hardware_utilisation:.1%}, overlap {found.overlap_efficiency:.1%}",
@@ -168,7 +154,7 @@ def as_text(found: Simulation, tokens: float | None) -> str:
     if tokens is not None:
         low, middle, high = found.kilowatt_hours(tokens)
         lines.append(
-            f"{_short(tokens) + ' tokens':<15} {found.days(tokens):,.1f} days, {middle:,.0f} kWh"
+            f"{format_count(tokens) + ' tokens':<15} {found.days(tokens):,.1f} days, {middle:,.0f} kWh"
             f" ({low:,.0f} to {high:,.0f})"
         )
     even = ", ".join(f"{what} {count:,.0f}" for what, count in found.break_even.items())
@@ -244,14 +230,3 @@ def write_sweep(
 
 def _of(needed: int, capacity: int) -> str:
     return f"{format_size(needed)} of {format_size(capacity)}"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3f} s" if value >= 1 else f"{value * 1e3:.2f} ms"
-
-
-def _short(number: float) -> str:
-    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
-        if number >= size:
-            return f"{number / size:g} {letter}"
-    return f"{number:g}"

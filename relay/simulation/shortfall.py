@@ -10,8 +10,8 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
-from hal.memory import format_size
 from hal.spec import Machine
+from hal.spec.units import format_size
 from relay.simulation.host_cache import HostSides
 from relay.simulation.meta_model import MetaModel
 from relay.simulation.simulated_step import Memory, RunShape, SimulatedRun

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hal.memory import parse_size
 from hal.spec import Machine, SpecError, machine
 from hal.spec.timeline import Timeline
+from hal.spec.units import parse_size
 from relay.errors import RelayError
 from relay.options import refuse_unknown
 from relay.runtime.grad_mode import as_if_alone

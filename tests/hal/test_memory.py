@@ -1,86 +1,15 @@
-"""Sizes as people write them, and accounts that count every byte and refuse what passes the capacity."""
+"""Accounts of memory count every byte and refuse what passes the capacity."""
 
 from __future__ import annotations
 
 import threading
-from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hal.errors import HalError, OutOfMemory
-from hal.memory import MemoryAccount, format_size, parse_size
-
-SI = {"": 1, "B": 1, "kB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4}
-BINARY = {"KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
-UNITS = {**SI, **BINARY}
-
-
-@pytest.mark.parametrize("unit", UNITS)
-@given(number=st.integers(1, 10**6), after=st.sampled_from(["", " ", "  "]))
-def test_a_size_is_its_number_times_its_unit(unit: str, number: int, after: str) -> None:
-    assert parse_size(f"{number}{after}{unit}") == number * UNITS[unit]
-
-
-def test_mb_are_millions_and_mib_are_powers_of_two() -> None:
-    assert parse_size("256MB") == 256_000_000
-    assert parse_size("256MiB") == 268_435_456
-
-
-@given(whole=st.integers(0, 10**5), thousandths=st.integers(1, 999), unit=st.sampled_from(sorted(UNITS)))
-def test_a_decimal_fraction_loses_no_byte(whole: int, thousandths: int, unit: str) -> None:
-    text = f"{whole}.{thousandths:03}"
-    expected = int(Fraction(text) * UNITS[unit])
-    if expected == 0:
-        with pytest.raises(ValueError, match="not a size above zero"):
-            parse_size(text + unit)
-    else:
-        assert parse_size(text + unit) == expected
-
-
-@given(size=st.integers(1, 2**70))
-def test_plain_numbers_are_bytes_however_large(size: int) -> None:
-    assert parse_size(size) == size
-    assert parse_size(str(size)) == size
-
-
-@given(number=st.integers(1, 999), unit=st.sampled_from(sorted(UNITS)), data=st.data())
-def test_the_case_of_a_unit_does_not_matter(number: int, unit: str, data: st.DataObject) -> None:
-    spelled = "".join(data.draw(st.sampled_from([letter.lower(), letter.upper()])) for letter in unit)
-    assert parse_size(f"{number}{spelled}") == parse_size(f"{number}{unit}")
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", " ", "MB", "much", "-1MB", "1,000", "1e6", "5 M B", "5XB", "1.MB", ".5MB", "0x10", "nan", "inf", None, True],
-)
-def test_what_is_not_a_size_is_refused_by_name(text: object) -> None:
-    with pytest.raises(ValueError, match="is not a size") as refusal:
-        parse_size(text)  # type: ignore[arg-type]
-    assert repr(text) in str(refusal.value)
-
-
-@pytest.mark.parametrize("text", [0, -1, "0", "0MB", "0.0GiB", "0.4B"])
-def test_a_size_must_be_above_zero(text: str | int) -> None:
-    with pytest.raises(ValueError, match="above zero"):
-        parse_size(text)
-
-
-@given(number=st.integers(1, 999), unit=st.sampled_from([unit for unit in SI if unit]))
-def test_a_formatted_size_reads_back_as_itself(number: int, unit: str) -> None:
-    assert parse_size(format_size(number * SI[unit])) == number * SI[unit]
-
-
-def test_sizes_are_shown_in_decimal_units() -> None:
-    assert [format_size(size) for size in (0, 999, 1_530_000, 16_000_000_000, 5e15)] == [
-        "0 B",
-        "999 B",
-        "1.53 MB",
-        "16.00 GB",
-        "5000.00 TB",
-    ]
-
+from hal.memory import MemoryAccount
 
 charges = st.lists(st.tuples(st.booleans(), st.integers(0, 60)), max_size=40)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import relay
-from hal.memory import format_size
+from hal.spec.units import format_size
 from relay.models import GPT
 from tests.support import reference
 from tests.support.zoo.families import FAMILIES, VOCABULARY
