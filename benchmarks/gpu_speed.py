@@ -100,7 +100,7 @@ def step_against_plain(setting: Setting) -> dict[str, Any]:
         "ratios": ratios,
         "plain seconds": statistics.median(times[1:]),
         "losses": losses,
-        "plain bytes": baseline_device_bytes,
+        "baseline device bytes": baseline_device_bytes,
         **figures_of(metrics[1:], place),
     }
 

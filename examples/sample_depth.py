@@ -1,7 +1,7 @@
 """Search depth and width by sampling: train one network of which each step takes a random part, and ask parts of it.
 
-Each step draws which layers take part (`active=`) and how wide they are (a mask over the inner features that comes
-with the batch). Layers that sit out are not sent to the device, are not updated, and have no gradient. Afterwards
+Each step draws which layers take part (`active_layers=`) and how wide they are (a mask over the inner features that
+comes with the batch). Layers that sit out are not sent to the device, are not updated, and have no gradient. Afterwards
 every candidate is the same weights, cut down.
 
 What the search is worth is told by training some candidates alone, from the start and for as many steps each, taking
@@ -125,7 +125,7 @@ def search(options: argparse.Namespace) -> tuple[list[Candidate], float]:
             depth = int(torch.randint(1, options.layers + 1, (), generator=generator))
             width = widths[int(torch.randint(len(widths), (), generator=generator))]
             # The first layers of a depth, so that a shallow network is the beginning of a deep one.
-            metrics = sampled.step(masked(batch, options.inner, width), active=range(depth))
+            metrics = sampled.step(masked(batch, options.inner, width), active_layers=range(depth))
             seconds += metrics.seconds
             for one, trainer in zip(chosen, alone, strict=True):
                 one.seconds += trainer.step(masked(batch, one.width, one.width)).seconds
@@ -134,7 +134,7 @@ def search(options: argparse.Namespace) -> tuple[list[Candidate], float]:
         held_out = draw(1024, torch.Generator().manual_seed(1))
         for one in candidates:
             part = masked(held_out, options.inner, one.width)
-            one.sampled = sampled.evaluate(part, active=range(one.depth)).loss
+            one.sampled = sampled.evaluate(part, active_layers=range(one.depth)).loss
         for one, trainer in zip(chosen, alone, strict=True):
             one.alone = trainer.evaluate(masked(held_out, one.width, one.width)).loss
     finally:

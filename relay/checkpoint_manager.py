@@ -28,6 +28,7 @@ from hal.errors import HalError
 from relay.checkpoint.format import Checkpoint, find, remove
 from relay.checkpoint.saving import Saving, states_of
 from relay.errors import CheckpointError, InconsistentState
+from relay.options import refuse_renamed
 from relay.trainer import Trainer
 
 _NAME = re.compile(r"step-(\d{9,19})")
@@ -45,9 +46,10 @@ class Checkpoints:
 
     `every` is in steps, `minutes` in minutes; either may be None. The `keep_last` newest are kept. Further keywords
     are what else belongs to the run and has `state_dict` and `load_state_dict`, such as `data=` and `scheduler=`;
-    `facts` are plain values that are only kept.
+    `metadata` is a mapping of plain values that are stored with each checkpoint and not restored.
     """
 
+    @refuse_renamed("Checkpoints")
     def __init__(
         self,
         folder: str | Path,
@@ -57,7 +59,7 @@ class Checkpoints:
         minutes: float | None = None,
         keep_last: int = 2,
         memory: int | str = "1GB",
-        facts: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
         **user: Any,
     ) -> None:
         for name, value in (("every", every), ("minutes", minutes), ("keep_last", keep_last)):
@@ -69,7 +71,7 @@ class Checkpoints:
         self._minutes = minutes
         self._keep_last = keep_last
         self._memory = memory
-        self._facts = dict(facts or {})
+        self._metadata = dict(metadata or {})
         self._user = user
         self._saving: Saving | None = None
         self._last_time = monotonic()
@@ -196,7 +198,7 @@ class Checkpoints:
         assert self._position is not None
         self._last_step, self._last_time = self._trainer.steps, monotonic()
         path = self.path_of(self._last_step)
-        states = {**self._facts, **self._position[1]}
+        states = {**self._metadata, **self._position[1]}
         return self._trainer.save(path, background=background, memory=self._memory, **states)
 
     def _finish(self, wait: bool) -> None:

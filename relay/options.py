@@ -7,22 +7,36 @@ TypeError, and name the option.
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
 from hal.spec.units import parse_size
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What each precision computes in."""
 
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 """What each state dtype is stored in."""
+
+RENAMED = {
+    "active": "active_layers",
+    "facts": "metadata",
+    "parameter_groups": "param_groups",
+    "programs": "max_cached_programs",
+    "stall_seconds": "stall_timeout",
+}
+"""Former names of arguments, each with the present one. A former name is refused."""
 
 FIXED_SCALE = 65536.0
 """What a loss scale given as "fixed" stays at: where a dynamic one begins."""
@@ -32,16 +46,18 @@ _CHOICES: dict[str, Any] = {
     "state_dtype": STATE_DTYPES,
     "stash": ("device", "host"),
     "on_nonfinite": ("stop", "skip", "log"),
-    "on_device_lost": ("raise", "repeat"),
+    "on_device_lost": ("raise", "retry"),
 }
 _POSITIVE = ("stall_timeout", "clip_grad_norm", "clip_grad_value")
-_COUNTS = ("microbatches", "slots", "programs", "layers_per_slot", "batch", "sequence")
+_COUNTS = ("microbatches", "slots", "max_cached_programs", "layers_per_slot", "batch", "sequence")
 
 
 def check(options: Mapping[str, Any]) -> None:
     """Raise ValueError for an option, of those given, that is not among its choices or out of its range."""
     for name, choices in _CHOICES.items():
         if name in options and options[name] not in choices:
+            if (name, options[name]) == ("on_device_lost", "repeat"):
+                raise ValueError("on_device_lost='repeat' is called 'retry' now.")
             raise ValueError(f"{name}={options[name]!r} is not one of {', '.join(map(repr, choices))}")
     for name in _POSITIVE:
         value = options.get(name)
@@ -114,6 +130,24 @@ def shared_inputs(names: Sequence[str], whole: bool) -> tuple[str, ...]:
 def size_or_none(size: int | str | None) -> int | None:
     """Bytes, where a limit is given."""
     return None if size is None else parse_size(size)
+
+
+def refuse_renamed(function: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate the public `function`: a former name of one of its arguments raises TypeError with the new name."""
+
+    def decorate(target: Callable[P, R]) -> Callable[P, R]:
+        known = inspect.signature(target).parameters
+
+        @functools.wraps(target)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs:
+                if RENAMED.get(name) in known:
+                    raise TypeError(f"{function}() takes no {name!r}. It is called {RENAMED[name]!r} now.")
+            return target(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 def refuse_unknown(function: str, given: Iterable[str], known: Collection[str]) -> None:

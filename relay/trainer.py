@@ -70,15 +70,17 @@ class Trainer(RunState):
     and hyperparameters that differ from the optimizer's own. `shared_inputs` names inputs of a whole model that
     every micro-batch gets whole, should their length be the batch's by chance.
 
-    Each shape of batch is captured once; `programs` is for how many shapes (and modes) that is kept, the least recently
-    used going first. `buckets` pads sequences to a few lengths (`relay.Buckets`), for steps and evaluation.
+    Each shape of batch is compiled once. At most `max_cached_programs` compiled models (one for each shape and mode)
+    are kept, and the least recently used is dropped first. `buckets` pads sequences to a few lengths
+    (`relay.Buckets`), for steps and for evaluation.
 
     `on_nonfinite` says what a NaN or infinite loss does: `"stop"` raises NonFiniteLoss with nothing applied, `"skip"`
     applies nothing and goes on (`metrics.skipped`), `"log"` applies it as plain PyTorch would; both say so in the
-    log. `on_device_lost="repeat"` opens a lost device again and repeats the step, once. `stall_timeout` is after how
+    log. `on_device_lost="retry"` opens a lost device again and repeats the step, once. `stall_timeout` is after how
     long a step that does not end has what it waits for written to the log.
     """
 
+    @options.refuse_renamed("Trainer")
     @as_if_alone()
     def __init__(
         self,
@@ -99,7 +101,7 @@ class Trainer(RunState):
         host_memory: int | str | None = None,
         pinned_memory: int | str | None = None,
         shared_inputs: Sequence[str] = (),
-        programs: int = 32,
+        max_cached_programs: int = 32,
         buckets: Buckets | None = None,
         on_nonfinite: str = "stop",
         on_device_lost: str = "raise",
@@ -114,15 +116,16 @@ class Trainer(RunState):
             "layers_per_slot": layers_per_slot, "recompute": recompute,
         }  # fmt: skip
         further = {
-            "seed": seed, "programs": programs, "on_nonfinite": on_nonfinite, "on_device_lost": on_device_lost,
-            "stall_timeout": stall_timeout, "loss_scale": loss_scale,
+            "seed": seed, "max_cached_programs": max_cached_programs, "on_nonfinite": on_nonfinite,
+            "on_device_lost": on_device_lost, "stall_timeout": stall_timeout, "loss_scale": loss_scale,
         }  # fmt: skip
         modules = options.list_of_modules(model, loss)
         options.check(chosen | further)
         options.warn_of_unused(loss_scale, precision)
         compiler = ModelCompiler(
             model if isinstance(model, nn.Module) else None, modules, loss, microbatches, options.COMPUTE[precision],
-            programs, buckets, options.shared_inputs(shared_inputs, modules is None), layers_per_slot, recompute,
+            max_cached_programs, buckets, options.shared_inputs(shared_inputs, modules is None), layers_per_slot,
+            recompute,
         )  # fmt: skip
         whole = compiler.model
         if not any(parameter.requires_grad for parameter in whole.parameters()):
@@ -160,32 +163,33 @@ class Trainer(RunState):
 
     # -- training ---------------------------------------------------------------------------------------------
 
+    @options.refuse_renamed("Trainer.step")
     @as_if_alone()
-    def step(self, batch: Any, active: Sequence[int | str] | None = None) -> Metrics:
+    def step(self, batch: Any, active_layers: Sequence[int | str] | None = None) -> Metrics:
         """One optimizer step on a batch: `(inputs, targets)` for a list of modules, a mapping for a whole model.
 
-        With `active` only those layers take part (repeated blocks of a whole model, modules of a list; by place or
-        by name): the others hand on what they are given, and have no gradient.
+        With `active_layers` (indices or names) only those layers take part: repeated blocks of a whole model, or
+        modules of a list. Each of the others returns its input unchanged and has no gradient.
 
         Raises BatchError, PartitionError, CaptureError, OutOfMemory before anything runs; NonFiniteLoss after the
         forward, with nothing applied. Any other error of a step leaves it all applied or not at all, or the next
         call raises InconsistentState. Ctrl-C takes effect when the step has ended.
         """
         try:
-            return self._one_step(batch, active)
+            return self._one_step(batch, active_layers)
         except DeviceLost:
-            if self._on_device_lost != "repeat" or self._session.broken is not None:
+            if self._on_device_lost != "retry" or self._session.broken is not None:
                 raise
             self.reopen()
-            return self._one_step(batch, active)
+            return self._one_step(batch, active_layers)
 
-    def _one_step(self, batch: Any, active: Sequence[int | str] | None) -> Metrics:
+    def _one_step(self, batch: Any, active_layers: Sequence[int | str] | None) -> Metrics:
         self._check_usable()
         start = perf_counter()
         session = self._session
-        if active is not None and not session.knows_every_layer:
+        if active_layers is not None and not session.knows_every_layer:
             session.contents(self._ready(batch).compiled[0])  # every layer gets its place, as it will be used
-        ready = self._ready(batch, active=active)
+        ready = self._ready(batch, active_layers=active_layers)
         session.knows_every_layer = True
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         # With a loss scale an infinite loss is an overflow like any other: the step is skipped.
@@ -215,12 +219,13 @@ class Trainer(RunState):
             raise problem
         logger.warning("The loss of step %d is %s; it is applied all the same.", self._step, loss)
 
+    @options.refuse_renamed("Trainer.evaluate")
     @as_if_alone()
-    def evaluate(self, batch: Any, active: Sequence[int | str] | None = None) -> Metrics:
-        """The loss of a batch, forward only, in eval mode; of the `active` layers alone, if given. Nothing changes."""
+    def evaluate(self, batch: Any, active_layers: Sequence[int | str] | None = None) -> Metrics:
+        """The loss of a batch, forward only, in eval mode; of the `active_layers` alone, if given. Nothing changes."""
         with self._eval_mode():
             start = perf_counter()
-            ready = self._ready(batch, training=False, active=active)
+            ready = self._ready(batch, training=False, active_layers=active_layers)
             outcome = run_step.forward(self._session, ready, self._seed, self._step)
             return run_step.metrics_of(self._session, outcome, ready.pieces, start, [])
 
@@ -248,9 +253,9 @@ class Trainer(RunState):
         plans = self._session.gradient_plans(compiled[0])
         self._session.make_ready(compiled, contents, plans, self.param_groups, "train")
 
-    def _ready(self, batch: Any, training: bool = True, active: Sequence[int | str] | None = None) -> Ready:
+    def _ready(self, batch: Any, training: bool = True, active_layers: Sequence[int | str] | None = None) -> Ready:
         """The batch in pieces, recorded, and known to fit on the host."""
-        ready = self._compiler.ready(batch, training, active)
+        ready = self._compiler.ready(batch, training, active_layers)
         self._session.check_host(ready.compiled, self.param_groups, training)
         if training and not self.baseline_device_bytes:
             self.baseline_device_bytes = self._compiler.baseline_device_bytes(ready.compiled[0])

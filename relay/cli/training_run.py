@@ -83,7 +83,7 @@ def train_gpt(options: dict[str, Any], tell: Callable[[str], None]) -> dict[str,
             trainer,
             every=options["checkpoint_every"],
             keep_last=options["keep_last"],
-            facts={"run": run, "model": configuration},
+            metadata={"run": run, "model": configuration},
         )
         _begin(checkpoints, run, options["resume"])
         if trainer.steps:

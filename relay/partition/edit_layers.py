@@ -26,7 +26,9 @@ def layer_names(model: nn.Module, modules: Sequence[nn.Module]) -> list[str]:
 def chosen_layers(names: Sequence[str], active: Sequence[int | str]) -> tuple[str, ...]:
     """The names of the layers of a step, in the model's order. Raises ValueError for ones that are not there."""
     if isinstance(active, (str, int)):
-        raise ValueError(f"active={active!r} must be a list of layers, by place or by name: active=[{active!r}]")
+        raise ValueError(
+            f"active_layers={active!r} must be a list of layers, by index or by name: active_layers=[{active!r}]"
+        )
     chosen = set()
     for one in active:
         if isinstance(one, str) and one in names:
@@ -35,7 +37,7 @@ def chosen_layers(names: Sequence[str], active: Sequence[int | str]) -> tuple[st
             chosen.add(names[one])
         else:
             known = ", ".join(names[:3])
-            raise ValueError(f"active holds {one!r}; the layers are 0 to {len(names) - 1}, or {known}, ...")
+            raise ValueError(f"active_layers holds {one!r}; the layers are 0 to {len(names) - 1}, or {known}, ...")
     return tuple(name for name in names if name in chosen)
 
 

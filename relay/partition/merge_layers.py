@@ -133,7 +133,7 @@ def _merged(group: Sequence[Segment], index: int, partition: Partition) -> Segme
         alike = ([one.alike[0] for one in group], [one.alike[1:] for one in group], places, used)
     return Segment(
         index,
-        "+".join(one.name for one in group),  # all of them: with active= any layers may come together
+        "+".join(one.name for one in group),  # all of them: with active_layers= any layers may come together
         LayersSegment([one.module for one in group], places, used),
         inputs,
         tuple(handed_on),

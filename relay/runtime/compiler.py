@@ -43,9 +43,12 @@ class Ready:
 
 
 class ModelCompiler:
-    """A model, whole or as a list of modules with a loss, and what was recorded of it. `modules` is None for a whole
-    one. `programs` is how many shapes (and modes) are kept, `lowering` which graphs the `device` wants (the name is
-    for errors) and `place` what native ones are traced for."""
+    """Partitions and captures a model, and keeps the compiled models by shape of batch.
+
+    `modules` is the list that the model was given as, with `loss`; None for a whole model. At most
+    `max_cached_programs` compiled models are kept. `device` names the device in error messages, `lowering` is the kind
+    of graph that it executes, and `place` the torch device that native graphs are traced for.
+    """
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class ModelCompiler:
         loss: Callable[..., torch.Tensor] | None,
         microbatches: int,
         compute: torch.dtype,
-        programs: int,
+        max_cached_programs: int,
         buckets: Buckets | None,
         shared_inputs: Sequence[str],
         layers_per_slot: int,
@@ -63,7 +66,7 @@ class ModelCompiler:
         assert model is not None or modules is not None
         self.modules = modules
         self.model: nn.Module = model if model is not None else list_as_model(modules or [], loss)
-        self.cache = ProgramCache(programs)
+        self.cache = ProgramCache(max_cached_programs)
         self._loss = loss
         self._microbatches = microbatches
         self._compute = compute
@@ -97,16 +100,20 @@ class ModelCompiler:
         self._presences.clear()
         self._captures.clear()
 
-    def ready(self, batch: Any, training: bool = True, active: Sequence[int | str] | None = None) -> Ready:
+    def ready(self, batch: Any, training: bool = True, active_layers: Sequence[int | str] | None = None) -> Ready:
         """The batch in pieces with their weights, and the stations for each piece.
 
         Raises BatchError, PartitionError or CaptureError.
         """
         if self._buckets is not None and isinstance(batch, Mapping):
             batch = self._buckets.pad(batch)
-        chosen = None if active is None else chosen_layers(layer_names(self.model, self.modules or []), active)
+        chosen = None
+        if active_layers is not None:
+            chosen = chosen_layers(layer_names(self.model, self.modules or []), active_layers)
         if chosen == () and not self.whole:
-            raise ValueError("active=[] leaves out every module of the list, so there is nothing to run. Name one.")
+            raise ValueError(
+                "active_layers=[] leaves every module of the list out, so there is nothing to run. Name at least one."
+            )
         pieces = self.take_apart(batch, training, needs_targets=True)
         first = self.compiled(pieces, 0, training, False, chosen)
         if not first.partition.has_loss:

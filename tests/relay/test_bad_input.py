@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 import relay
 from hal.errors import HalError, Unavailable
+from relay.checkpoint.format import Checkpoint
 from relay.errors import BatchError, CaptureError
 from tests.support import reference
 from tests.support.zoo.plain_models import Build
@@ -145,14 +147,14 @@ def test_a_label_out_of_range_is_an_error_that_names_the_layer_as_one(build: Bui
 
 @pytest.mark.parametrize(
     ("active", "message"),
-    [([], "every module"), ("0", r"active='0' must be a list"), (1, r"active=1 must be a list")],
+    [([], "every module"), ("0", r"active_layers='0' must be a list"), (1, r"active_layers=1 must be a list")],
 )
 @pytest.mark.parametrize("call", ["step", "evaluate"])
 def test_active_layers_of_a_list_are_a_list_with_at_least_one(
     build: Build, call: str, active: Any, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        getattr(build(linears(), loss=nn.functional.cross_entropy), call)(class_batch(), active=active)
+        getattr(build(linears(), loss=nn.functional.cross_entropy), call)(class_batch(), active_layers=active)
 
 
 # **** how a trainer is made ****
@@ -203,6 +205,40 @@ def test_an_unknown_device_is_refused_with_those_there_are(device: str) -> None:
 def test_an_option_that_makes_no_sense_is_refused_with_its_value(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         relay.Trainer(gpt(), **options)
+
+
+@pytest.mark.parametrize(
+    ("former", "present"),
+    [
+        ("programs", "max_cached_programs"),
+        ("stall_seconds", "stall_timeout"),
+        ("parameter_groups", "param_groups"),
+    ],
+)
+def test_a_former_name_of_an_option_is_refused_with_the_new_name(former: str, present: str) -> None:
+    with pytest.raises(TypeError, match=rf"Trainer\(\) takes no '{former}'\. It is called '{present}' now\."):
+        relay.Trainer(gpt(), **{former: None})  # type: ignore[arg-type]
+
+
+def test_a_former_value_of_an_option_is_refused_with_the_new_value() -> None:
+    with pytest.raises(ValueError, match="'repeat' is called 'retry' now"):
+        relay.Trainer(gpt(), on_device_lost="repeat")
+
+
+@pytest.mark.parametrize("call", ["step", "evaluate"])
+def test_a_former_name_of_an_argument_of_a_step_is_refused_with_the_new_name(build: Build, call: str) -> None:
+    with pytest.raises(TypeError, match=rf"Trainer\.{call}\(\) takes no 'active'\. It is called 'active_layers' now"):
+        getattr(build(gpt()), call)(text(), active=[0])
+
+
+def test_a_former_name_of_an_argument_of_checkpoints_is_refused_and_not_taken_as_an_object_of_the_run(
+    build: Build, tmp_path: Path
+) -> None:
+    with pytest.raises(TypeError, match=r"Checkpoints\(\) takes no 'facts'\. It is called 'metadata' now"):
+        relay.Checkpoints(tmp_path, build(gpt()), facts={"run": 1})
+    with relay.Checkpoints(tmp_path, build(gpt()), metadata={"run": 1}) as checkpoints:
+        path = checkpoints.save()
+    assert Checkpoint(path).manifest.user == {"run": 1}
 
 
 @pytest.mark.parametrize(

@@ -330,13 +330,13 @@ def test_switching_between_train_and_eval_uses_the_right_program(build: Build) -
 def test_lengths_may_vary_with_a_bounded_number_of_programs(build: Build, programs: int) -> None:
     lengths = [5, 3, 5, 7, 3, 2, 5]
     given = [batches(1, rows=8, length=length)[0] for length in lengths]
-    trainer = check(build, Stack, given, programs=programs)
+    trainer = check(build, Stack, given, max_cached_programs=programs)
     assert len(trainer._compiler.cache) == programs
 
 
 def test_programs_that_are_no_longer_kept_are_gone_from_the_device(build: Build) -> None:
     torch.manual_seed(0)
-    trainer = build(Stack(), programs=1)
+    trainer = build(Stack(), max_cached_programs=1)
     counts = []
     for length in (5, 3, 5, 7, 3, 2, 5):
         trainer.step(batches(1, rows=8, length=length)[0])

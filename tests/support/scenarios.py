@@ -184,7 +184,11 @@ def of_changing_shapes(trainer: relay.Trainer) -> Seen:
 def with_layers_left_out(trainer: relay.Trainer) -> Seen:
     batches = reference.text_batches(4)
     subsets = [[0, 2], [2, 1], [0, 1, 2], [1]]
-    return [one for batch, some in zip(batches, subsets, strict=True) for one in stepped(trainer, [batch], active=some)]
+    return [
+        loss
+        for batch, subset in zip(batches, subsets, strict=True)
+        for loss in stepped(trainer, [batch], active_layers=subset)
+    ]
 
 
 def spoiled_in_between(trainer: relay.Trainer) -> Seen:

@@ -78,7 +78,7 @@ def explain(failure: Exception, layer: str) -> RelayError:
             f"layer {layer!r} cannot be captured: {op or 'an op'} makes shapes or control flow depend on the data "
             f"({kind}). Use a form with fixed shapes (masking instead of selecting), or put it inside one of the "
             "repeated layers, which then runs eagerly. Where a random number decides which layers run (layerdrop), "
-            "set that to 0 and choose them with step(batch, active=...).",
+            "set that to 0 and choose them with step(batch, active_layers=...).",
             layer=layer,
             op=op,
             by_data=True,

@@ -128,8 +128,8 @@ def watching_draws() -> Iterator[None]:
     if _generators() != before:
         warnings.warn(
             "the model drew from Python's or numpy's random numbers while it was recorded (layerdrop, say). What it "
-            "drew stays as it is for every batch of this shape. Turn that off; step(batch, active=...) leaves layers "
-            "out, and dropout of torch is drawn anew each step.",
+            "drew stays as it is for every batch of this shape. Turn that off; step(batch, active_layers=...) leaves "
+            "layers out, and dropout of torch is drawn anew each step.",
             stacklevel=2,
         )
 

@@ -172,7 +172,7 @@ class DropsLayers(Layers):
         (BackwardOfItsOwn, r"backward\(\)"),
         (of(Remembering), r"average.*register_buffer"),
         (RememberingOutside, r"average.*register_buffer"),
-        (DropsLayers, r"layerdrop.*active="),
+        (DropsLayers, r"layerdrop.*active_layers="),
         (lambda: Layers(lambda: torch.compile(Block(), backend="eager")), r"layers\.0.*torch\.compile"),
     ],
 )

@@ -267,7 +267,7 @@ def test_what_was_locked_is_given_back_with_the_trainer() -> None:
 def test_new_combinations_of_layers_without_end_leave_nothing_behind(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `active=` makes them, with several layers a slot: one place for the gradient, and few descriptions."""
+    """As `active_layers=` makes them, with several layers a slot: one place for the gradient, and few descriptions."""
     monkeypatch.setattr(store, "CONTENTS", 8)
     device = registry.open(name)
     host, layer = device.host(), nn.Linear(4, 4)

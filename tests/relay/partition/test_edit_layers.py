@@ -89,7 +89,7 @@ def test_a_step_with_some_layers_alone_is_that_step_in_pytorch(build: Build, dev
     model, plain = pair(4)
     trainer = build(model, microbatches=2, device=device)
     for batch, active in zip(batches(5), SUBSETS, strict=True):
-        assert trainer.step(batch, active=active).loss == plain.step(batch, active)
+        assert trainer.step(batch, active_layers=active).loss == plain.step(batch, active)
     assert trainer.step(batches(6)[5]).loss == plain.step(batches(6)[5])
     reference.assert_same_state(model.state_dict(), plain.model.state_dict())
 
@@ -108,7 +108,7 @@ def test_a_list_takes_active_layers_too_and_names_serve_as_well_as_places(build:
             reference.caller(chosen, nn.functional.mse_loss), pieces, reference.by_samples(pieces)
         )
         optimizer.step()
-        assert trainer.step(tuple(batch.values()), active=active).loss == loss
+        assert trainer.step(tuple(batch.values()), active_layers=active).loss == loss
     reference.assert_same_state(trainer.state_dict(), reference.state_of(plain))
 
 
@@ -118,7 +118,7 @@ def test_device_memory_is_the_same_whichever_layers_take_part(build: Build) -> N
     given = batches(4)
     peaks = [trainer.step(given[0]).device_peak_bytes]
     for batch, active in zip(given, SUBSETS, strict=False):
-        peaks.append(trainer.step(batch, active=active).device_peak_bytes)
+        peaks.append(trainer.step(batch, active_layers=active).device_peak_bytes)
     assert max(peaks) == peaks[0]
 
 
@@ -145,7 +145,7 @@ def test_host_memory_is_the_same_whichever_layers_meet_in_a_slot_of_a_clipped_st
     plain.precision, plain.clip = precision, 0.05
     trainer.evaluate(given[0])
     for batch, active in zip(given, subsets, strict=False):
-        assert trainer.step(batch, active=active).loss == plain.step(batch, active)
+        assert trainer.step(batch, active_layers=active).loss == plain.step(batch, active)
         assert trainer.ledger.total <= bytes_of_all
     assert trainer.step(given[-1]).loss == plain.step(given[-1])
     assert trainer.ledger.total == bytes_of_all
@@ -154,7 +154,7 @@ def test_host_memory_is_the_same_whichever_layers_meet_in_a_slot_of_a_clipped_st
     refused = build(pair(5)[0], host_memory=bytes_of_all - 1, **common)
     refused.evaluate(given[0])
     with pytest.raises(OutOfMemory, match="host_memory="):
-        refused.step(given[0], active=[1, 2])
+        refused.step(given[0], active_layers=[1, 2])
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
@@ -169,7 +169,7 @@ def test_a_weight_shared_by_layers_that_meet_or_do_not_is_clipped_as_in_pytorch(
     plain.clip = 0.05
     trainer = build(model, microbatches=2, device=device, clip_grad_norm=0.05, layers_per_slot=2, optimizer=make)
     for batch, active in zip(batches(6), [None, [1, 2, 3], [0, 1, 2, 3], [2, 4], None, [1, 2, 3, 4]], strict=True):
-        assert trainer.step(batch, active=active).loss == pytest.approx(plain.step(batch, active), rel=1e-6)
+        assert trainer.step(batch, active_layers=active).loss == pytest.approx(plain.step(batch, active), rel=1e-6)
     for name, tensor in plain.model.state_dict().items():
         torch.testing.assert_close(trainer.state_dict()[name], tensor, rtol=1e-6, atol=1e-6, msg=name)
 
@@ -306,8 +306,8 @@ def test_what_cannot_be_done_is_refused_and_changes_nothing(build: Build) -> Non
         trainer.remove(2, within="more")
     with pytest.raises(ValueError, match="each of 0 to 1 once"):
         trainer.reorder([0, 0], within="more")
-    with pytest.raises(ValueError, match="active holds 9"):
-        trainer.step(batch, active=[9])
+    with pytest.raises(ValueError, match="active_layers holds 9"):
+        trainer.step(batch, active_layers=[9])
     trainer.insert(0, a_block(1), within="more")
     assert trainer.step(batch).loss > 0
     assert len(model.more) == 3
@@ -332,4 +332,4 @@ def test_a_layer_that_changes_the_shape_cannot_be_left_out(build: Build) -> None
     trainer = build(model, microbatches=1)
     trainer.step(batches(1)[0])
     with pytest.raises(PartitionError, match=r"layers\.1.*cannot be left out"):
-        trainer.step(batches(1)[0], active=[0, 2])
+        trainer.step(batches(1)[0], active_layers=[0, 2])

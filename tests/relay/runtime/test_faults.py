@@ -226,7 +226,7 @@ def test_a_lost_device_is_opened_again_and_the_step_repeated_on_request(
     plain = make(device=device)
     for number in range(3):
         plain.step(batch(number))
-    trainer = make(device=device, on_device_lost="repeat", stash="host")
+    trainer = make(device=device, on_device_lost="retry", stash="host")
     trainer.step(batch(0))
     faults.restart(fail_at=9, how="lost")
     for number in (1, 2):

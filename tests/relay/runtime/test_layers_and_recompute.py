@@ -160,11 +160,11 @@ def test_layers_sit_out_come_and_go(build: Build, options: dict[str, Any]) -> No
 
     def run(**more: Any) -> tuple[Any, dict[str, Tensor]]:
         trainer = build(gpt(), clip_grad_norm=0.1, **more)
-        losses = [trainer.step(batches[0], active=[0, 2]).loss, trainer.step(batches[1]).loss]
+        losses = [trainer.step(batches[0], active_layers=[0, 2]).loss, trainer.step(batches[1]).loss]
         trainer.remove(1)
         torch.manual_seed(5)
         trainer.insert(2, GPT(vocabulary=64, layers=1, hidden=16, heads=2, sequence=12).blocks[0])
-        losses += [trainer.step(batches[2]).loss, trainer.step(batches[3], active=[0, 1, 3]).loss]
+        losses += [trainer.step(batches[2]).loss, trainer.step(batches[3], active_layers=[0, 1, 3]).loss]
         losses.append(trainer.evaluate(batches[0]).loss)
         return losses, reference.copy_of(trainer.state_dict())
 

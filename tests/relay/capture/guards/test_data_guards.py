@@ -148,7 +148,7 @@ def test_micro_batches_that_take_other_layers_cannot_share_a_step_and_that_is_sa
 
 def test_many_answers_mean_many_programs_and_that_is_said_once(build: Build, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
-    trainer = build(HowMany(), microbatches=1, programs=9)
+    trainer = build(HowMany(), microbatches=1, max_cached_programs=9)
     with caplog.at_level(logging.WARNING, logger="relay"):
         for count in range(12):
             batch = batches(12, 1)[0]
