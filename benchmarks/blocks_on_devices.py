@@ -3,7 +3,7 @@
 The two sides run in turn, pair by pair, for the machine's speed drifts; the median of the paired ratios counts. Before
 a figure is printed the device's results are compared with PyTorch's: a figure of a broken run is worth nothing.
 
-    python benchmarks/blocks_on_devices.py [--device opencl] [--pairs 9] [--json out.json]
+    python benchmarks/blocks_on_devices.py [--device opencl] [--pairs 9] [--quick] [--json out.json]
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +27,34 @@ from hal.program import Kernel, Port, Program, Role
 from relay.capture import capture, graphs_for
 from relay.models import GPT
 
-HIDDEN, SEQUENCE, BATCH, HEADS = 768, 128, 4, 12
+
+@dataclass(frozen=True)
+class Size:
+    """Of the block and its input, and of the square matrices that are multiplied."""
+
+    hidden: int
+    heads: int
+    sequence: int
+    batch: int
+    product: int
 
 
-class Ready:
+FULL = Size(hidden=768, heads=12, sequence=128, batch=4, product=1024)
+QUICK = Size(hidden=32, heads=2, sequence=8, batch=2, product=64)
+
+
+class BoundKernel:
     """A kernel with its inputs on the device: `run` is one call, waited for."""
 
     def __init__(self, device: Device, kernel: Kernel, inputs: Sequence[torch.Tensor]) -> None:
         self._queue = device.queue("compute")
         self._kernel = kernel
         self._inputs = [
-            self._place(device, port, tensor) for port, tensor in zip(kernel.program.inputs, inputs, strict=True)
+            self._allocate(device, port, tensor) for port, tensor in zip(kernel.program.inputs, inputs, strict=True)
         ]
-        self._outputs = [self._place(device, port, None) for port in kernel.program.outputs]
+        self._outputs = [self._allocate(device, port, None) for port in kernel.program.outputs]
 
-    def _place(self, device: Device, port: Port, tensor: torch.Tensor | None) -> View:
+    def _allocate(self, device: Device, port: Port, tensor: torch.Tensor | None) -> View:
         view = device.alloc(port.size).view(0, port.shape, port.dtype)
         if tensor is not None:
             self._queue.write(view, tensor.detach().contiguous()).wait()
@@ -58,11 +72,11 @@ class Ready:
         return tensors
 
 
-def block_inputs() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """A block of GPT-2 small, its input and the gradient of its output."""
+def block_inputs(size: Size) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """A block of a GPT, its input and the gradient of its output."""
     torch.manual_seed(0)
-    block = GPT(layers=1, hidden=HIDDEN, heads=HEADS, sequence=SEQUENCE, dropout=0.0).blocks[0]
-    shape = (BATCH, SEQUENCE, HIDDEN)
+    block = GPT(layers=1, hidden=size.hidden, heads=size.heads, sequence=size.sequence, dropout=0.0).blocks[0]
+    shape = (size.batch, size.sequence, size.hidden)
     return block, torch.randn(shape), torch.randn(shape)
 
 
@@ -77,9 +91,9 @@ class Segment(nn.Module):
         return (self.block(x),)
 
 
-def block_on(device: Device) -> tuple[Callable[[], None], Callable[[], list[torch.Tensor]]]:
+def block_on(device: Device, size: Size) -> tuple[Callable[[], None], Callable[[], list[torch.Tensor]]]:
     """The block's forward and backward on a device: a call that runs both, and one that gives its results."""
-    block, x, seed = block_inputs()
+    block, x, seed = block_inputs(size)
     lowering, place = graphs_for(device.info)
     captured = capture(
         Segment(block), [x.requires_grad_()], lowering=lowering, place=place, name="block", strides=False
@@ -89,13 +103,13 @@ def block_on(device: Device) -> tuple[Callable[[], None], Callable[[], list[torc
     given = {Role.PARAMETER: list(block.parameters()), Role.BUFFER: list(block.buffers())}
     given |= {Role.VALUE: [x], Role.SEED: [seed]}
     inputs = [given[port.role][port.index] for port in program.inputs]
-    ready = Ready(device, device.compile(program), inputs)
-    return ready.run, ready.results
+    bound = BoundKernel(device, device.compile(program), inputs)
+    return bound.run, bound.results
 
 
-def block_in_torch() -> tuple[Callable[[], None], Callable[[], list[torch.Tensor]]]:
+def block_in_torch(size: Size) -> tuple[Callable[[], None], Callable[[], list[torch.Tensor]]]:
     """The same by autograd."""
-    block, x, seed = block_inputs()
+    block, x, seed = block_inputs(size)
     x.requires_grad_()
     leaves = [*block.parameters(), x]
 
@@ -150,10 +164,10 @@ def check_alike(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], wh
     return worst
 
 
-def measure_block(device: Device, pairs: int) -> dict[str, Any]:
+def measure_block(device: Device, pairs: int, size: Size) -> dict[str, Any]:
     """Forward plus backward of the block."""
-    run, results = block_on(device)
-    plain, expected = block_in_torch()
+    run, results = block_on(device, size)
+    plain, expected = block_in_torch(size)
     start = time.perf_counter()
     run()
     first = time.perf_counter() - start
@@ -167,14 +181,14 @@ def _sorted(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return sorted(tensors, key=lambda tensor: (tensor.numel(), float(tensor.norm())))
 
 
-def measure_product(device: Device, pairs: int, size: int = 1024) -> dict[str, Any]:
+def measure_product(device: Device, pairs: int, size: int) -> dict[str, Any]:
     """A matrix product; also in GFLOP/s and as a share of PyTorch's."""
     torch.manual_seed(0)
     left, right = torch.randn(size, size), torch.randn(size, size)
-    ready = Ready(device, device.compile(product_program(size)), [left, right])
-    ready.run()
-    error = check_alike(ready.results(), [left @ right], "product")
-    figures = paired(ready.run, lambda: left @ right, pairs)
+    bound = BoundKernel(device, device.compile(product_program(size)), [left, right])
+    bound.run()
+    error = check_alike(bound.results(), [left @ right], "product")
+    figures = paired(bound.run, lambda: left @ right, pairs)
     flops = 2 * size**3 / 1e9
     return {
         **figures,
@@ -187,22 +201,26 @@ def measure_product(device: Device, pairs: int, size: int = 1024) -> dict[str, A
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", action="append", help="a device string; may be given several times")
+    parser.add_argument(
+        "--device", action="append", help="may be given several times; default: opencl, with --quick cpu"
+    )
     parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="a small block and few pairs: tries the script")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
+    size, pairs = (QUICK, 2) if options.quick else (FULL, options.pairs)
     figures: dict[str, Any] = {"threads": torch.get_num_threads(), "torch": torch.__version__}
-    for name in options.device or ["opencl"]:
+    for name in options.device or ["cpu" if options.quick else "opencl"]:
         device = registry.open(name)
         print(f"{name}: {device.info.description}")
-        block = measure_block(device, options.pairs)
+        block = measure_block(device, pairs, size)
         print(
             f"  block, forward plus backward: {block['seconds']:.3f} s, PyTorch {block['torch_seconds']:.3f} s, "
             f"median of paired ratios {block['ratio']:.2f} (first run {block['first_seconds']:.1f} s)"
         )
-        product = measure_product(device, options.pairs)
+        product = measure_product(device, pairs, size.product)
         print(
-            f"  product of 1024: {product['gflops']:.1f} GFLOP/s, PyTorch {product['torch_gflops']:.1f}, "
+            f"  product of {size.product}: {product['gflops']:.1f} GFLOP/s, PyTorch {product['torch_gflops']:.1f}, "
             f"{100 * product['share']:.0f} % of it by the median pair"
         )
         figures[name] = {"description": device.info.description, "block": block, "product": product}

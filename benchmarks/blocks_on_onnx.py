@@ -5,7 +5,7 @@ that the whole forward is needed. PyTorch runs forward and autograd's backward; 
 relay gives it for a last segment, which is both in one. The two take turns, so that a drift of the machine meets both.
 Both must give the same gradients: a figure of a broken run is worth nothing.
 
-    python benchmarks/blocks_on_onnx.py [--device onnx:cpu] [--pairs 15] [--json out.json] [--accumulate]
+    python benchmarks/blocks_on_onnx.py [--device onnx:cpu] [--pairs 15] [--accumulate] [--quick] [--json out.json]
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from relay.models.gpt import Block
 GRADIENTS = (Role.PARAMETER_GRADIENT, Role.VALUE_GRADIENT)
 
 
-class _AsSegment(nn.Module):
+class _BlockWithLoss(nn.Module):
     """A block and its loss, as segments have it."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
-        self.block = Block(768, 12, 0.0)
+        self.block = Block(hidden, heads, 0.0)
 
     def forward(self, stream: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
         return ((self.block(stream) * weights).sum(),)
@@ -41,17 +41,20 @@ class _AsSegment(nn.Module):
 
 def main() -> int:
     """Print the two medians and the median of the paired ratios."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="onnx:cpu")
     parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="a small block and few pairs: tries the script")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--accumulate", action="store_true", help="add gradients to what is there, on both sides")
     options = parser.parse_args()
 
     torch.manual_seed(0)
-    module = _AsSegment()
-    stream = torch.randn(4, 128, 768, requires_grad=True)
-    weights = torch.randn(4, 128, 768)
+    hidden, heads, shape = (64, 2, (2, 16, 64)) if options.quick else (768, 12, (4, 128, 768))
+    pairs_wanted = 2 if options.quick else options.pairs
+    module = _BlockWithLoss(hidden, heads)
+    stream = torch.randn(shape, requires_grad=True)
+    weights = torch.randn(shape)
     program = capture(module, [stream, weights], "block", ends_in_loss=True, lowering=Lowering.CORE).joint
     assert program is not None
     device = registry.open(options.device)
@@ -88,7 +91,7 @@ def main() -> int:
 
     for _ in range(3):
         ours(), eager()
-    pairs = [(ours(), eager()) for _ in range(options.pairs)]
+    pairs = [(ours(), eager()) for _ in range(pairs_wanted)]
     for view, tensor in zip(outputs, results, strict=True):
         queue.read(tensor, view).wait()
     wanted = [parameter.grad for parameter in module.parameters()] + [stream.grad]
@@ -105,7 +108,7 @@ def main() -> int:
     }
     print(json.dumps(report, indent=2))
     if options.json:
-        options.json.write_text(json.dumps(report))
+        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     device.close()
     return 0 if error < 1e-5 else 1
 

@@ -1,6 +1,6 @@
 """What a checkpoint written behind the training costs: step times with and without one on its way.
 
-    python benchmarks/checkpoint.py [--layers 12] [--hidden 384] [--every 100]
+    python benchmarks/checkpoint.py [--layers 12] [--hidden 384] [--every 100] [--quick] [--json out.json]
 
 Prints the medians of both kinds of step, the time the writing took, and what it costs a run that saves every so many
 steps. Plain steps and steps with a checkpoint alternate in blocks, so that a machine that slows down slows both.
@@ -9,6 +9,7 @@ steps. Plain steps and steps with a checkpoint alternate in blocks, so that a ma
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 from pathlib import Path
@@ -30,7 +31,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--every", type=int, default=100, help="steps between checkpoints, for the share of a run")
     parser.add_argument("--folder", type=Path, default=None, help="where to write (default: the temporary folder)")
+    parser.add_argument("--quick", action="store_true", help="a small model and one round: tries the script")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
+    if options.quick:
+        options.layers, options.hidden, options.rounds = 2, 64, 1
 
     torch.manual_seed(0)
     model = GPT(layers=options.layers, hidden=options.hidden, heads=options.hidden // 64, sequence=128)
@@ -64,13 +69,26 @@ def main() -> None:
         size = sum(file.stat().st_size for file in path.iterdir())
         start = perf_counter()
         trainer.save(path)
-        standing = perf_counter() - start
+        foreground = perf_counter() - start
     usual, cost = statistics.median(plain), statistics.median(extra)
-    print(f"{sum(one.numel() for one in model.parameters()):,} parameters, checkpoint of {format_size(size)}")
-    print(f"a step without one under way   {usual:.3f} s (median of {len(plain)})")
-    print(f"written behind the training in {statistics.median(writing):.2f} s, standing still in {standing:.2f} s")
-    print(f"it costs the run               {cost:.3f} s: {cost / standing:.0%} of standing still")
-    print(f"saving every {options.every} steps           {cost / (usual * options.every):.2%} of step time")
+    figures = {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "checkpoint_bytes": size,
+        "step_seconds": usual,
+        "background_seconds": statistics.median(writing),
+        "foreground_seconds": foreground,
+        "background_cost_seconds": cost,
+        "share_of_steps": cost / (usual * options.every),
+        "threads": torch.get_num_threads(),
+    }
+    print(f"{figures['parameters']:,} parameters, checkpoint of {format_size(size)}")
+    print(f"a step while none is written      {usual:.3f} s (median of {len(plain)})")
+    print(f"written in the background in      {figures['background_seconds']:.2f} s")
+    print(f"written in the foreground in      {foreground:.2f} s")
+    print(f"a background write costs the run  {cost:.3f} s: {cost / foreground:.0%} of a foreground write")
+    print(f"saving every {options.every} steps              {figures['share_of_steps']:.2%} of step time")
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ names; (b) the fused AdamW, 28 bytes a parameter: gradient 2 and three states of
 weights and gradients with float32 moments, where it is installed. Prints medians and medians of the paired ratios,
 and first checks that (b) and (c) give the same weights: a figure of a broken run is worth nothing.
 
-    python benchmarks/eps.py [--parameters 64000000] [--rounds 15] [--json out.json]
+    python benchmarks/eps.py [--parameters 64000000] [--rounds 15] [--quick] [--json out.json]
 
 (d) needs `pip install deepspeed` and a compiler, in an environment of its own; the relay does not depend on it.
 """
@@ -198,8 +198,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=int, default=64_000_000)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--quick", action="store_true", help="few parameters and rounds: tries the script")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
+    if options.quick:
+        options.parameters, options.rounds = 100_000, 2
     if not fused.available():
         sys.exit(f"The fused optimizers are not available here: {fused.reason()}")
     figures = measure(options.parameters, options.rounds)

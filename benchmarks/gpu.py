@@ -5,7 +5,7 @@ fails, hangs or breaks the device takes none of the others with it; what does no
 and named. Results go to the JSON file as they come.
 
     python benchmarks/gpu.py [--device cuda:0] [--json gpu.json] [--trace gpu-trace.json] [--seconds 290]
-    python benchmarks/gpu.py --device cpu --small    # a dry run of the script itself
+    python benchmarks/gpu.py --quick [--device cpu]    # small models, in this process: tries the script itself
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gpu_sections import SECTIONS
 from gpu_settings import Setting
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""What cuBLAS wants to be told before it starts, to give the same bits each time."""
+"""cuBLAS reads this as it starts; with it, it gives the same bits each time."""
 
 
 def run_here(name: str, setting: Setting) -> dict[str, Any]:
@@ -46,7 +46,6 @@ def run_apart(name: str, options: argparse.Namespace, seconds: float) -> dict[st
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
         command = [sys.executable, __file__, "--section", name, "--device", options.device, "--json", str(path)]
-        command += ["--small"] if options.small else []
         command += ["--trace", str(options.trace)] if options.trace is not None else []
         try:
             done = subprocess.run(
@@ -62,16 +61,20 @@ def run_apart(name: str, options: argparse.Namespace, seconds: float) -> dict[st
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--device", help="default: cuda:0, with --quick cpu")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--trace", type=Path, help="where to write the trace of a step")
     parser.add_argument("--seconds", type=float, default=290.0, help="for all sections together")
     parser.add_argument("--only", nargs="+", choices=sorted(SECTIONS), metavar="SECTION")
-    parser.add_argument("--small", action="store_true", help="models of a few thousand parameters: tries the script")
-    parser.add_argument("--here", action="store_true", help="all sections in this process, without budgets")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="models of a few thousand parameters, in this process, without the sections that run whole test suites",
+    )
     parser.add_argument("--section", choices=sorted(SECTIONS), help=argparse.SUPPRESS)
     options = parser.parse_args(words)
-    setting = Setting(options.device, options.small, options.trace)
+    options.device = options.device or ("cpu" if options.quick else "cuda:0")
+    setting = Setting(options.device, options.quick, options.trace)
     if options.section:
         found = run_here(options.section, setting)
         options.json.write_text(json.dumps(found, default=str), encoding="utf-8")
@@ -84,10 +87,11 @@ def main(words: list[str] | None = None) -> int:
         "device": options.device,
     }
     failed = []
-    for name in options.only or SECTIONS:
+    quick_sections = [name for name, section in SECTIONS.items() if not section.runs_tests]
+    for name in options.only or (quick_sections if options.quick else SECTIONS):
         left = options.seconds - (time.perf_counter() - start)
         budget = min(SECTIONS[name].seconds, left)
-        if options.here:
+        if options.quick:
             found = run_here(name, setting)
         elif budget < SECTIONS[name].seconds / 3:
             found = {"left out": f"{left:.0f} s were left"}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_settings import DTYPES, Setting, a_model, plain_gradients, some_batches
+from gpu_settings import DTYPES, Setting, make_model, plain_gradients, random_batches
 
 import relay
 from hal import registry
@@ -48,8 +48,8 @@ def attention_used(setting: Setting) -> dict[str, Any]:
     registry.open = listening
     try:
         for precision in DTYPES:
-            with relay.Trainer(a_model(2, 128, 64), device=setting.device, precision=precision) as trainer:
-                trainer.prepare(some_batches(1, 4, 64)[0])
+            with relay.Trainer(make_model(2, 128, 64), device=setting.device, precision=precision) as trainer:
+                trainer.prepare(random_batches(1, 4, 64)[0])
     finally:
         registry.open = plain_open
     attention = sorted(name for name in names if "dot_product" in name)
@@ -62,14 +62,14 @@ def equal_to_plain(setting: Setting, precision: str) -> dict[str, Any]:
     """10 steps of SGD with momentum: losses and parameters against plain PyTorch on the device, to the bit."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     layers, hidden, sequence = setting.pick((6, 256, 128), (2, 64, 16))
-    model, place = a_model(layers, hidden, sequence), setting.place
-    batches = some_batches(setting.pick(10, 2), 10, sequence)
-    plain, twin = copy.deepcopy(model).to(place), copy.deepcopy(model)
+    model, torch_device = make_model(layers, hidden, sequence), setting.torch_device
+    batches = random_batches(setting.pick(10, 2), 10, sequence)
+    plain, twin = copy.deepcopy(model).to(torch_device), copy.deepcopy(model)
     rule = {"lr": 0.05, "momentum": 0.9}
     optimizer = torch.optim.SGD(twin.parameters(), **rule)
     expected = []
     for batch in batches:
-        expected.append(plain_gradients(plain, batch, 4, place, DTYPES[precision]))
+        expected.append(plain_gradients(plain, batch, 4, torch_device, DTYPES[precision]))
         for ours, theirs in zip(twin.parameters(), plain.parameters(), strict=True):
             assert theirs.grad is not None
             ours.grad, theirs.grad = theirs.grad.cpu(), None
@@ -98,13 +98,13 @@ def equal_to_plain(setting: Setting, precision: str) -> dict[str, Any]:
 def close_to_plain(setting: Setting) -> dict[str, Any]:
     """Clipping with the stash on the host, and dropout: losses against plain PyTorch, and against the CPU's masks."""
     layers, hidden, sequence = setting.pick((6, 256, 128), (2, 64, 16))
-    place, batches = setting.place, some_batches(setting.pick(10, 2), 10, sequence)
-    model = a_model(layers, hidden, sequence)
-    plain = copy.deepcopy(model).to(place)
+    torch_device, batches = setting.torch_device, random_batches(setting.pick(10, 2), 10, sequence)
+    model = make_model(layers, hidden, sequence)
+    plain = copy.deepcopy(model).to(torch_device)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.01)
     expected = []
     for batch in batches:
-        expected.append(plain_gradients(plain, batch, 4, place, torch.float32))
+        expected.append(plain_gradients(plain, batch, 4, torch_device, torch.float32))
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
@@ -113,7 +113,7 @@ def close_to_plain(setting: Setting) -> dict[str, Any]:
         losses = [trainer.step(batch).loss for batch in batches]
     dropped = {}
     for device in (setting.device, "cpu"):
-        with relay.Trainer(a_model(2, hidden, sequence, 0.2), device=device, seed=7, **options) as trainer:
+        with relay.Trainer(make_model(2, hidden, sequence, 0.2), device=device, seed=7, **options) as trainer:
             dropped[device] = [trainer.step(batch).loss for batch in batches[:3]]
     clipped_apart = max(abs(one / other - 1) for one, other in zip(losses, expected, strict=True))
     dropout_apart = max(

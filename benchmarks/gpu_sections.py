@@ -15,10 +15,11 @@ from hal import registry
 
 @dataclass(frozen=True)
 class Section:
-    """`seconds` is its budget."""
+    """`seconds` is its budget; `runs_tests` marks what runs a suite of tests rather than a measurement."""
 
     run: Callable[[Setting], dict[str, Any]]
     seconds: float
+    runs_tests: bool = False
 
 
 def devices(setting: Setting) -> dict[str, Any]:
@@ -36,9 +37,9 @@ SECTIONS: dict[str, Section] = {
     "step": Section(step_against_plain, 60),
     "recorded launches": Section(recorded_launches, 35),
     "large layers": Section(large_layers, 60),
-    "conformance": Section(conformance(""), 90),
-    "tests": Section(gpu_tests, 60),
+    "conformance": Section(conformance(""), 90, runs_tests=True),
+    "tests": Section(gpu_tests, 60, runs_tests=True),
     "predictions": Section(predictions, 60),
-    "conformance, cupy": Section(conformance("cupy:0"), 90),
+    "conformance, cupy": Section(conformance("cupy:0"), 90, runs_tests=True),
 }
 """In the order of what is missed most where the time does not suffice."""

@@ -24,34 +24,34 @@ class Setting:
     """What is asked for on the command line."""
 
     device: str
-    small: bool
+    quick: bool
     trace: Path | None
 
     @property
-    def place(self) -> torch.device:
+    def torch_device(self) -> torch.device:
         """PyTorch's own name of the device."""
         device = registry.open(self.device)
-        place = torch.device(device.info.traced_for)
+        torch_device = torch.device(device.info.traced_for)
         device.close()
-        return place
+        return torch_device
 
-    def pick(self, full: Any, small: Any) -> Any:
+    def pick(self, full: Any, quick: Any) -> Any:
         """A size for a GPU, or for trying the script."""
-        return small if self.small else full
+        return quick if self.quick else full
 
 
-def synchronize(place: torch.device) -> None:
+def synchronize(torch_device: torch.device) -> None:
     """Wait for everything that plain PyTorch gave the device."""
-    if place.type != "cpu":
-        torch.get_device_module(place).synchronize(place)
+    if torch_device.type != "cpu":
+        torch.get_device_module(torch_device).synchronize(torch_device)
 
 
-def real_peak(place: torch.device) -> int:
+def real_peak(torch_device: torch.device) -> int:
     """The most bytes PyTorch's allocator held on the device in this process; 0 where it does not count."""
-    return int(torch.cuda.max_memory_reserved(place)) if place.type == "cuda" else 0
+    return int(torch.cuda.max_memory_reserved(torch_device)) if torch_device.type == "cuda" else 0
 
 
-def some_batches(count: int, samples: int, sequence: int) -> list[dict[str, torch.Tensor]]:
+def random_batches(count: int, samples: int, sequence: int) -> list[dict[str, torch.Tensor]]:
     """Random bytes; what is measured does not depend on them."""
     generator = torch.Generator().manual_seed(0)
     made = []
@@ -61,20 +61,20 @@ def some_batches(count: int, samples: int, sequence: int) -> list[dict[str, torc
     return made
 
 
-def a_model(layers: int, hidden: int, sequence: int, dropout: float = 0.0) -> GPT:
+def make_model(layers: int, hidden: int, sequence: int, dropout: float = 0.0) -> GPT:
     torch.manual_seed(0)
     heads = max(1, hidden // 64)
     return GPT(layers=layers, hidden=hidden, heads=heads, sequence=sequence, tied=False, dropout=dropout)
 
 
 def plain_gradients(
-    model: GPT, batch: dict[str, torch.Tensor], pieces: int, place: torch.device, dtype: torch.dtype
+    model: GPT, batch: dict[str, torch.Tensor], pieces: int, torch_device: torch.device, dtype: torch.dtype
 ) -> float:
     """Plain PyTorch's loss of a batch, its gradients left in the parameters."""
     total, size = 0.0, len(batch["input_ids"])
     for inputs, labels in zip(batch["input_ids"].chunk(pieces), batch["labels"].chunk(pieces), strict=True):
-        with autocast(dtype, place.type):
-            loss = model(input_ids=inputs.to(place), labels=labels.to(place)).loss
+        with autocast(dtype, torch_device.type):
+            loss = model(input_ids=inputs.to(torch_device), labels=labels.to(torch_device)).loss
         weighted = loss * (len(inputs) / size)
         weighted.backward()
         total += weighted.item()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_settings import Setting, a_model, plain_gradients, real_peak, some_batches, synchronize
+from gpu_settings import Setting, make_model, plain_gradients, random_batches, real_peak, synchronize
 from torch.utils.checkpoint import checkpoint
 
 import relay
@@ -52,7 +52,7 @@ def copies(setting: Setting) -> dict[str, Any]:
     return figures
 
 
-def figures_of(metrics: list[relay.Metrics], place: torch.device) -> dict[str, Any]:
+def figures_of(metrics: list[relay.Metrics], torch_device: torch.device) -> dict[str, Any]:
     """Medians of steps: seconds by kind, and how much of the longest kind's time the step took."""
     kinds = ("seconds", "compute_seconds", "transfer_seconds", "optimizer_seconds", "tokens_per_second")
     found = {kind: statistics.median(getattr(one, kind) for one in metrics) for kind in kinds}
@@ -61,7 +61,7 @@ def figures_of(metrics: list[relay.Metrics], place: torch.device) -> dict[str, A
         **found,
         "overlap efficiency": longest / found["seconds"],  # both directions of the link at once: half their sum
         "device peak, accounted": metrics[-1].device_peak_bytes,
-        "device peak, held by the allocator": real_peak(place),
+        "device peak, held by the allocator": real_peak(torch_device),
         "host bytes": metrics[-1].host_bytes,
     }
 
@@ -69,25 +69,25 @@ def figures_of(metrics: list[relay.Metrics], place: torch.device) -> dict[str, A
 def step_against_plain(setting: Setting) -> dict[str, Any]:
     """A GPT of 12 layers of width 2048 in bf16: the relay against plain PyTorch with checkpointing, in turn."""
     layers, hidden, sequence, samples = setting.pick((12, 2048, 1024, 32), (2, 64, 32, 8))
-    model, place = a_model(layers, hidden, sequence), setting.place
-    plain = copy.deepcopy(model).to(place)
+    model, torch_device = make_model(layers, hidden, sequence), setting.torch_device
+    plain = copy.deepcopy(model).to(torch_device)
     for block in plain.blocks:
         forward = block.forward
         block.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=False)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.01, fused=place.type == "cuda")
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.01, fused=torch_device.type == "cuda")
     times: list[float] = []
     metrics = []
     losses: dict[str, list[float]] = {"plain": [], "relay": []}
-    batches = some_batches(setting.pick(6, 3), samples, sequence)
+    batches = random_batches(setting.pick(6, 3), samples, sequence)
     options: dict[str, Any] = {"precision": "bf16", "stash": "host"}
     with relay.Trainer(model, device=setting.device, microbatches=4, **options) as trainer:
         for number, batch in enumerate(batches):
             recorded = trainer.start_trace() if number == len(batches) - 1 and setting.trace is not None else None
             start = time.perf_counter()
-            losses["plain"].append(plain_gradients(plain, batch, 4, place, torch.bfloat16))
+            losses["plain"].append(plain_gradients(plain, batch, 4, torch_device, torch.bfloat16))
             optimizer.step()
             optimizer.zero_grad()
-            synchronize(place)
+            synchronize(torch_device)
             times.append(time.perf_counter() - start)
             metrics.append(trainer.step(batch))
             losses["relay"].append(metrics[-1].loss)
@@ -101,7 +101,7 @@ def step_against_plain(setting: Setting) -> dict[str, Any]:
         "plain seconds": statistics.median(times[1:]),
         "losses": losses,
         "baseline device bytes": baseline_device_bytes,
-        **figures_of(metrics[1:], place),
+        **figures_of(metrics[1:], torch_device),
     }
 
 
@@ -112,8 +112,8 @@ def recorded_launches(setting: Setting) -> dict[str, Any]:
     device.close()
     if not records:
         return {"not here": f"{setting.device} records no launches"}
-    model = a_model(*setting.pick((12, 256, 128), (2, 64, 16)))
-    batches = some_batches(setting.pick(30, 6), 8, setting.pick(128, 16))
+    model = make_model(*setting.pick((12, 256, 128), (2, 64, 16)))
+    batches = random_batches(setting.pick(30, 6), 8, setting.pick(128, 16))
     names = {"recorded": setting.device, "plain": f"{setting.device},plain"}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     losses: dict[str, list[float]] = {name: [] for name in names}
@@ -136,14 +136,14 @@ def recorded_launches(setting: Setting) -> dict[str, Any]:
 def large_layers(setting: Setting) -> dict[str, Any]:
     """Layers of a 7B model (width 4096) in bf16 with AdamW on the host: seconds and FLOP/s of a step."""
     layers, hidden, sequence, samples = setting.pick((4, 4096, 2048, 16), (2, 64, 32, 4))
-    model, place = a_model(layers, hidden, sequence), setting.place
+    model, torch_device = make_model(layers, hidden, sequence), setting.torch_device
     numbers = sum(parameter.numel() for parameter in model.parameters())
     metrics = []
     with relay.Trainer(
         model, device=setting.device, microbatches=4, precision="bf16", stash="host", optimizer=relay.AdamW(lr=1e-4)
     ) as trainer:
-        metrics = [trainer.step(batch) for batch in some_batches(setting.pick(4, 2), samples, sequence)]
-    found = figures_of(metrics[1:], place)
+        metrics = [trainer.step(batch) for batch in random_batches(setting.pick(4, 2), samples, sequence)]
+    found = figures_of(metrics[1:], torch_device)
     products = 6 * layers * 12 * hidden**2 + 12 * layers * hidden * sequence  # a token, forward and backward
     return {
         "parameters": numbers,
@@ -165,10 +165,10 @@ def predictions(setting: Setting) -> dict[str, Any]:
     rows = []
     shapes = [(8, 1024, 16, 512), (12, 768, 16, 512), (6, 2048, 8, 1024)]
     for layers, hidden, samples, sequence in setting.pick(shapes, [(2, 64, 4, 16)]):
-        model = a_model(layers, hidden, sequence)
+        model = make_model(layers, hidden, sequence)
         options: dict[str, Any] = {"microbatches": 4, "precision": precision, "stash": "host"}
         with relay.Trainer(model, device=setting.device, **options) as trainer:
-            metrics = [trainer.step(batch) for batch in some_batches(4, samples, sequence)]
+            metrics = [trainer.step(batch) for batch in random_batches(4, samples, sequence)]
         shape = ModelShape(layers, hidden, max(1, hidden // 64), 256)
         expected = relay.simulate(shape, device=machine, batch=samples, sequence=sequence, **options)
         measured = statistics.median(one.seconds for one in metrics[1:])

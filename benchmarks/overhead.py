@@ -4,7 +4,7 @@ Runs the two in turn, pair by pair, in one process, for the machine's speed drif
 the median of the paired ratios, checks that both give the same losses (a figure of a broken run is worth nothing),
 and the Python cost of one (layer, micro-batch) visit: the time to submit and run a step whose kernels do nothing.
 
-    python benchmarks/overhead.py [--pairs 9] [--json out.json]
+    python benchmarks/overhead.py [--pairs 9] [--quick] [--json out.json]
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import relay
 from backends.cpu import CpuDevice, CpuKernel
 from hal import registry
-from hal.program import Kernel, Program
+from hal.program import Kernel, Program, Role
 from relay.models import GPT
 
 
@@ -51,40 +51,61 @@ def checkpointed(model: GPT) -> GPT:
 
 
 class EmptyKernel(CpuKernel):
-    """Does nothing but give a loss of zero, so that a step's time is the relay's own."""
+    """Does nothing but give a loss of zero, so that a step's time is the relay's own.
+
+    While `device.warming_up`, it writes zeros to every output: nothing else initialises that memory, and what lies
+    there by chance may be NaN, or denormal numbers with which the optimizer is slow.
+    """
+
+    def __init__(self, program: Program, device: EmptyDevice) -> None:
+        super().__init__(program)
+        self.device = device
 
     def function(self, accumulate: tuple[bool, ...]) -> Callable[..., Any]:
-        first_output = len(self.program.inputs)
-        if self.program.name.endswith("joint"):
-            return lambda *arguments: arguments[first_output].zero_()
-        return lambda *arguments: None
+        first_output = len(self.program.inputs) + self.program.draws
+        has_loss = self.program.outputs[0].role is Role.VALUE and self.program.outputs[0].shape == ()
+
+        def run(*arguments: Any) -> None:
+            if self.device.warming_up:
+                for output in arguments[first_output:]:
+                    output.zero_()
+            elif has_loss:
+                arguments[first_output].zero_()
+
+        return run
 
 
 class EmptyDevice(CpuDevice):
     """The CPU device with empty kernels."""
 
+    warming_up = True
+
     def compile(self, program: Program) -> Kernel:
-        return EmptyKernel(program)
+        return EmptyKernel(program, self)
 
 
-def visit_cost(layers: int, microbatches: int) -> float:
+def visit_cost(layers: int, microbatches: int, steps: int) -> float:
     """Seconds of Python for one visit: a tiny model on a device whose kernels are empty, updates included."""
     model = GPT(layers=layers, hidden=8, heads=1, sequence=8, tied=False)
-    opened, registry.open = registry.open, lambda name, capacity: EmptyDevice(name, True, capacity)
+    device = EmptyDevice("cpu", True, None)
+    original_open, registry.open = registry.open, lambda name, capacity: device
     try:
         trainer = relay.Trainer(model, microbatches=microbatches)
     finally:
-        registry.open = opened
+        registry.open = original_open
     ids = torch.randint(0, 256, (microbatches, 8))
     batch = {"input_ids": ids, "labels": ids}
     visits = microbatches * (2 * layers + 3)
+    for _ in range(5):
+        trainer.step(batch)
+    device.warming_up = False
     times = []
-    for _ in range(25):
+    for _ in range(steps):
         start = time.perf_counter()
         trainer.step(batch)
         times.append((time.perf_counter() - start) / visits)
     trainer.close()
-    return statistics.median(times[5:])
+    return statistics.median(times)
 
 
 def main() -> None:
@@ -96,8 +117,11 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--stash", default="device")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="a small model and few pairs: tries the script")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
+    if options.quick:
+        options.layers, options.hidden, options.sequence, options.pairs = 2, 64, 32, 2
 
     torch.manual_seed(0)
     model = GPT(
@@ -126,7 +150,7 @@ def main() -> None:
             relay_times.append(end - middle)
             ratios.append((end - middle) / (middle - start))
             print(f"pair {pair - 1}: plain {middle - start:.3f} s, relay {end - middle:.3f} s, {ratios[-1]:.3f}")
-    visit = visit_cost(12, 8)
+    visit = visit_cost(2, 2, 5) if options.quick else visit_cost(12, 8, 20)
     figures = {
         "model": f"{options.layers} layers, hidden {options.hidden}, sequence {options.sequence}, "
         f"{options.microbatches} micro-batches of {options.samples}",

@@ -1,10 +1,10 @@
 """How long a deep model takes to be cut and captured, and how much host memory that costs beyond the model itself.
 
-    python benchmarks/partition.py --layers 32 --hidden 512
+    python benchmarks/partition.py [--layers 32] [--hidden 512] [--quick] [--json out.json]
 
 The model is a Llama of `transformers` with random weights, made on the meta device and filled from a folder shard by
-shard, as a large one would be. Prints one JSON object; `overhead` is peak resident memory above what the process held
-before the model was there, over the bytes of its weights, less one.
+shard, as a large one would be. Prints the figures as JSON; `overhead` is peak resident memory above what the
+process held before the model was there, over the bytes of its weights, less one.
 """
 
 from __future__ import annotations
@@ -59,7 +59,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--sequence", type=int, default=64)
+    parser.add_argument("--quick", action="store_true", help="a small model of three layers: tries the script")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
+    if options.quick:
+        options.layers, options.hidden = 3, 64
     config = LlamaConfig(
         vocab_size=2048,
         hidden_size=options.hidden,
@@ -86,19 +90,18 @@ def main() -> None:
         trainer.prepare(batch)
         seconds = time.perf_counter() - start
         peak = watch.stop()
-        print(
-            json.dumps(
-                {
-                    "layers": options.layers,
-                    "model_bytes": weights,
-                    "partition_and_capture_seconds": round(seconds, 2),
-                    "peak_bytes_above_start": peak - before,
-                    "overhead": round((peak - before) / weights - 1, 3),
-                    "threads": torch.get_num_threads(),
-                }
-            )
-        )
         trainer.close()
+    figures = {
+        "layers": options.layers,
+        "model_bytes": weights,
+        "partition_and_capture_seconds": round(seconds, 2),
+        "peak_bytes_above_start": peak - before,
+        "overhead": round((peak - before) / weights - 1, 3),
+        "threads": torch.get_num_threads(),
+    }
+    print(json.dumps(figures, indent=2))
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
 def warm(config: object, batch: dict[str, torch.Tensor]) -> None:

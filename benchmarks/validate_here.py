@@ -5,7 +5,7 @@ once and makes one real training step of each shape; medians over the rounds are
 machine busy, `--clock cpu` compares processor seconds of one thread, which their load does not stretch. Memory is
 compared byte for byte.
 
-    python benchmarks/validate_here.py [--rounds 7] [--clock cpu] [--json out.json]
+    python benchmarks/validate_here.py [--rounds 7] [--clock cpu] [--quick] [--json out.json]
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ SHAPES: list[Shape] = [
     (6, 256, 4, 8, 128, "device", 2, 2),
 ]
 
+QUICK_SHAPES: list[Shape] = [(2, 32, 2, 2, 16, "device", 1, True), (2, 32, 2, 2, 16, "host", 2, False)]
+
 
 class Real:
     """A real run of a shape, a step at a time."""
@@ -97,28 +99,31 @@ def predicted(shape: Shape, machine: spec.Machine) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="steps of each shape, in turn with the calibration")
     parser.add_argument("--threads", type=int, default=1, help="of torch; several on busy cores measure the others")
     parser.add_argument("--clock", choices=("cpu", "wall"), default="wall", help="cpu: leaves out what others take")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="two small shapes and one round: tries the script")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
+    shapes = QUICK_SHAPES if options.quick else SHAPES
+    rounds = 1 if options.quick else options.rounds
     torch.set_num_threads(options.threads)
     clock = time.process_time if options.clock == "cpu" else time.perf_counter
-    runs = [Real(shape, clock) for shape in SHAPES]
+    runs = [Real(shape, clock) for shape in shapes]
 
     def between() -> None:
         for run in runs:
             run.step()
         print(".", end="", file=sys.stderr, flush=True)
 
-    tables = calibrate("cpu", rounds=options.rounds, between=between, clock=clock)
+    tables = calibrate("cpu", rounds=rounds, between=between, clock=clock)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cpu.json"
         path.write_text(json.dumps(tables), encoding="utf-8")
         machine = spec.machine(str(path))
     rows: list[dict[str, Any]] = []
-    for shape, run in zip(SHAPES, runs, strict=True):
+    for shape, run in zip(shapes, runs, strict=True):
         real, simulated = run.figures(), predicted(shape, machine)
         run.trainer.close()
         error = simulated["seconds"] / real["seconds"] - 1
@@ -133,7 +138,8 @@ def main() -> int:
     memory = [abs(row["predicted"][kind] / row["measured"][kind] - 1) for row in rows for kind in kinds]
     print(f"step time: mean error {statistics.mean(errors):.1%}, worst {max(errors):.1%}; memory: {max(memory):.2%}")
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+        figures = {"mean_error": statistics.mean(errors), "worst_error": max(errors), "memory_error": max(memory)}
+        options.json.write_text(json.dumps({**figures, "rows": rows}, indent=2) + "\n", encoding="utf-8")
     return 0
 
 

@@ -4,13 +4,14 @@ A family is a piece of software on a kind of machine. One row of it, named in th
 on the device's compute and memory rates, since other software reaches another share of them. The other rows are
 predicted with that factor. Rows that the simulator cannot express are listed with the reason; none is left out.
 
-    python benchmarks/validate_literature.py [--out docs/validation.md]
+    python benchmarks/validate_literature.py [--out docs/validation.md] [--quick] [--json out.json]
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import json
 import re
 import statistics
 from collections.abc import Callable
@@ -214,8 +215,15 @@ def calibrated(family: Family, rows: dict[str, dict[str, str]]) -> float:
     return (low * high) ** 0.5
 
 
-def page(rows: dict[str, dict[str, str]]) -> str:
-    """The whole page."""
+def uncalibrated(rows: dict[str, dict[str, str]]) -> dict[str, float]:
+    """The predictions of the families that have no factor, by row."""
+    return {
+        case: family.predict(rows[case], 1.0) for family in FAMILIES if family.anchor is None for case in family.rows
+    }
+
+
+def page(rows: dict[str, dict[str, str]]) -> tuple[str, dict[str, Any]]:
+    """The whole page, and the figures on it: each row's prediction, and the errors."""
     lines = [
         "# Predicted against published",
         "",
@@ -225,6 +233,7 @@ def page(rows: dict[str, dict[str, str]]) -> str:
         "over from one shape or machine to another, not whether it knows somebody's kernels.",
     ]
     errors: list[float] = []
+    predictions: dict[str, float] = {}
     for family in FAMILIES:
         factor = calibrated(family, rows)
         note = f" Factor {factor:.3f}." if family.anchor else ""
@@ -234,6 +243,7 @@ def page(rows: dict[str, dict[str, str]]) -> str:
         for case in family.rows:
             row = rows[case]
             found, value = family.predict(row, factor), float(row["value"])
+            predictions[case] = found
             error = found / value - 1
             mark = "calibrates" if case == family.anchor else ""
             if not mark and not (in_sample and (case == "adam-2b" or case.startswith("gemm"))):
@@ -252,17 +262,29 @@ def page(rows: dict[str, dict[str, str]]) -> str:
     print(summary)
     missing = set(rows) - {case for family in FAMILIES for case in family.rows} - set(NOT_EXPRESSED)
     if missing:
-        raise SystemExit(f"rows without a place: {sorted(missing)}")
-    return "\n".join(lines) + "\n"
+        raise SystemExit(f"rows that no family predicts and NOT_EXPRESSED does not list: {sorted(missing)}")
+    figures = {"mean_error": statistics.mean(errors), "worst_error": max(errors), "predictions": predictions}
+    return "\n".join(lines) + "\n", figures
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "validation.md")
+    parser.add_argument("--quick", action="store_true", help="only the families without a factor; writes no page")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     with DATA.open(encoding="utf-8") as file:
         rows = {row["case"]: row for row in csv.DictReader(file)}
-    options.out.write_text(page(rows), encoding="utf-8")
+    figures: dict[str, Any]
+    if options.quick:
+        figures = {"predictions": uncalibrated(rows)}
+        for case, found in figures["predictions"].items():
+            print(f"{case}: published {float(rows[case]['value']):.4g} {rows[case]['unit']}, predicted {found:.4g}")
+    else:
+        text, figures = page(rows)
+        options.out.write_text(text, encoding="utf-8")
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
