@@ -94,9 +94,9 @@ class Segment(nn.Module):
 def block_on(device: Device, size: Size) -> tuple[Callable[[], None], Callable[[], list[torch.Tensor]]]:
     """The block's forward and backward on a device: a call that runs both, and one that gives its results."""
     block, x, seed = block_inputs(size)
-    lowering, place = graphs_for(device.info)
+    lowering, traced_for = graphs_for(device.info)
     captured = capture(
-        Segment(block), [x.requires_grad_()], lowering=lowering, place=place, name="block", strides=False
+        Segment(block), [x.requires_grad_()], lowering=lowering, device=traced_for, name="block", strides=False
     )
     program = captured.backward  # it holds the forward: a segment's backward recomputes
     assert program is not None

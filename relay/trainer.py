@@ -152,7 +152,7 @@ class Trainer(RunState):
         store, server = build(host)
         session = Session(whole, opened, host, store, server, slots, stash, limit, build, precision, state_dtype)
         session.stall_timeout = stall_timeout
-        compiler.device, (compiler.lowering, compiler.place) = opened.info.name, graphs_for(opened.info)
+        compiler.device, (compiler.lowering, compiler.traced_for) = opened.info.name, graphs_for(opened.info)
         scheduled = RelayOptimizer(groups, defaults)
         super().__init__(compiler, session, scheduled, grouping, scale, fixed_scale, seed, chosen)
         self._on_nonfinite = on_nonfinite

@@ -8,14 +8,14 @@ from relay.capture.capture import capture
 from relay.capture.captured import Captured
 from relay.capture.core.lowering import Lowering
 from relay.capture.cost import fingerprint
-from relay.capture.eager_call import Presence
+from relay.capture.eager_call import ObservedGradientPresence
 from relay.capture.fake_tensors import as_fake
 from relay.capture.guards.data_guards import Guard, GuardTracer
 from relay.capture.guards.functional_call import call_with
 from relay.capture.guards.messages import unlogged
 from relay.capture.layer_marks import layer_of_segment
 from relay.capture.trace_for_device import graphs_for
-from relay.capture.trace_model import BLOCK, SET_GRAD_ENABLED, BlockCall, opaque_blocks, run_fake, trace
+from relay.capture.trace_model import BLOCK, SET_GRAD_ENABLED, BlockCall, blocks_as_ops, run_fake, trace
 from relay.capture.traced_module import autocast
 
 __all__ = [
@@ -26,15 +26,15 @@ __all__ = [
     "Guard",
     "GuardTracer",
     "Lowering",
-    "Presence",
+    "ObservedGradientPresence",
     "as_fake",
     "autocast",
+    "blocks_as_ops",
     "call_with",
     "capture",
     "fingerprint",
     "graphs_for",
     "layer_of_segment",
-    "opaque_blocks",
     "run_fake",
     "trace",
     "unlogged",

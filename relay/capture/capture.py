@@ -58,8 +58,8 @@ def capture(
     compute: torch.dtype = torch.float32,
     lowering: Lowering = Lowering.NATIVE,
     training: bool = True,
-    keep: bool = False,
-    place: torch.device = CPU,
+    save: bool = False,
+    device: torch.device = CPU,
     seeds: Mapping[int, torch.Tensor] | None = None,
     gradients: Mapping[int, Order] | None = None,
     strides: bool = True,
@@ -70,7 +70,7 @@ def capture(
     `requires_grad` of the inputs is respected. `inputs` are examples: shapes, dtypes and `requires_grad` count,
     values do not. With `compute` bfloat16 or float16 the module runs as under PyTorch's autocast; a parameter that is
     only ever used rounded to that dtype then comes in rounded. `lowering` is what the device wants (`NATIVE` among its
-    tags, or core), and `place` where native graphs are run. With `keep` the backward does not recompute the forward:
+    tags, or core), and `device` where native graphs are run. With `save` the backward does not recompute the forward:
     what it reads of it is kept (a segment that runs eagerly, or ends in the loss, keeps nothing). Without `training` no
     gradient will be asked for.
 
@@ -86,7 +86,7 @@ def capture(
     if lowering is Lowering.NATIVE and any(isinstance(one, (nn.RNNBase, nn.RNNCellBase)) for one in module.modules()):
         logger.info("layer %r holds recurrent layers, and runs as PyTorch's own kernels have it", name)
         return _run_eagerly(
-            module, inputs, name, ends_in_loss, compute, training, place, seeds, gradients, strides, unreached
+            module, inputs, name, ends_in_loss, compute, training, device, seeds, gradients, strides, unreached
         )
     wants_gradients = any(tensor.requires_grad for tensor in [*module.parameters(), *inputs])
     strides = strides and lowering is not Lowering.CORE
@@ -97,9 +97,9 @@ def capture(
     spare = [] if wants_gradients else [torch.zeros(0, requires_grad=True)]
     given = (*inputs, *seeding, *spare)
     try:
-        if lowering is Lowering.NATIVE and place.type != "cpu":
+        if lowering is Lowering.NATIVE and device.type != "cpu":
             traced, reads, plain = _trace_elsewhere(
-                module, given, name, compute, not wants_gradients, place, orders, strides, unreached
+                module, given, name, compute, not wants_gradients, device, orders, strides, unreached
             )
         else:
             traced, reads, plain = _trace(
@@ -111,7 +111,7 @@ def capture(
             raise
         try:
             captured = _run_eagerly(
-                module, inputs, name, ends_in_loss, compute, training, place, seeds, gradients, strides, unreached
+                module, inputs, name, ends_in_loss, compute, training, device, seeds, gradients, strides, unreached
             )
         except RelayError:
             raise
@@ -133,17 +133,17 @@ def capture(
     plain.refuse_states(name, constants_of(traced))
     check_operands(traced.graph, module, inputs, name, ends_in_loss)
     if lowering is not Lowering.CORE:
-        correct_statistics(traced.graph, place)
+        correct_statistics(traced.graph, device)
     extraction = Extraction(module, traced, name, wants_gradients, compute, lowering, orders, strides)
-    return _cut(extraction, reads, ends_in_loss, name, gradients or {}, keep)
+    return _cut(extraction, reads, ends_in_loss, name, gradients or {}, save)
 
 
 def _cut(
-    extraction: Extraction, reads: Reads, ends_in_loss: bool, name: str, gradients: Mapping[int, Order], keep: bool
+    extraction: Extraction, reads: Reads, ends_in_loss: bool, name: str, gradients: Mapping[int, Order], save: bool
 ) -> Captured:
     """The programs of a trace; the trace stays as it is."""
-    captured = extraction.named(name).captured(dict(gradients), ends_in_loss, keep and not ends_in_loss)
-    return replace(captured, reads=reads, again=functools.partial(_cut, extraction, reads, ends_in_loss))
+    captured = extraction.named(name).captured(dict(gradients), ends_in_loss, save and not ends_in_loss)
+    return replace(captured, reads=reads, recut=functools.partial(_cut, extraction, reads, ends_in_loss))
 
 
 def _trace(
@@ -155,10 +155,10 @@ def _trace(
     seeds: Mapping[int, Order],
     strides: bool,
     unreached: frozenset[int],
-    place: torch.device = CPU,
+    device: torch.device = CPU,
 ) -> tuple[fx.GraphModule, Reads, PlainTensors]:
     """The joint graph of a module, what its code read, and what it did to plain tensors. Raises what tracing raises."""
-    traced = Traced(module, compute, has_spare, place, seeds, strides, unreached)
+    traced = Traced(module, compute, has_spare, device, seeds, strides, unreached)
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore")
         # A module's tensors that are neither parameters nor buffers meet fake ones in the trace.
@@ -170,15 +170,15 @@ def _trace(
             stack.enter_context(attention())
         if lowering is Lowering.CORE:
             table = decompositions()
-        if place != CPU:
-            inputs = stack.enter_context(fakes_on(place, mode, module, inputs))
+        if device != CPU:
+            inputs = stack.enter_context(fakes_on(device, mode, module, inputs))
         stack.enter_context(put_back(module))
         # In this order: to look at attributes would count as the module's code reading them all.
         plain = stack.enter_context(PlainTensors(module))
         reads = stack.enter_context(recorded_reads(module))
         joint = aot_export_joint_with_descriptors(stack, traced, tuple(inputs), {}, decompositions=table)
         _refuse_effects(joint.graph_module.graph)
-        if place != CPU:
+        if device != CPU:
             spell_out(joint.graph_module.graph)
         return joint.graph_module, reads, plain
 
@@ -196,22 +196,24 @@ def _trace_elsewhere(
     name: str,
     compute: torch.dtype,
     has_spare: bool,
-    place: torch.device,
+    device: torch.device,
     seeds: Mapping[int, Order],
     strides: bool,
     unreached: frozenset[int],
 ) -> tuple[fx.GraphModule, Reads, PlainTensors]:
-    """The joint graph as PyTorch would run it on `place`, or the portable one where it cannot be traced for that."""
-    why = missing(place)
+    """The joint graph as PyTorch would run it on `device`, or the portable one where it cannot be traced for that."""
+    why = missing(device)
     if not why:
         try:
-            traced = _trace(module, inputs, compute, has_spare, Lowering.NATIVE, seeds, strides, unreached, place)
+            traced = _trace(module, inputs, compute, has_spare, Lowering.NATIVE, seeds, strides, unreached, device)
             if any(draws_by_itself(node) and "attention" in str(node.target) for node in traced[0].graph.nodes):
-                traced = _trace(module, inputs, compute, has_spare, Lowering.PORTABLE, seeds, strides, unreached, place)
+                traced = _trace(
+                    module, inputs, compute, has_spare, Lowering.PORTABLE, seeds, strides, unreached, device
+                )
             return traced
         except Exception as failure:
             why = in_short(failure)
-    logger.warning("%s is traced for any device, attention as matrix products, and not for %s: %s", name, place, why)
+    logger.warning("%s is traced for any device, attention as matrix products, and not for %s: %s", name, device, why)
     return _trace(module, inputs, compute, has_spare, Lowering.PORTABLE, seeds, strides, unreached)
 
 
@@ -222,7 +224,7 @@ def _run_eagerly(
     ends_in_loss: bool,
     compute: torch.dtype,
     training: bool,
-    place: torch.device,
+    device: torch.device,
     seeds: Mapping[int, torch.Tensor] | None,
     gradients: Mapping[int, Order] | None,
     strides: bool,
@@ -234,7 +236,7 @@ def _run_eagerly(
             raise sparse_gradient(name, f"{path}.weight")
     with PlainTensors(module) as plain, UsedTensors() as used:
         made = eager_programs(
-            module, inputs, name, ends_in_loss, functools.partial(autocast, compute, place.type), training, seeds,
+            module, inputs, name, ends_in_loss, functools.partial(autocast, compute, device.type), training, seeds,
             gradients, strides, unreached,
         )  # fmt: skip
     plain.refuse_states(name, used.addresses)
@@ -248,8 +250,8 @@ def _run_eagerly(
         loss=made.programs["loss"],
         joint=made.programs["joint"],
         output_requires_grad=made.wants,
+        saved_bytes=made.saved_bytes,
         saved=made.saved,
-        kept=made.kept,
         eager=made.segment,
         output_orders=made.layouts.outputs,
         seed_orders=made.layouts.seeds,

@@ -24,15 +24,15 @@ class Captured:
     A segment that ends in the loss also has `loss` (the loss and buffer updates alone) and `joint` (those and the
     gradients, in one run: the last segment is not run twice).
 
-    `saved` is what plain training would keep of this segment between its forward and its backward, in bytes.
-    `kept` are what `backward` is given of the forward besides its inputs: own outputs, then tensors kept for it and
+    `saved_bytes` is what plain training would keep of this segment between its forward and its backward, in bytes.
+    `saved` are what `backward` is given of the forward besides its inputs: own outputs, then tensors kept for it and
     copies of buffers as the forward found them, which are further outputs (`index` counts on from the outputs).
     `eager` is the segment as it is run where it could not be captured, `reads` what the module's code looked at.
 
     Ports of values, their gradients and seeds have the shape of the memory that holds them; `output_orders`,
     `seed_orders` and `gradient_orders` (of inputs) say in which order of dimensions where it is not as written.
 
-    `again`, where the trace was kept, cuts the programs out of it under another name, for gradients of inputs in other
+    `recut`, where the trace was kept, cuts the programs out of it under another name, for gradients of inputs in other
     orders, or the other way as to keeping: what `capture` would have made, without tracing.
     """
 
@@ -43,11 +43,11 @@ class Captured:
     loss: Program | None
     joint: Program | None
     output_requires_grad: tuple[bool, ...]
-    saved: int
-    kept: tuple[Port, ...] = ()
+    saved_bytes: int
+    saved: tuple[Port, ...] = ()
     eager: EagerSegment | None = None
     reads: Reads | None = None
     output_orders: Mapping[int, Order] = field(default_factory=dict)
     seed_orders: Mapping[int, Order] = field(default_factory=dict)
     gradient_orders: Mapping[int, Order] = field(default_factory=dict)
-    again: Callable[[str, Mapping[int, Order], bool], Captured] | None = None
+    recut: Callable[[str, Mapping[int, Order], bool], Captured] | None = None

@@ -49,7 +49,7 @@ def peak_of_temporaries(graph: fx.Graph, stored_early: Sequence[int] = ()) -> in
         arguments = node.all_input_nodes
         if node.op == "output" and stored_early:
             results: tuple[fx.Node, ...] = node.args[0]  # type: ignore[assignment]
-            arguments = [result for place, result in enumerate(results) if place not in stored_early]
+            arguments = [result for index, result in enumerate(results) if index not in stored_early]
         for argument in arguments:
             base = owner[argument]
             if base is not None:
@@ -70,7 +70,7 @@ def peak_of_temporaries(graph: fx.Graph, stored_early: Sequence[int] = ()) -> in
 def saved_bytes(graph: fx.Graph, forward: set[fx.Node], backward: set[fx.Node], states: set[fx.Node]) -> int:
     """Bytes that a forward makes (or is given, `states` aside) and its backward needs: what plain training keeps."""
     owner = _owners(graph)
-    kept: set[fx.Node] = set()
+    saved: set[fx.Node] = set()
     for node in forward:
         if any(user in backward and user not in forward for user in node.users):
             base = owner[node]
@@ -79,8 +79,8 @@ def saved_bytes(graph: fx.Graph, forward: set[fx.Node], backward: set[fx.Node], 
                 while base.op == "call_function" and base.all_input_nodes:
                     base = base.all_input_nodes[0]
             if base not in states:
-                kept.add(base)
-    return sum(_size(value) for node in kept for value in tensors_of(node))
+                saved.add(base)
+    return sum(_size(value) for node in saved for value in tensors_of(node))
 
 
 def _owners(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:

@@ -23,23 +23,26 @@ from relay.capture.memory_order import Order, as_written, stored
 from relay.errors import CaptureError
 
 
-class Presence:
-    """Which gradients the latest step's backward has found, by their place among the segment's: of its parameters, and
-    then of its inputs. `notes` counts how often it was told."""
+class ObservedGradientPresence:
+    """Which gradients the backward of an eager segment has found in the latest step.
+
+    Gradients are numbered as the segment's backward returns them: those of its parameters, then those of its inputs.
+    `version` counts the calls of `record`, so that a reader can tell whether anything has been recorded since.
+    """
 
     def __init__(self) -> None:
-        self.notes = 0
+        self.version = 0
         self._reached: set[int] = set()
 
-    def note(self, microbatch: int, places: Sequence[int]) -> None:
-        """These were reached in that micro-batch; the first one begins anew, also where a step is repeated."""
-        self.notes += 1
+    def record(self, microbatch: int, indices: Sequence[int]) -> None:
+        """Add the gradients found in one micro-batch. Micro-batch 0 starts a new step, also when a step is repeated."""
+        self.version += 1
         if microbatch == 0:
             self._reached = set()
-        self._reached.update(places)
+        self._reached.update(indices)
 
     def reached(self) -> frozenset[int]:
-        """All that were reached, in whichever micro-batch."""
+        """The indices of all gradients found in any micro-batch of the step."""
         return frozenset(self._reached)
 
 
@@ -48,7 +51,7 @@ class EagerSegment:
 
     def __init__(self, module: nn.Module, compute: Callable[[], AbstractContextManager[Any]]) -> None:
         self.module = module
-        self.presence = Presence()
+        self.presence = ObservedGradientPresence()
         self.compute = compute
         self.tensors = list(module.parameters())
         self.buffer_tensors = list(module.buffers())
@@ -108,7 +111,7 @@ class EagerCall:
         self.kind = kind
         self.counts = counts
         self.updates: list[int] = []
-        self.kept: list[int] = []
+        self.saved_buffers: list[int] = []
         self.shapes: list[tuple[int, ...]] = []
         self.seeded: list[int] = []
         self.gradients: list[int] = []
@@ -125,8 +128,8 @@ class EagerCall:
         values, seeds = tensors[ends[1] : ends[2]], tensors[ends[2] :]
         if self.kind == "backward":
             # The recompute finds the buffers as the forward found them, not as it left them.
-            found, seeds = seeds[: len(self.kept)], seeds[len(self.kept) :]
-            for number, buffer in zip(self.kept, found, strict=True):
+            found, seeds = seeds[: len(self.saved_buffers)], seeds[len(self.saved_buffers) :]
+            for number, buffer in zip(self.saved_buffers, found, strict=True):
                 buffers[number] = buffer
         values = [as_written(one, self.layouts.inputs.get(number, ())) for number, one in enumerate(values)]
         seeds = [
@@ -147,7 +150,7 @@ class EagerCall:
             outputs, after = self.segment.run(*self._leaves(parameters, values), buffers)
         self._check(outputs)
         shown = outputs if self.kind == "forward" else outputs[:1]
-        copies = [buffers[number].clone() for number in self.kept] if self.kind == "forward" else []
+        copies = [buffers[number].clone() for number in self.saved_buffers] if self.kind == "forward" else []
         return (*self._stored(shown), *copies, *(after[number] for number in self.updates))
 
     def _leaves(
@@ -177,20 +180,20 @@ class EagerCall:
                 for number, seed in zip(self.seeded, seeds, strict=True)
                 if outputs[number].requires_grad
             ]
-            wanted = [leaves[place] for place in self.gradients] + [inputs[place] for place in self.value_gradients]
+            wanted = [leaves[index] for index in self.gradients] + [inputs[index] for index in self.value_gradients]
             found = (
                 torch.autograd.grad([one for one, _ in pairs], wanted, [seed for _, seed in pairs], allow_unused=True)
                 if pairs
                 else (None,) * len(wanted)
             )
-        reached = [place for place, gradient in enumerate(found) if gradient is not None]
-        self.segment.presence.note(key.microbatch, reached)
+        reached = [index for index, gradient in enumerate(found) if gradient is not None]
+        self.segment.presence.record(key.microbatch, reached)
         made = [
             torch.zeros_like(tensor) if gradient is None else gradient
             for tensor, gradient in zip(wanted, found, strict=True)
         ]
-        for place, number in enumerate(self.value_gradients, len(self.gradients)):
-            made[place] = stored(made[place], self.layouts.gradients.get(number, ()))
+        for index, number in enumerate(self.value_gradients, len(self.gradients)):
+            made[index] = stored(made[index], self.layouts.gradients.get(number, ()))
         if self.kind == "backward":
             return tuple(made)
         return (outputs[0].detach(), *(after[number] for number in self.updates), *made)
@@ -211,10 +214,10 @@ class EagerCall:
 
 def generators_of(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
     """What `torch.random.fork_rng` is to put back besides the host's generator: those of the tensors' devices."""
-    places = {tensor.device for tensor in tensors if tensor.device.index is not None}
-    if not places:
+    devices = {tensor.device for tensor in tensors if tensor.device.index is not None}
+    if not devices:
         return {"devices": ()}
-    return {"devices": sorted(place.index for place in places), "device_type": next(iter(places)).type}
+    return {"devices": sorted(device.index for device in devices), "device_type": next(iter(devices)).type}
 
 
 def seed_of(key: RandomKey) -> int:

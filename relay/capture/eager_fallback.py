@@ -38,8 +38,8 @@ class EagerPrograms:
     segment: EagerSegment
     programs: dict[str, Program | None]
     wants: tuple[bool, ...]
-    saved: int
-    kept: tuple[Port, ...]
+    saved_bytes: int
+    saved: tuple[Port, ...]
     layouts: EagerLayouts
 
 
@@ -98,11 +98,11 @@ def eager_programs(
     """
     segment = EagerSegment(module, compute)
     parameters, buffers = segment.tensors, segment.buffer_tensors
-    saved = 0
+    saved_bytes = 0
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal saved
-        saved += tensor.numel() * tensor.element_size()
+        nonlocal saved_bytes
+        saved_bytes += tensor.numel() * tensor.element_size()
         return tensor
 
     with torch.random.fork_rng(devices=()), warnings.catch_warnings(), torch.enable_grad():
@@ -128,16 +128,16 @@ def eager_programs(
         if training:
             _try_backward(leaves, outputs, name)
     # Which buffers a forward changes, data may decide too: in training all of them are written back.
-    changing = any(one.training and one._buffers for one in module.modules())
+    changing = any(part.training and part._buffers for part in module.modules())
     updates = list(range(len(after))) if changing else []
     differentiates = any(wants)
     read = _read_in_training(module)
-    kept = [number for number in updates if id(buffers[number]) in read]
+    saved_buffers = [number for number in updates if id(buffers[number]) in read]
     if ends_in_loss or not differentiates or not training:
-        kept = []
+        saved_buffers = []
     copies = tuple(
-        Port(Role.VALUE, len(outputs) + place, tuple(buffers[number].shape), buffers[number].dtype)
-        for place, number in enumerate(kept)
+        Port(Role.VALUE, len(outputs) + offset, tuple(buffers[number].shape), buffers[number].dtype)
+        for offset, number in enumerate(saved_buffers)
     )
     counts = (len(parameters), len(buffers), len(values))
     ports = [
@@ -146,20 +146,22 @@ def eager_programs(
         for number, tensor in enumerate(tensors)
     ]
 
-    def laid(role: Role, number: int, tensor: torch.Tensor, orders: dict[int, Order], added: bool = False) -> Port:
+    def stored_port(
+        role: Role, number: int, tensor: torch.Tensor, orders: dict[int, Order], added: bool = False
+    ) -> Port:
         return Port(role, number, stored_shape(tensor.shape, orders.get(number, ())), tensor.dtype, added)
 
-    ports += [laid(Role.VALUE, number, one, layouts.inputs) for number, one in enumerate(values)]
+    ports += [stored_port(Role.VALUE, number, value, layouts.inputs) for number, value in enumerate(values)]
 
     def program(kind: str) -> Program:
         call = EagerCall(segment, kind, name, counts, layouts)
         call.shapes = [tuple(output.shape) for output in outputs]
-        call.differentiated = [number for number, one in enumerate(values) if one.requires_grad]
+        call.differentiated = [number for number, value in enumerate(values) if value.requires_grad]
         call.training = training
         shown = list(enumerate(outputs)) if kind == "forward" else [(0, outputs[0])] if kind != "backward" else []
-        results = [laid(Role.VALUE, number, one, layouts.outputs) for number, one in shown]
+        results = [stored_port(Role.VALUE, number, value, layouts.outputs) for number, value in shown]
         if kind in ("forward", "backward"):
-            call.kept = kept
+            call.saved_buffers = saved_buffers
         if kind == "forward":
             results += copies
         if kind != "backward":
@@ -172,7 +174,7 @@ def eager_programs(
         if kind in ("backward", "joint"):
             asked = wants if kind == "backward" else wants[:1]
             call.seeded = [number for number, wanted in enumerate(asked) if wanted]
-            taken_seeds = [laid(Role.SEED, number, outputs[number], layouts.seeds) for number in call.seeded]
+            taken_seeds = [stored_port(Role.SEED, number, outputs[number], layouts.seeds) for number in call.seeded]
             call.gradients = [number for number, wanted in enumerate(segment.trainable) if wanted]
             call.value_gradients = call.differentiated
             results += [
@@ -180,13 +182,13 @@ def eager_programs(
                 for number in call.gradients
             ]
             results += [
-                laid(Role.VALUE_GRADIENT, number, values[number], layouts.gradients, True)
+                stored_port(Role.VALUE_GRADIENT, number, values[number], layouts.gradients, True)
                 for number in call.value_gradients
             ]
-        taken = [Port(Role.VALUE, len(values) + place, port.shape, port.dtype) for place, port in enumerate(copies)]
+        taken = [Port(Role.VALUE, len(values) + offset, port.shape, port.dtype) for offset, port in enumerate(copies)]
         if kind != "backward":
             taken = []
-        return _one_node(call, name_of_program(name, kind), [*ports, *taken, *taken_seeds], results, saved)
+        return _one_node(call, name_of_program(name, kind), [*ports, *taken, *taken_seeds], results, saved_bytes)
 
     programs: dict[str, Program | None] = {
         "forward": program("forward"),
@@ -194,7 +196,7 @@ def eager_programs(
         "loss": program("loss") if ends_in_loss else None,
         "joint": program("joint") if ends_in_loss else None,
     }
-    return EagerPrograms(segment, programs, wants, saved, copies, layouts)
+    return EagerPrograms(segment, programs, wants, saved_bytes, copies, layouts)
 
 
 def _layouts_of(
@@ -214,11 +216,11 @@ def _layouts_of(
         found = torch.autograd.grad(
             [outputs[number] for number in asking], [values[number] for number in wanted], ones, True, allow_unused=True
         )
-    made = {number: order_of(one) for number, one in zip(wanted, found, strict=False) if one is not None}
+    made = {number: order_of(gradient) for number, gradient in zip(wanted, found, strict=False) if gradient is not None}
     return EagerLayouts(
         {number: order_of(value) for number, value in enumerate(values)},
         {number: order_of(output) for number, output in enumerate(outputs)},
-        {number: order_of(one) for number, one in taken.items()},
+        {number: order_of(seed) for number, seed in taken.items()},
         {number: gradients.get(number, made.get(number, ())) for number in wanted if asking},
     )
 
@@ -241,22 +243,22 @@ def _read_in_training(module: nn.Module) -> set[int]:
     """The buffers, by identity, that a forward may read: all but the statistics of BatchNorm in training."""
     return {
         id(buffer)
-        for one in module.modules()
-        if not (one.training and type(one).forward is nn.BatchNorm1d.forward)
-        for buffer in one._buffers.values()
+        for part in module.modules()
+        if not (part.training and type(part).forward is nn.BatchNorm1d.forward)
+        for buffer in part._buffers.values()
         if buffer is not None
     }
 
 
-def _one_node(call: EagerCall, name: str, inputs: Sequence[Port], outputs: Sequence[Port], saved: int) -> Program:
+def _one_node(call: EagerCall, name: str, inputs: Sequence[Port], outputs: Sequence[Port], saved_bytes: int) -> Program:
     graph = fx.Graph()
-    places = []
+    placeholders = []
     for number, port in enumerate(inputs):
         node = graph.placeholder(f"input_{number}")
         node.meta = {"val": torch.empty(port.shape, dtype=port.dtype, device="meta")}
-        places.append(node)
+        placeholders.append(node)
     key = graph.placeholder("key")
-    called = graph.call_function(call, (*places, key))
+    called = graph.call_function(call, (*placeholders, key))
     results = []
     for number, port in enumerate(outputs):
         node = graph.call_function(operator.getitem, (called, number))
@@ -273,6 +275,6 @@ def _one_node(call: EagerCall, name: str, inputs: Sequence[Port], outputs: Seque
         draws=True,
         flops=0,
         moved=moved,
-        workspace=saved + sum(port.size for port in outputs),
+        workspace=saved_bytes + sum(port.size for port in outputs),
         fingerprint=f"eager {next(_numbers)}",
     )

@@ -22,7 +22,7 @@ from relay.capture.cost import count_flops, count_moved, fingerprint, peak_of_te
 from relay.capture.guards.messages import changed_parameter, name_of_program, sparse_gradient
 from relay.capture.memory_order import Order, in_order, inverse, order_of, permuted, stored_shape
 from relay.capture.random_ops import ancestors, copy_nodes
-from relay.capture.saved_tensors import nodes_to_keep
+from relay.capture.saved_tensors import nodes_to_save
 from relay.errors import CaptureError
 
 aten = torch.ops.aten
@@ -149,7 +149,7 @@ class Extraction:
         other.name = name
         return other
 
-    def captured(self, asked: Mapping[int, Order], ends_in_loss: bool, keep: bool) -> Captured:
+    def captured(self, asked: Mapping[int, Order], ends_in_loss: bool, save: bool) -> Captured:
         """Cut out the programs. `asked` are the orders in which gradients of inputs are wanted."""
         self.asked = asked
         outputs = [(node, self._stored_port(Role.VALUE, index, node)) for index, node in sorted(self.outputs.items())]
@@ -160,30 +160,30 @@ class Extraction:
         forward = ancestors([[value for value, _ in outputs + updates]])
         wanted = [value for value, _ in gradients]
         saved: list[fx.Node] = []
-        if keep:
+        if save:
             results = [node for nodes in wanted for node in nodes]
-            saved = nodes_to_keep(self.traced.graph, forward, results, set(self.seeds.values()), states)
+            saved = nodes_to_save(self.traced.graph, forward, results, set(self.seeds.values()), states)
             saved = self._read_of(saved, seeds, gradients)
         own = [(node, port) for node, port in outputs if node in saved]
-        held = [node for node in saved if not any(node is output for output, _ in own)]
-        copies = [] if ends_in_loss else self._buffers_to_keep(wanted, set(saved))
-        kept = [
+        inner = [node for node in saved if not any(node is output for output, _ in own)]
+        copies = [] if ends_in_loss else self._buffers_to_save(wanted, set(saved))
+        extra = [
             (node, self._stored_port(Role.VALUE, number, node))
-            for number, node in enumerate([*held, *copies], len(outputs))
+            for number, node in enumerate([*inner, *copies], len(outputs))
         ]
-        given = [node for node, _ in [*own, *kept]]
+        given = [node for node, _ in [*own, *extra]]
         return Captured(
             parameter_names=tuple(tuple(name for name, _ in names) for names in self.parameters),
             buffer_names=tuple(name for name, _ in self.buffers),
-            forward=self._program("forward", [], outputs + kept + updates),
-            backward=self._program("backward", seeds, gradients, given, keep)
+            forward=self._program("forward", [], outputs + extra + updates),
+            backward=self._program("backward", seeds, gradients, given, save)
             if gradients and not ends_in_loss
             else None,
             loss=self._program("loss", [], outputs[:1] + updates) if ends_in_loss else None,
             joint=self._program("joint", seeds, outputs[:1] + updates + gradients) if ends_in_loss else None,
             output_requires_grad=tuple(index in self.seeds for index in sorted(self.outputs)),
-            kept=tuple(port for _, port in [*own, *kept]),
-            saved=saved_bytes(self.traced.graph, forward, ancestors(wanted), states),
+            saved=tuple(port for _, port in [*own, *extra]),
+            saved_bytes=saved_bytes(self.traced.graph, forward, ancestors(wanted), states),
             output_orders={index: self._order(node) for index, node in self.outputs.items()},
             seed_orders={index: self.seeded.get(index, self._order(node)) for index, node in seeds},
             gradient_orders={
@@ -193,7 +193,7 @@ class Extraction:
             },
         )
 
-    def _buffers_to_keep(self, gradients: Sequence[tuple[Any, ...]], saved: set[fx.Node]) -> list[fx.Node]:
+    def _buffers_to_save(self, gradients: Sequence[tuple[Any, ...]], saved: set[fx.Node]) -> list[fx.Node]:
         """Buffers that the forward changes and the backward reads: it must find what the forward found."""
         needed = ancestors(gradients, saved) - saved
         return [
@@ -258,14 +258,14 @@ class Extraction:
         kind: str,
         seeds: Sequence[tuple[int, fx.Node]],
         results: Sequence[tuple[Any, Port]],
-        kept: Sequence[fx.Node] = (),
-        keep: bool = False,
+        saved: Sequence[fx.Node] = (),
+        drops_unread: bool = False,
     ) -> Program:
         graph = fx.Graph()
         environment: dict[fx.Node, Any] = {}
         ports: list[Port] = []
         placeholders: list[fx.Node] = []
-        laid: list[tuple[fx.Node, Order]] = []
+        permuted_inputs: list[tuple[fx.Node, Order]] = []
 
         def add_input(role: Role, index: int, nodes: Sequence[fx.Node]) -> None:
             placeholder = graph.placeholder(f"{role.name.lower()}_{index}")
@@ -280,7 +280,7 @@ class Extraction:
                 ports.append(self._stored_port(role, index, like))
                 if order:
                     placeholder.meta = {"val": in_order(like.meta["val"], order)}
-                    laid.append((like, order))
+                    permuted_inputs.append((like, order))
             else:
                 ports.append(self._port(role, index, like))
 
@@ -290,12 +290,12 @@ class Extraction:
             add_input(Role.BUFFER, index, [node])
         for index, node in enumerate(self.values):
             add_input(Role.VALUE, index, [node])
-        for index, node in enumerate(kept, len(self.values)):
+        for index, node in enumerate(saved, len(self.values)):
             add_input(Role.VALUE, index, [node])
         for index, node in seeds:
             add_input(Role.SEED, index, [node])
         key = graph.placeholder("key")
-        for node, order in laid:
+        for node, order in permuted_inputs:
             environment[node] = permuted(graph, environment[node], inverse(order))
         wanted = [value if isinstance(value, tuple) else (value,) for value, _ in results]
         needed = ancestors(wanted, set(environment))
@@ -320,16 +320,16 @@ class Extraction:
             outputs.append(total)
         graph.output(tuple(outputs))
         graph.eliminate_dead_code()
-        if keep:
+        if drops_unread:
             # What a backward that recomputes nothing does not read need not be brought.
             unread = [
-                place
-                for place, (node, port) in enumerate(zip(placeholders, ports, strict=True))
+                position
+                for position, (node, port) in enumerate(zip(placeholders, ports, strict=True))
                 if port.role is Role.VALUE and not node.users
             ]
-            for place in reversed(unread):
-                graph.erase_node(placeholders[place])
-                del ports[place]
+            for position in reversed(unread):
+                graph.erase_node(placeholders[position])
+                del ports[position]
         core = self.lowering is Lowering.CORE
         if core:
             graph = simplify(graph, self.name)

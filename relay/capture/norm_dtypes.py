@@ -43,14 +43,14 @@ _SHAPE_OF_INPUT = (2, 4)
 _SIZES = {"normalized_shape": [4], "N": 2, "C": 4, "HxW": 1, "group": 2}
 
 
-def correct_statistics(graph: fx.Graph, place: torch.device) -> None:
-    """Let the norms of a graph that runs on `place` claim the dtypes that their kernels return there."""
-    if place != CPU and missing(place):
+def correct_statistics(graph: fx.Graph, device: torch.device) -> None:
+    """Let the norms of a graph that runs on `device` claim the dtypes that their kernels return there."""
+    if device != CPU and missing(device):
         return
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in NORMS:
             continue
-        found = _returned(node.target, tuple(_kind(argument) for argument in node.args), place)
+        found = _returned(node.target, tuple(_kind(argument) for argument in node.args), device)
         if found is None:
             continue
         claimed = node.meta["val"]
@@ -70,14 +70,14 @@ def _kind(argument: Any) -> Any:
 
 
 @functools.cache
-def _returned(target: Any, kinds: tuple[Any, ...], place: torch.device) -> tuple[torch.dtype, ...] | None:
+def _returned(target: Any, kinds: tuple[Any, ...], device: torch.device) -> tuple[torch.dtype, ...] | None:
     """The dtypes that an op returns, given arguments of those kinds; None where it cannot be run."""
     arguments: list[Any] = []
     with _disable_current_modes(), torch.no_grad():
         for declared, kind in zip(target._schema.arguments, kinds, strict=False):
             if isinstance(kind, torch.dtype):
                 shape = _SHAPE_OF_INPUT if declared.name == "input" else _SHAPE_OF_INPUT[1:]
-                arguments.append(torch.ones(shape, dtype=kind, device=place))
+                arguments.append(torch.ones(shape, dtype=kind, device=device))
             else:
                 arguments.append(_SIZES.get(declared.name, kind))
         try:

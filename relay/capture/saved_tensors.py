@@ -20,7 +20,7 @@ from hal.ops.cost import is_view
 from relay.capture.memory_order import order_in_memory
 
 
-def nodes_to_keep(
+def nodes_to_save(
     graph: fx.Graph, forward: set[fx.Node], gradients: Sequence[fx.Node], seeds: set[fx.Node], states: set[fx.Node]
 ) -> list[fx.Node]:
     """The nodes of a joint graph to keep, in its order.
@@ -38,7 +38,7 @@ def nodes_to_keep(
             from_seeds.add(node)
         elif all(source in from_states or source.op == "get_attr" for source in sources) and not _draws(node):
             from_states.add(node)
-    kept: set[fx.Node] = set()
+    saved: set[fx.Node] = set()
     seen: set[fx.Node] = set()
     waiting = list(gradients)
     while waiting:
@@ -52,10 +52,10 @@ def nodes_to_keep(
         maker = node.args[0] if node.target is operator.getitem else node
         computed = maker in forward and node not in from_seeds
         if computed and not _made_anew(node) and order_in_memory(node.meta["val"]) is not None:
-            kept.add(node)
+            saved.add(node)
         else:
             waiting += node.all_input_nodes
-    return [node for node in graph.nodes if node in kept]
+    return [node for node in graph.nodes if node in saved]
 
 
 def _draws(node: fx.Node) -> bool:

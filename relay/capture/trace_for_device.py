@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 
 def graphs_for(info: DeviceInfo) -> tuple[Lowering, torch.device]:
-    """Which graphs a device is given, and what they are traced for: what `capture` takes as `lowering` and `place`."""
+    """The lowering that a device wants, and the device that its native graphs are traced for."""
     return (Lowering.NATIVE if NATIVE in info.tags else Lowering.CORE), torch.device(info.traced_for)
 
 
@@ -116,15 +116,15 @@ def spell_out(graph: fx.Graph) -> None:
             continue
         unread = () if node.args[names.index("dropout_p")] else ("philox_seed", "philox_offset")
         args = list(node.args)
-        for place, (name, argument) in enumerate(zip(names, node.args, strict=False)):
+        for position, (name, argument) in enumerate(zip(names, node.args, strict=False)):
             value = argument.meta.get("val") if isinstance(argument, fx.Node) else argument
             if not isinstance(value, torch.Tensor):
-                args[place] = value
+                args[position] = value
             elif name in unread:
                 with graph.inserting_before(node):
-                    args[place] = graph.call_function(
+                    args[position] = graph.call_function(
                         aten.empty.memory_format, (list(value.shape),), {"dtype": value.dtype, "device": value.device}
                     )
-                args[place].meta = {"val": value}
+                args[position].meta = {"val": value}
         node.args = tuple(args)
     graph.eliminate_dead_code()

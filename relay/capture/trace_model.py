@@ -68,33 +68,34 @@ class BlockCall:
 
 def _block_on_fakes(call: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """What the op does in a trace: the block's own forward, on fake tensors, for the shapes of its outputs."""
-    opaque = _running[-1][call]
+    block_call = _running[-1][call]
 
     def observed(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return call_observed(opaque.forward, args, kwargs)
+        return call_observed(block_call.forward, args, kwargs)
 
     def take_apart(found: tuple[Any, Any]) -> list[torch.Tensor]:
         result, given = found
-        opaque.changes = given is not None
-        outputs, opaque.output_tree = tensor_leaves(found if opaque.changes else result)
+        block_call.changes = given is not None
+        outputs, block_call.output_tree = tensor_leaves(found if block_call.changes else result)
         return outputs
 
-    args, kwargs = opaque.input_tree.fill(inputs)
+    args, kwargs = block_call.input_tree.fill(inputs)
     # An op runs below autocast, which is off for it; what it stands for runs under it.
     try:
-        with inside_layer(), hooks_wait(), autocast(opaque.compute):
+        with inside_layer(), hooks_wait(), autocast(block_call.compute):
             outputs = take_apart(observed(*args, **kwargs))
     except Exception as failure:
-        with inside_layer(), autocast(opaque.compute):
-            found = _run_made_up(opaque.block, observed, opaque.input_tree.fill, inputs, opaque.name, failure)
+        with inside_layer(), autocast(block_call.compute):
+            fill = block_call.input_tree.fill
+            found = _run_made_up(block_call.block, observed, fill, inputs, block_call.name, failure)
         outputs = take_apart(found)
         return [torch.empty(output.shape, dtype=output.dtype) for output in outputs]
-    for constant in opaque.input_tree.constants:
+    for constant in block_call.input_tree.constants:
         if not is_taken_apart(constant) and _holds_tensors(constant):
             raise PartitionError(
-                f"layer {opaque.name!r} is given an object of class {type(constant).__name__} that holds tensors, so "
-                "what it reads and changes cannot be seen. Give tensors, in tuples, lists or dicts; or register the "
-                "class with torch.utils._pytree.register_pytree_node."
+                f"layer {block_call.name!r} takes an object of class {type(constant).__name__} that holds tensors, and "
+                "what the layer reads and changes in it cannot be seen. Pass tensors in tuples, lists or dicts, or "
+                "register the class with torch.utils._pytree.register_pytree_node."
             )
     # An op may not return its inputs or views of them; a block may.
     return [torch.empty_like(output) for output in outputs]
@@ -136,7 +137,7 @@ torch.library.register_fake("relay::block", _block_on_fakes, lib=_library)
 
 
 @contextlib.contextmanager
-def opaque_blocks(
+def blocks_as_ops(
     blocks: Mapping[str, nn.Module], skipped: Container[str] = (), compute: torch.dtype = torch.float32
 ) -> Iterator[list[BlockCall]]:
     """While open, a traced call of any of these modules becomes one `relay::block` op. Yields the calls, in order.
@@ -148,7 +149,7 @@ def opaque_blocks(
     originals: list[tuple[nn.Module, Any]] = []
 
     def stand_in(name: str, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def opaque(*args: Any, **kwargs: Any) -> Any:
+        def call_block(*args: Any, **kwargs: Any) -> Any:
             within = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
             if within != compute:
                 raise PartitionError(
@@ -178,7 +179,7 @@ def opaque_blocks(
             write_back((args, kwargs), given, tensors)
             return result
 
-        return opaque
+        return call_block
 
     _running.append(calls)
     try:
@@ -203,7 +204,7 @@ def trace(
     `guard_tracer` answers what the code asks of the batch, which are the last of the arguments' tensors.
     """
 
-    def decided(*given: Any) -> Any:
+    def guarded(*given: Any) -> Any:
         if guard_tracer is None:
             return function(*given)
         with guarding(guard_tracer):
@@ -217,7 +218,7 @@ def trace(
             mode = detect_fake_mode(arguments) or FakeTensorMode(allow_non_fake_inputs=True)
             fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, tuple(arguments))
             with refusing() as unseen, inference_as_no_grad():
-                traced = make_fx(decided, tracing_mode="fake", pre_dispatch=True)(*fakes)
+                traced = make_fx(guarded, tracing_mode="fake", pre_dispatch=True)(*fakes)
             traced.meta["unseen"] = unseen
             return traced
     except RelayError:

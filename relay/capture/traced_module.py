@@ -33,7 +33,7 @@ class Traced(nn.Module):
         module: nn.Module,
         compute: torch.dtype,
         has_spare: bool,
-        place: torch.device,
+        device: torch.device,
         seeds: Mapping[int, Order],
         strided: bool,
         unreached: frozenset[int] = frozenset(),
@@ -42,7 +42,7 @@ class Traced(nn.Module):
         self.module = module
         self.compute = compute
         self.has_spare = has_spare
-        self.place = place
+        self.device = device
         self.seeds = dict(seeds)
         self.strided = strided
         self.unreached = unreached
@@ -53,8 +53,8 @@ class Traced(nn.Module):
         inputs, seeds = arguments[: last - len(self.seeds)], arguments[last - len(self.seeds) : last]
         # The backward is traced outside of autocast, as eager backward runs outside of it.
         buffers = dict(self.module.named_buffers())
-        somewhere = OnDevice(self.place) if self.place != CPU else contextlib.nullcontext()
-        with autocast(self.compute, self.place.type), somewhere:
+        on_device = OnDevice(self.device) if self.device != CPU else contextlib.nullcontext()
+        with autocast(self.compute, self.device.type), on_device:
             outputs: tuple[torch.Tensor, ...] = self.module(*inputs)
         self._take_in_assigned(buffers)
         # Tracing gives an output that shares memory with an input or another output no gradient of its own.

@@ -48,10 +48,10 @@ class GradientPlan:
     partial: tuple[int, ...]
     joined: tuple[int, ...]
     first_arrivals: tuple[int, ...]
-    presence: Presence | None = None
+    presence: GradientPresence | None = None
 
 
-class Presence(Protocol):
+class GradientPresence(Protocol):
     """Of a segment in which data decide which parameters are reached: those that a step did reach."""
 
     def reached(self) -> frozenset[int]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from relay.capture import GuardTracer, as_fake, autocast, call_with, opaque_blocks, run_fake, trace
+from relay.capture import GuardTracer, as_fake, autocast, blocks_as_ops, call_with, run_fake, trace
 from relay.capture.guards.plain_tensors import PlainTensors, constants_of
 from relay.capture.guards.unsupported import check_module, check_outside
 from relay.capture.memory_order import order_of
@@ -72,7 +72,7 @@ def partition_model(
     check_outside(model, blocks)
     guard_tracer = GuardTracer(batch)
     with PlainTensors(model) as plain:
-        with opaque_blocks(blocks, skipped, compute) as calls, without_cache(model), autocast(compute):
+        with blocks_as_ops(blocks, skipped, compute) as calls, without_cache(model), autocast(compute):
             traced = trace(run, (states, list(batch)), type(model).__name__, guard_tracer)
     plain.refuse_states(type(model).__name__, constants_of(traced))
     if not calls:

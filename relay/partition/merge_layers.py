@@ -118,7 +118,7 @@ def _merged(group: Sequence[Segment], index: int, partition: Partition) -> Segme
     if len(group) == 1:
         return Segment(
             index, first.name, first.module, first.inputs, first.outputs, first.parameters, first.buffers,
-            first.alike, first.kind, first.place,
+            first.alike, first.kind, first.layer_index,
         )  # fmt: skip
     made = _made(group)
     inside = {segment.index for segment in group}
@@ -141,6 +141,6 @@ def _merged(group: Sequence[Segment], index: int, partition: Partition) -> Segme
         {f"layers.{n}.{own}": name for n, one in enumerate(group) for own, name in one.buffers.items()},
         alike,
         first.kind,
-        first.place,
+        first.layer_index,
         len(group),
     )

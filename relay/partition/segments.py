@@ -44,12 +44,13 @@ class Value:
 
 @dataclass(eq=False)
 class Segment:
-    """One station of the relay. `module(*inputs)` returns the tuple of its outputs.
+    """A part of a model that is loaded and run as one. `module(*inputs)` returns the tuple of its outputs.
 
-    `parameters` and `buffers` map the module's own names to the model's. `alike` is what tells whether two
-    segments are built alike (`relay.partition.find_blocks.same_structure`), or None where nothing can be alike. `kind`
-    is equal for layers of one stack, which may share a slot, and None for what is no layer. `place` is the segment's
-    number among all layers, however many share a slot: what random keys count by. `layers` is how many layers it holds.
+    `parameters` and `buffers` map the module's own names to the model's. Segments with equal `alike` are built alike
+    (as `relay.partition.find_blocks.same_structure` compares them); None is equal to nothing. `kind` is equal for the
+    layers of one stack, which may share a slot, and None for a segment that is not a layer. `layer_index` is the index
+    of the segment, or of its first layer, before layers were merged: random keys count by it. `layers` is the number
+    of layers in the segment.
     """
 
     index: int
@@ -61,12 +62,12 @@ class Segment:
     buffers: dict[str, str]
     alike: Any = None
     kind: Any = None
-    place: int = -1
+    layer_index: int = -1
     layers: int = 1
 
     def __post_init__(self) -> None:
-        if self.place < 0:
-            self.place = self.index
+        if self.layer_index < 0:
+            self.layer_index = self.index
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from hal.errors import Unsupported
-from relay.capture import Lowering, Presence, unlogged
+from relay.capture import Lowering, ObservedGradientPresence, unlogged
 from relay.capture.guards.unsupported import watching_draws
 from relay.data.buckets import Buckets
 from relay.data.microbatches import Batch, take_apart, weigh, without_empty
@@ -47,7 +47,7 @@ class ModelCompiler:
 
     `modules` is the list that the model was given as, with `loss`; None for a whole model. At most
     `max_cached_programs` compiled models are kept. `device` names the device in error messages, `lowering` is the kind
-    of graph that it executes, and `place` the torch device that native graphs are traced for.
+    of graph that it executes, and `traced_for` the torch device that native graphs are traced for.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class ModelCompiler:
         self._loss = loss
         self._microbatches = microbatches
         self._compute = compute
-        self.device, self.lowering, self.place = "cpu", Lowering.NATIVE, torch.device("cpu")
+        self.device, self.lowering, self.traced_for = "cpu", Lowering.NATIVE, torch.device("cpu")
         self._buckets = buckets
         self._shared_inputs = tuple(shared_inputs)
         self._layers_per_slot = layers_per_slot
         self._recompute = recompute
-        self._presences: dict[str, Presence] = {}
+        self._presences: dict[str, ObservedGradientPresence] = {}
         self._captures = Captures()
         self._doubted = False
 
@@ -173,7 +173,7 @@ class ModelCompiler:
             for parameter in self.model.parameters()
         )
         state += sum(buffer.numel() * buffer.element_size() for buffer in self.model.buffers())
-        return state + sum(stage.captured.saved for stage in compiled.stages)
+        return state + sum(stage.captured.saved_bytes for stage in compiled.stages)
 
     def _record(
         self,
@@ -199,7 +199,7 @@ class ModelCompiler:
             try:
                 return build_compiled_model(
                     partition, training, results, self._compute, self._presences, self.lowering, self._captures,
-                    self._recompute, self.place,
+                    self._recompute, self.traced_for,
                 )  # fmt: skip
             except Unsupported as refused:
                 what = f"device {self.device!r} takes graphs of known ops only: {refused}"

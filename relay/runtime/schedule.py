@@ -285,7 +285,7 @@ class Relay:
                 inputs,
                 outputs,
                 one.first if microbatch == 0 else one.later,
-                RandomKey(step.seed, step.number, stage.segment.place, microbatch) if one.program.draws else None,
+                RandomKey(step.seed, step.number, stage.segment.layer_index, microbatch) if one.program.draws else None,
                 waits,
                 bool(one.parameter_gradients),
             )

@@ -129,7 +129,7 @@ class Session:
         segments = [(stage.segment.name, stage.gradients) for stage in compiled.stages]
         plans = plan_gradients(segments)
         for stage in compiled.stages:
-            plans[stage.segment.name].presence = stage.reach
+            plans[stage.segment.name].presence = stage.gradient_presence
         return [plans[name] for name, _ in segments]
 
     def make_ready(

@@ -17,13 +17,13 @@ from torch import nn
 from hal.device import Device
 from hal.program import Kernel, Program, Role
 from hal.slot import lay_out
-from relay.capture import Captured, Lowering, Presence, capture
+from relay.capture import Captured, Lowering, ObservedGradientPresence, capture
 from relay.capture.memory_order import Order, as_written, order_of, stored_shape
 from relay.eps.store import GradientField, Wanted
 from relay.partition.find_blocks import plain_attributes, same_structure, tie_pattern
 from relay.partition.segments import Partition, Segment, Value
 from relay.runtime.gradient_layout import Orders, settle_gradients
-from relay.runtime.gradient_presence import Backward, Reach, reach_of
+from relay.runtime.gradient_presence import Backward, DerivedGradientPresence, derive_presence
 
 CPU = torch.device("cpu")
 
@@ -62,8 +62,8 @@ class StageProgram:
 class Stage:
     """A segment ready to run. Names are the model's; `parameters` each once, in the kernels' order.
 
-    `dtypes` are what the kernels take the parameters and then the buffers in. `reach` says, where data decide, which
-    of its gradients a step has made.
+    `dtypes` are what the kernels take the parameters and then the buffers in. `gradient_presence` tells,
+    where the data decide it, which of its gradients a step has made.
     """
 
     segment: Segment
@@ -73,7 +73,7 @@ class Stage:
     dtypes: tuple[torch.dtype, ...]
     forward: StageProgram | None
     backward: StageProgram | None
-    reach: Reach | None = None
+    gradient_presence: DerivedGradientPresence | None = None
 
     @property
     def gradients(self) -> tuple[str, ...]:
@@ -131,17 +131,17 @@ def build_compiled_model(
     training: bool,
     results: bool,
     compute: torch.dtype = torch.float32,
-    presences: dict[str, Presence] | None = None,
+    presences: dict[str, ObservedGradientPresence] | None = None,
     lowering: Lowering = Lowering.NATIVE,
     captures: Captures | None = None,
     recompute: bool | int = True,
-    place: torch.device = CPU,
+    traced_for: torch.device = CPU,
 ) -> CompiledModel:
     """Capture; nothing is compiled yet. For `training` the last segment gets one joint pass, else forward passes only;
     `results` asks for the model's outputs besides the loss. `presences` are those of the segments that run eagerly, by
     name: one for all shapes of micro-batch, since a step may have several. `captures` holds what earlier calls
     captured, and takes what this one does. `recompute` says which segments recompute their forward (`recomputing`),
-    `place` the device that native graphs are traced for."""
+    `traced_for` the device that native graphs are traced for."""
     captures = captures if captures is not None else Captures()
     count = len(partition.segments)
 
@@ -153,16 +153,16 @@ def build_compiled_model(
         unreached: frozenset[int],
     ) -> Captured:
         last = segment.index == count - 1
-        keep = training and not last and segment.index >= recomputing(recompute, count)
+        save = training and not last and segment.index >= recomputing(recompute, count)
         examples = {index: _example(partition.values[segment.outputs[index]], seeds[index]) for index in seeds}
         described = [(tuple(one.shape), one.dtype, one.requires_grad, order_of(one)) for one in inputs]
-        traced, cut = [described, dict(seeds), unreached], (dict(gradients), keep)
+        traced, cut = [described, dict(seeds), unreached], (dict(gradients), save)
         captured = captures.find(segment, traced, cut)
         if captured is None:
             ends_in_loss = last and partition.has_loss
             captured = capture(
-                segment.module, inputs, segment.name, ends_in_loss, compute, lowering, training, keep, place, examples,
-                gradients, unreached=unreached,
+                segment.module, inputs, segment.name, ends_in_loss, compute, lowering, training, save, traced_for,
+                examples, gradients, unreached=unreached,
             )  # fmt: skip
             if captured.eager is None:
                 captured = captures.add(segment, traced, cut, captured)
@@ -193,7 +193,7 @@ def build_compiled_model(
         settle_gradients(partition, given, found, captured_as)
     built = list(zip(partition.segments, found, strict=True))
     for segment, captured in built:
-        _add_kept(segment, captured, partition)
+        _add_saved(segment, captured, partition)
 
     stages = [_stage(segment, captured, partition, training, results) for segment, captured in built]
     fed: set[int] = set()
@@ -212,8 +212,8 @@ def build_compiled_model(
         else None
         for one in stages
     ]
-    for stage, reach in zip(stages, reach_of(backwards), strict=True):
-        stage.reach = reach
+    for stage, gradient_presence in zip(stages, derive_presence(backwards), strict=True):
+        stage.gradient_presence = gradient_presence
     return CompiledModel(partition, stages)
 
 
@@ -232,9 +232,9 @@ def recomputing(recompute: bool | int, segments: int) -> int:
     return recompute
 
 
-def _add_kept(segment: Segment, captured: Captured, partition: Partition) -> None:
+def _add_saved(segment: Segment, captured: Captured, partition: Partition) -> None:
     """A value for all that a segment's forward keeps for its own backward: one transfer, where it streams."""
-    ports = [port for port in captured.kept if port.index >= len(segment.outputs)]
+    ports = [port for port in captured.saved if port.index >= len(segment.outputs)]
     if ports:
         fields, size = lay_out([(port.shape, port.dtype) for port in ports])
         value = Value(len(partition.values), (size,), torch.uint8, segment.index, [segment.index], fields)
@@ -262,7 +262,7 @@ class Captures:
         for other, other_traced, other_cut, other_state, captured in self._known:
             if (
                 other_traced == traced
-                and (other_cut == cut or captured.again is not None)
+                and (other_cut == cut or captured.recut is not None)
                 and _modes(other.module) == modes
                 and other_state == (modes, plain_attributes(other.module))  # as it was when it was captured
                 and other.alike[1:] == segment.alike[1:]
@@ -272,14 +272,14 @@ class Captures:
                 if other_cut == cut:
                     return captured
                 source = captured
-        if source is None or source.again is None:
+        if source is None or source.recut is None:
             return None
-        return self.add(segment, traced, cut, source.again(segment.name, *cut))
+        return self.add(segment, traced, cut, source.recut(segment.name, *cut))
 
     def add(self, segment: Segment, traced: Any, cut: Any, captured: Captured) -> Captured:
         """Keep a capture, which is returned; the oldest goes where there are too many."""
         if not self._keeps_traces:
-            captured = replace(captured, again=None)
+            captured = replace(captured, recut=None)
         if segment.alike is not None:
             state = (_modes(segment.module), plain_attributes(segment.module))
             self._known.append((segment, traced, cut, state, captured))
@@ -305,7 +305,7 @@ def _stage(segment: Segment, captured: Captured, partition: Partition, training:
 
     values = [value for value in segment.outputs if not partition.values[value].parts]
     bundle = [value for value in segment.outputs if partition.values[value].parts]
-    own = [segment.outputs[port.index] for port in captured.kept if port.index < len(values)]
+    own = [segment.outputs[port.index] for port in captured.saved if port.index < len(values)]
     known = [*segment.inputs, *own]
 
     def named(indices: list[int], names: Sequence[int]) -> tuple[int, ...]:
@@ -340,7 +340,7 @@ def _stage(segment: Segment, captured: Captured, partition: Partition, training:
     return Stage(segment, captured, parameters, buffers, tuple(port.dtype for port in ports), forward, backward)
 
 
-def presence_in(captured: Captured) -> Presence | None:
+def presence_in(captured: Captured) -> ObservedGradientPresence | None:
     """What says of a segment that runs eagerly which gradients it has found."""
     return captured.eager.presence if captured.eager is not None else None
 

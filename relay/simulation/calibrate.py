@@ -138,14 +138,15 @@ def calibrate(
 
 
 def _programs(shapes: Sequence[tuple[int, int, int]], precision: str, info: DeviceInfo) -> list[Program]:
-    """The kernels of a layer, forward and backward, and of embedding and head, for each shape, as a device wants them.
-    """
+    """Forward and backward of a layer, the embedding and the head, for each shape, in the lowering of the device."""
     found = []
-    lowering, place = graphs_for(info)
+    lowering, traced_for = graphs_for(info)
     for hidden, sequence, sequences in shapes:
         shape = ModelShape(2, hidden, max(1, hidden // 32), 256)
         compute = COMPUTE[precision]
-        compiled = compiled_model_of(shape, sequences, sequence, compute, lowering=lowering, place=place).stages
+        compiled = compiled_model_of(
+            shape, sequences, sequence, compute, lowering=lowering, traced_for=traced_for
+        ).stages
         for stage in (compiled[0], compiled[1], compiled[-1]):
             found += [one.program for one in (stage.forward, stage.backward) if one is not None]
     return found

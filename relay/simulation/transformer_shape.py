@@ -275,7 +275,7 @@ def compiled_model_of(
     layers_per_slot: int = 1,
     recompute: int | None = None,
     lowering: Lowering = Lowering.NATIVE,
-    place: torch.device = CPU,
+    traced_for: torch.device = CPU,
 ) -> CompiledModel:
     """The stations for training on a micro-batch of `sequences` x `sequence` tokens, captured in `compute`, in the
     graphs that a device wants (`relay.capture.graphs_for`).
@@ -286,15 +286,15 @@ def compiled_model_of(
     with mode:
         templates = _templates(shape, sequence, mode, layers_per_slot)
         partition = merge_layers(_partition(shape, sequences, sequence, templates), layers_per_slot)
-        known = _captures(shape, compute, lowering, place)
+        known = _captures(shape, compute, lowering, traced_for)
         first = True if recompute is None else recompute
         return build_compiled_model(
-            partition, True, False, compute, lowering=lowering, captures=known, recompute=first, place=place
+            partition, True, False, compute, lowering=lowering, captures=known, recompute=first, traced_for=traced_for
         )
 
 
 @functools.lru_cache(maxsize=4)
-def _captures(shape: ModelShape, compute: torch.dtype, lowering: Lowering, place: torch.device) -> Captures:
+def _captures(shape: ModelShape, compute: torch.dtype, lowering: Lowering, traced_for: torch.device) -> Captures:
     """What was captured of the shape's layers in that dtype and for that device, for whichever batches."""
     return Captures(keeps_traces=True)
 

@@ -122,9 +122,9 @@ def module_and_inputs(which: str) -> tuple[nn.Module, list[torch.Tensor]]:
 
 
 @functools.cache
-def captured_from(which: str, keep: bool = False) -> Captured:
+def captured_from(which: str, save: bool = False) -> Captured:
     """Programs are the same for every device, so they are captured once."""
-    return capture(*module_and_inputs(which), which, keep=keep, strides=False)
+    return capture(*module_and_inputs(which), which, save=save, strides=False)
 
 
 def run_program(

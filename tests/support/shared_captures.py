@@ -18,7 +18,7 @@ from relay.runtime.stages import Captures
 def share(trainer: relay.Trainer) -> relay.Trainer:
     """Let a trainer that has not run yet find what others captured."""
     compiler = trainer._compiler
-    compiler._captures = _captures(compiler._compute, compiler.lowering, compiler.place)
+    compiler._captures = _captures(compiler._compute, compiler.lowering, compiler.traced_for)
     return trainer
 
 
@@ -30,6 +30,6 @@ class SharedCaptures(Captures):
 
 
 @functools.cache
-def _captures(compute: torch.dtype, lowering: Lowering, place: torch.device) -> SharedCaptures:
+def _captures(compute: torch.dtype, lowering: Lowering, traced_for: torch.device) -> SharedCaptures:
     """For what a trainer captures for: the same for all of its layers."""
     return SharedCaptures()

@@ -42,9 +42,9 @@ def test_a_captured_backward_gives_the_bits_of_eager_autograd(device: Device, wh
     program = captured.backward
     assert program is not None
     forward = run_program(device, captured.forward, module_and_inputs(which)[0], inputs)
-    kept = [forward[Role.VALUE, port.index] for port in captured.kept]
+    saved = [forward[Role.VALUE, port.index] for port in captured.saved]
     seeds = [numbers(*value.shape).to(value.dtype) for value in module_and_inputs(which)[0](*inputs)]
-    found = run_program(device, program, module, [*inputs, *kept], seeds)
+    found = run_program(device, program, module, [*inputs, *saved], seeds)
     module, inputs = module_and_inputs(which)
     differentiable = [(value, seed) for value, seed in zip(module(*inputs), seeds, strict=True) if value.requires_grad]
     torch.autograd.backward([value for value, _ in differentiable], [seed for _, seed in differentiable])
@@ -114,8 +114,8 @@ def test_one_key_draws_the_same_numbers_on_every_device_and_another_key_others()
     assert same_bits(results["cpu", 1], results["cpu:discrete", 1])
     assert same_bits(results["cpu", 2], results["cpu:discrete", 2])
     assert not torch.equal(results["cpu", 1], results["cpu", 2])
-    kept = results["cpu", 1] != 0
-    assert torch.equal(results["cpu", 1], torch.where(kept, inputs[0] * (1 / 0.75), 0.0))
+    saved = results["cpu", 1] != 0
+    assert torch.equal(results["cpu", 1], torch.where(saved, inputs[0] * (1 / 0.75), 0.0))
 
 
 def test_the_same_fingerprint_gives_the_same_kernel(device: Device) -> None:

@@ -121,13 +121,13 @@ def describe(program: Program) -> dict[str, Any]:
 
 
 def both(
-    module: nn.Module, preferred: int, place: torch.device = CUDA, bf16: bool = False, keep: bool = False
+    module: nn.Module, preferred: int, device: torch.device = CUDA, bf16: bool = False, save: bool = False
 ) -> dict[str, Any]:
     """The forward and the backward of a module over (2, 16, 32), where attention prefers that kernel."""
     os.environ["RELAY_FAKE_SDPA"] = str(preferred)
     compute = torch.bfloat16 if bf16 else torch.float32
     example = torch.zeros(2, 16, 32, requires_grad=True)
-    captured = capture(Of(module), [example], "layer", compute=compute, place=place, keep=keep)
+    captured = capture(Of(module), [example], "layer", compute=compute, device=device, save=save)
     assert captured.backward is not None
     return {"forward": describe(captured.forward), "backward": describe(captured.backward)}
 
@@ -158,7 +158,7 @@ def whole_model() -> list[str]:
 
 def of_a_shape() -> dict[str, Any]:
     """The backward of a layer of a model that is only numbers, as calibration captures it."""
-    compiled = compiled_model_of(ModelShape(2, 32, 2, 64), 2, 16, torch.float32, place=CUDA).stages
+    compiled = compiled_model_of(ModelShape(2, 32, 2, 64), 2, 16, torch.float32, traced_for=CUDA).stages
     assert compiled[1].backward is not None
     return describe(compiled[1].backward.program)
 
@@ -180,8 +180,8 @@ def main() -> None:
         "efficient": both(block, 2),
         "cudnn": both(block, 3),
         "on the cpu": both(block, 1, torch.device("cpu")),
-        "kept": both(block, 1, keep=True),
-        "kept, efficient": both(block, 2, keep=True),
+        "kept": both(block, 1, save=True),
+        "kept, efficient": both(block, 2, save=True),
         "dropout": both(encoder(0.3), 1),
         "dropout on the cpu": both(encoder(0.3), 1, torch.device("cpu")),
         "batch norm": both(nn.Sequential(nn.Conv1d(16, 16, 3), nn.BatchNorm1d(16)), 1),
