@@ -8,7 +8,7 @@ would to an accelerator. It is slower, gives the same bits, and is there to test
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,48 +17,31 @@ import torch
 
 from backends.torch_device.program import lower
 from hal import dtypes
-from hal.device import HOST_CORES, NATIVE, UNIFIED, Backend, Device, DeviceInfo, Probe, View
+from hal.device import HOST_CORES, NATIVE, UNIFIED, Backend, Device, DeviceInfo, KernelCall, Probe
 from hal.errors import Unavailable
 from hal.kit.host_device import HostDevice, HostQueue, describe_processor, memory_size, self_test
+from hal.kit.pattern_kernel import PatternKernel
 from hal.program import Kernel, Program
-from hal.random import RandomKey
 from hal.spec.units import format_size
 
 NUMA_NODES = Path("/sys/devices/system/node")
 """Where Linux lists them."""
 
 
-class CpuKernel(Kernel):
-    """A program lowered to Python over torch, once for each pattern of accumulation."""
+class CpuKernel(PatternKernel[Callable[..., Any]]):
+    """A program lowered to Python functions over torch tensors."""
 
-    def __init__(self, program: Program) -> None:
-        super().__init__(program)
-        self._functions: dict[tuple[bool, ...], Callable[..., Any]] = {}
-
-    def function(self, accumulate: tuple[bool, ...]) -> Callable[..., Any]:
-        function = self._functions.get(accumulate)
-        if function is None:
-            function = self._functions[accumulate] = lower(self.program, accumulate)
-        return function
+    def make(self, accumulate: tuple[bool, ...]) -> Callable[..., Any]:
+        return lower(self.program, accumulate)
 
 
 class CpuQueue(HostQueue):
     """A worker thread that runs torch."""
 
-    def prepare(
-        self,
-        kernel: Kernel,
-        inputs: Sequence[View],
-        outputs: Sequence[View],
-        accumulate: tuple[bool, ...],
-        key: RandomKey | None,
-    ) -> Callable[[], None]:
-        assert isinstance(kernel, CpuKernel)
-        function = kernel.function(accumulate)
-        arguments: list[Any] = [view.native for view in inputs]
-        if kernel.program.draws:
-            arguments.append(key)
-        arguments += [view.native for view in outputs]
+    def prepare(self, call: KernelCall) -> Callable[[], None]:
+        assert isinstance(call.kernel, CpuKernel)
+        function = call.kernel.function(call.accumulate)
+        arguments = call.arguments()
         return self.as_its_caller(lambda: function(*arguments))
 
 

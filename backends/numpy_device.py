@@ -6,111 +6,54 @@ checked against. Its memory is its own, like an accelerator's: what crosses is c
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from backends.arrays.dtypes import Arrays, stored_dtype
-from backends.arrays.program import lower
-from hal import random as counter_random
-from hal.device import Backend, Device, DeviceInfo, Probe, View
+from hal.device import Backend, Device, DeviceInfo, KernelCall, Probe
 from hal.dtypes import ALL, INTEGERS
 from hal.errors import Unavailable
+from hal.kit.arrays.dtypes import Arrays, stored_dtype
+from hal.kit.arrays.numpy_arrays import as_array, numpy_arrays, numpy_constants
+from hal.kit.arrays.program import lower
 from hal.kit.host_device import HostDevice, HostQueue, describe_processor, memory_size, self_test
+from hal.kit.pattern_kernel import PatternKernel
 from hal.known_gaps import Gap
-from hal.numba_cache import compiled
 from hal.ops import check
 from hal.program import Kernel, Program
-from hal.random import RandomKey
 
 _ADVICE = {torch.float64: "Use 'numpy:float64', which does, or float32."}
 
 
-def as_array(tensor: torch.Tensor) -> Any:
-    """The tensor's memory as numpy sees it, bf16 as uint16."""
-    return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
-
-
-def _erf(values: Any) -> Any:
-    """The error function, which numpy has not: the C library's, over an array."""
-    flat = np.ascontiguousarray(values).reshape(-1)
-    result = np.empty_like(flat)
-    _compiled_erf()(flat, result)
-    return result.reshape(values.shape)
-
-
-@functools.cache
-def _compiled_erf() -> Callable[..., None]:
-    import numba
-
-    arrays = [numba.types.float32[::1], numba.types.float64[::1]]
-    return compiled(_fill_erf, [numba.types.void(array, array) for array in arrays])
-
-
-def _fill_erf(values: Any, result: Any) -> None:
-    for place in range(values.size):
-        result[place] = math.erf(values[place])
-
-
-def _draw(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    return lambda *args: function(*args).numpy()
-
-
-def numpy_arrays(real: type[np.floating[Any]]) -> Arrays:
-    """The op table over numpy, with arithmetic in that dtype. Sums are float64 always: numpy's own are naive."""
-    draws = {name: _draw(getattr(counter_random, name)) for name in ("keep_mask", "uniform", "normal")}
-    return Arrays(np, _erf, draws, np.dtype(real), np.dtype(np.float64))
-
-
-class NumpyKernel(Kernel):
-    """A program as Python over arrays, once for each pattern of accumulation."""
+class NumpyKernel(PatternKernel[Callable[..., None]]):
+    """A program as Python functions of (inputs..., [key], outputs...) over numpy arrays."""
 
     def __init__(self, program: Program, arrays: Arrays) -> None:
         super().__init__(program)
         self._arrays = arrays
-        self._constants = {
-            name: arrays.load(as_array(constant.detach().contiguous()), constant.dtype)
-            for name, constant in program.constants.items()
-        }
-        self._functions: dict[tuple[bool, ...], Callable[..., None]] = {}
+        self._constants = numpy_constants(arrays, program.constants)
 
-    def function(self, accumulate: tuple[bool, ...]) -> Callable[..., None]:
-        """The function of (inputs..., [key], outputs...) for a pattern."""
-        function = self._functions.get(accumulate)
-        if function is None:
-            function = lower(self.program, self._arrays, self._constants, accumulate)
-            self._functions[accumulate] = function
-        return function
+    def make(self, accumulate: tuple[bool, ...]) -> Callable[..., None]:
+        return lower(self.program, self._arrays, self._constants, accumulate)
 
 
 class NumpyQueue(HostQueue):
     """A worker thread that runs numpy."""
 
-    def prepare(
-        self,
-        kernel: Kernel,
-        inputs: Sequence[View],
-        outputs: Sequence[View],
-        accumulate: tuple[bool, ...],
-        key: RandomKey | None,
-    ) -> Callable[[], None]:
-        assert isinstance(kernel, NumpyKernel)
-        function = kernel.function(accumulate)
-        arguments: list[Any] = [as_array(view.native) for view in inputs]
-        if kernel.program.draws:
-            arguments.append(key)
-        arguments += [as_array(view.native) for view in outputs]
+    def prepare(self, call: KernelCall) -> Callable[[], None]:
+        assert isinstance(call.kernel, NumpyKernel)
+        function = call.kernel.function(call.accumulate)
+        arguments = call.arguments(lambda view: as_array(view.native))
 
-        def call() -> None:
+        def run() -> None:
             # Infinities and NaN are results like any other; who trains looks at the loss.
             with np.errstate(all="ignore"):
                 function(*arguments)
 
-        return call
+        return run
 
 
 class NumpyDevice(HostDevice):

@@ -22,7 +22,7 @@ import torch
 from torch import fx, nn
 
 from hal import registry
-from hal.device import Device, View
+from hal.device import Device, KernelCall, View
 from hal.program import Kernel, Port, Program, Role
 from relay.capture import capture, graphs_for
 from relay.models import GPT
@@ -62,7 +62,7 @@ class BoundKernel:
 
     def run(self) -> None:
         """Run the kernel and wait."""
-        self._queue.run(self._kernel, self._inputs, self._outputs).wait()
+        self._queue.run(KernelCall(self._kernel, self._inputs, self._outputs)).wait()
 
     def results(self) -> list[torch.Tensor]:
         """The outputs on the host."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hal import registry
+from hal.device import KernelCall
 from hal.program import Role
 from relay.capture import Lowering, capture
 from relay.models.gpt import Block
@@ -77,7 +78,7 @@ def main() -> int:
 
     def ours() -> float:
         start = time.perf_counter()
-        queue.run(kernel, inputs, outputs, accumulate).wait()
+        queue.run(KernelCall(kernel, inputs, outputs, accumulate)).wait()
         return time.perf_counter() - start
 
     def eager() -> float:

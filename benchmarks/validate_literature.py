@@ -24,6 +24,7 @@ from torch import fx
 
 import relay
 from hal import registry, spec
+from hal.device import KernelCall
 from hal.host import HostWork
 from hal.program import Port, Program, Role
 from hal.spec import Machine
@@ -156,7 +157,7 @@ def gemm(row: dict[str, str], factor: float) -> float:
     assert isinstance(backend, VirtualBackend)
     device = backend.open_machine(spec.machine("v100-sxm2-32gb"), numerics=False)
     views = [device.alloc(port.size).view(0, port.shape, port.dtype) for port in ports]
-    event = device.queue("compute").run(device.compile(program), views[:2], views[2:])
+    event = device.queue("compute").run(KernelCall(device.compile(program), views[:2], views[2:]))
     event.wait()
     return event.elapsed()
 

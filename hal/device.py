@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,60 @@ class Buffer(abc.ABC):
         """Give the memory back (contract 5). Freeing twice is harmless."""
 
 
+_NATIVE = operator.attrgetter("native")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KernelCall:
+    """What a queue is asked to run: a kernel, the memory that it reads and writes, and how it writes.
+
+    Args:
+        kernel: what `Device.compile` returned, on the device of the queue.
+        inputs: one view for each of `program.inputs`, in that order, with its shape and dtype.
+        outputs: one view for each of `program.outputs`, in that order, with its shape and dtype. The view of an output
+            with the role BUFFER_UPDATE may be the view of the input that it replaces; no other output may overlap an
+            input.
+        accumulate: for each output, True to add it to what its view holds (only where `Port.accumulates`), False to
+            replace that. An empty tuple replaces all outputs.
+        key: the key of the program's random numbers; None for a program that draws none.
+
+    Raises:
+        ValueError: the number of inputs, outputs or entries of `accumulate` is not the program's, or a program that
+            draws random numbers is given no key.
+    """
+
+    kernel: Kernel
+    inputs: Sequence[View]
+    outputs: Sequence[View]
+    accumulate: tuple[bool, ...] = ()
+    key: RandomKey | None = None
+
+    def __post_init__(self) -> None:
+        program = self.kernel.program
+        inputs, outputs = len(self.inputs), len(self.outputs)
+        if inputs != len(program.inputs) or outputs != len(program.outputs):
+            raise ValueError(
+                f"{program.name} takes {len(program.inputs)} inputs and {len(program.outputs)} outputs, "
+                f"got {inputs} and {outputs}"
+            )
+        if self.accumulate and len(self.accumulate) != outputs:
+            raise ValueError(
+                f"{program.name} has {outputs} outputs, and `accumulate` has {len(self.accumulate)} entries. Give one "
+                "for each output, or an empty tuple."
+            )
+        if program.draws and self.key is None:
+            raise ValueError(f"{program.name} draws random numbers and was run without a key. Give `key=`.")
+
+    def arguments(self, handle: Callable[[View], Any] = _NATIVE) -> list[Any]:
+        """The arguments of a function over the call's memory: inputs, the key if the program draws, outputs.
+
+        Args:
+            handle: what the function takes for a view; `View.native` unless given.
+        """
+        keys = [self.key] if self.kernel.program.draws else []
+        return [*map(handle, self.inputs), *keys, *map(handle, self.outputs)]
+
+
 class Queue(abc.ABC):
     """Calls that run one after another, asynchronously to the caller. `wait` lists events of any queue or host."""
 
@@ -147,20 +202,8 @@ class Queue(abc.ABC):
         """Set every element."""
 
     @abc.abstractmethod
-    def run(
-        self,
-        kernel: Kernel,
-        inputs: Sequence[View],
-        outputs: Sequence[View],
-        accumulate: tuple[bool, ...] = (),
-        key: RandomKey | None = None,
-        wait: Sequence[Event] = (),
-    ) -> Event:
-        """Run a kernel: `inputs` and `outputs` in the program's order.
-
-        `accumulate[i]` adds output i to what its view holds (the program must allow it); an empty tuple replaces
-        all. `key` is needed when the program draws. Shapes are the program's; a wrong count is a ValueError.
-        """
+    def run(self, call: KernelCall, wait: Sequence[Event] = ()) -> Event:
+        """Run a kernel on the memory that `call` names. Returns the event of its end."""
 
 
 class Device(abc.ABC):

@@ -29,8 +29,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from hal.random import RandomKey
-
 
 class Role(enum.Enum):
     """What a port is to the relay."""
@@ -80,18 +78,6 @@ class Program:
     moved: int
     workspace: int
     fingerprint: str
-
-    def check_binding(self, inputs: int, outputs: int, accumulate: tuple[bool, ...], key: RandomKey | None) -> None:
-        """Hold the counts of a run to the program's: what `Queue.run` does first. Raises ValueError."""
-        if (inputs, outputs) != (len(self.inputs), len(self.outputs)):
-            raise ValueError(
-                f"{self.name} takes {len(self.inputs)} inputs and {len(self.outputs)} outputs, "
-                f"got {inputs} and {outputs}"
-            )
-        if accumulate and len(accumulate) != outputs:
-            raise ValueError(f"{self.name} has {outputs} outputs, and accumulate speaks of {len(accumulate)}")
-        if self.draws and key is None:
-            raise ValueError(f"{self.name} draws random numbers and was run without a key")
 
 
 class Kernel:

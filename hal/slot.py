@@ -26,10 +26,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hal.device import Buffer, Device, Queue, View
+from hal.device import Buffer, Device, KernelCall, Queue, View
 from hal.event import Event
-from hal.program import Kernel
-from hal.random import RandomKey
 
 ALIGNMENT = 64
 """Bytes: tensors in a flat region start at multiples of it (a cache line, and a SIMD vector)."""
@@ -144,9 +142,7 @@ class DeviceSlot:
             self._parameters.free()
             raise
         # For as long as somebody else has a use for the content.
-        self._views: weakref.WeakKeyDictionary[SlotContent, tuple[list[View], list[View]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._views: weakref.WeakKeyDictionary[SlotContent, tuple[list[View], list[View]]] = weakref.WeakKeyDictionary()
         self._regions: dict[tuple[bool, int, int], View] = {}  # by whether of gradients, offset and bytes
         self._fields: dict[tuple[bool, tuple[Field, ...]], list[View]] = {}
         self._loaded: list[Event] = []
@@ -183,11 +179,7 @@ class DeviceSlot:
     def run(
         self,
         queue: Queue,
-        kernel: Kernel,
-        inputs: Sequence[View],
-        outputs: Sequence[View],
-        accumulate: tuple[bool, ...],
-        key: RandomKey | None,
+        call: KernelCall,
         wait: Sequence[Event],
         writes_gradients: bool,
     ) -> Event:
@@ -196,7 +188,7 @@ class DeviceSlot:
         waits = [*self._loaded, *wait]
         if writes_gradients:
             waits += self._drained
-        event = queue.run(kernel, inputs, outputs, accumulate, key, waits)
+        event = queue.run(call, waits)
         self._readers.append(event)
         if writes_gradients:
             self._writers.append(event)
@@ -239,9 +231,7 @@ class DeviceSlot:
 
     def flat_gradients(self, pieces: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[torch.Tensor, View]]:
         """The gradients that `drain` sends: host memory (bytes), and the part of the region from each offset on."""
-        return [
-            (part, self._region(True, at + start, part)) for at, piece in pieces for start, part in _chunks(piece)
-        ]
+        return [(part, self._region(True, at + start, part)) for at, piece in pieces for start, part in _chunks(piece)]
 
     def free(self) -> None:
         """Give the memory back."""

@@ -9,31 +9,30 @@ Invariant: every call names its device and its stream; nothing is left to what C
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from backends.arrays.dtypes import stored_dtype
-from backends.arrays.program import lower
 from backends.cupy_device import runtime as cupy_runtime
 from backends.cupy_device.runtime import CupyRuntime
-from backends.numpy_device import as_array, numpy_arrays
 from hal import dtypes
-from hal.device import Backend, Buffer, Device, DeviceInfo, Probe, View, check_transfer
+from hal.device import Backend, Buffer, Device, DeviceInfo, KernelCall, Probe, View, check_transfer
 from hal.errors import Unavailable, Unsupported
 from hal.event import Event
 from hal.host import Host
 from hal.kit.accounted_device import AccountedBuffer, AccountedDevice
+from hal.kit.arrays.dtypes import stored_dtype
+from hal.kit.arrays.numpy_arrays import as_array, numpy_arrays, numpy_constants
+from hal.kit.arrays.program import lower
 from hal.kit.host_device import self_test
+from hal.kit.pattern_kernel import PatternKernel
 from hal.kit.streams import StreamQueue, allocate, end
 from hal.ops import calls, check, name_of
 from hal.page_lock import LockedMemory
 from hal.program import Kernel, Program
-from hal.random import RandomKey
 
 logger = logging.getLogger(__name__)
 
@@ -53,18 +52,18 @@ class CupyBuffer(AccountedBuffer[Any]):
         return self._runtime.array(memory, offset, view.shape, stored_dtype(view.dtype))
 
 
-class CupyKernel(Kernel):
-    """A program as Python over CuPy's arrays, once for each pattern of accumulation."""
+class CupyKernel(PatternKernel[Callable[..., None]]):
+    """A program as Python functions over CuPy's arrays."""
 
     def __init__(self, program: Program, runtime: CupyRuntime) -> None:
         super().__init__(program)
-        arrays, on_host = runtime.arrays(), numpy_arrays(np.float32)
+        self._arrays = runtime.arrays()
         # Widened on the host: work on the device would be on no queue's stream.
-        constants = {
-            name: runtime.constant(on_host.load(as_array(tensor.detach().contiguous()), tensor.dtype))
-            for name, tensor in program.constants.items()
-        }
-        self.function = functools.cache(lambda accumulate: lower(program, arrays, constants, accumulate))
+        widened = numpy_constants(numpy_arrays(np.float32), program.constants)
+        self._constants = {name: runtime.constant(array) for name, array in widened.items()}
+
+    def make(self, accumulate: tuple[bool, ...]) -> Callable[..., None]:
+        return lower(self.program, self._arrays, self._constants, accumulate)
 
 
 class CupyQueue(StreamQueue):
@@ -101,24 +100,12 @@ class CupyQueue(StreamQueue):
             target,
         )
 
-    def run(
-        self,
-        kernel: Kernel,
-        inputs: Sequence[View],
-        outputs: Sequence[View],
-        accumulate: tuple[bool, ...] = (),
-        key: RandomKey | None = None,
-        wait: Sequence[Event] = (),
-    ) -> Event:
-        program = kernel.program
-        program.check_binding(len(inputs), len(outputs), accumulate, key)
+    def run(self, call: KernelCall, wait: Sequence[Event] = ()) -> Event:
+        kernel = call.kernel
         assert isinstance(kernel, CupyKernel)
-        function = kernel.function(tuple(accumulate))
-        operands = [view.native for view in inputs]
-        operands += [key] if program.draws else []
-        operands += [view.native for view in outputs]
+        function, operands = kernel.function(call.accumulate), call.arguments()
         return self.submit(
-            lambda: self._runtime.launch(self.stream, function, operands), wait, program.name, (kernel, operands)
+            lambda: self._runtime.launch(self.stream, function, operands), wait, kernel.program.name, (kernel, operands)
         )
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from backends.arrays import random
-from backends.arrays.dtypes import Arrays
+from hal.kit.arrays import random
+from hal.kit.arrays.dtypes import Arrays
 from hal.kit.streams import Streams
 from hal.page_lock import PageLocker
 

@@ -24,13 +24,12 @@ from backends.onnx.exporting import export
 from backends.onnx.model import ELEMENT_TYPES, Model, held
 from backends.onnx.providers import Provider, choose, known, runtime
 from backends.onnx.sessions import Session
-from hal.device import HOST_CORES, UNIFIED, Backend, Device, DeviceInfo, Probe, View
+from hal.device import HOST_CORES, UNIFIED, Backend, Device, DeviceInfo, KernelCall, Probe
 from hal.errors import HalError, Unavailable
 from hal.kit.host_device import HostDevice, HostQueue, describe_processor, memory_size, self_test
 from hal.known_gaps import Gap
 from hal.ops import check
 from hal.program import Kernel, Program
-from hal.random import RandomKey
 
 _STORAGE = frozenset(ELEMENT_TYPES)
 _COMPUTE = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.bool})
@@ -66,18 +65,12 @@ class OnnxKernel(Kernel):
 class OnnxQueue(HostQueue):
     """A worker thread that runs sessions."""
 
-    def prepare(
-        self,
-        kernel: Kernel,
-        inputs: Sequence[View],
-        outputs: Sequence[View],
-        accumulate: tuple[bool, ...],
-        key: RandomKey | None,
-    ) -> Callable[[], None]:
-        assert isinstance(kernel, OnnxKernel)
-        session = kernel.session(accumulate, torch.get_num_threads())
-        given: list[torch.Tensor] = [view.native for view in inputs]
-        wanted: list[torch.Tensor] = [view.native for view in outputs]
+    def prepare(self, call: KernelCall) -> Callable[[], None]:
+        assert isinstance(call.kernel, OnnxKernel)
+        session = call.kernel.session(call.accumulate, torch.get_num_threads())
+        given: list[torch.Tensor] = [view.native for view in call.inputs]
+        wanted: list[torch.Tensor] = [view.native for view in call.outputs]
+        key = call.key
         # The session's threads are the caller's by its making; the host's tasks beside it are given them here.
         return self.as_its_caller(lambda: session.run(given, wanted, key))
 

@@ -17,10 +17,8 @@ import torch
 
 from backends.opencl.errors import failed_status, translated
 from backends.opencl.kernels import Memory, OpenClKernel
-from hal.device import Queue, View, check_transfer
+from hal.device import KernelCall, Queue, View, check_transfer
 from hal.event import Event
-from hal.program import Kernel
-from hal.random import RandomKey
 from hal.worker import Worker, WorkerEvent, first_error
 
 Submission = Callable[[list[Any]], tuple[Any, Any]]
@@ -197,26 +195,17 @@ class OpenClQueue(Queue):
 
         return self._submit(submission, wait, "fill")
 
-    def run(
-        self,
-        kernel: Kernel,
-        inputs: Sequence[View],
-        outputs: Sequence[View],
-        accumulate: tuple[bool, ...] = (),
-        key: RandomKey | None = None,
-        wait: Sequence[Event] = (),
-    ) -> Event:
-        program = kernel.program
-        program.check_binding(len(inputs), len(outputs), accumulate, key)
+    def run(self, call: KernelCall, wait: Sequence[Event] = ()) -> Event:
+        kernel = call.kernel
         assert isinstance(kernel, OpenClKernel)
         workspace = self._workspace_for(kernel.workspace)
-        given: list[Memory] = [view.native for view in inputs]
-        results: list[Memory] = [view.native for view in outputs]
+        given: list[Memory] = [view.native for view in call.inputs]
+        results: list[Memory] = [view.native for view in call.outputs]
 
         def submission(after: list[Any]) -> tuple[Any, Any]:
-            return kernel.enqueue(self.native, workspace, given, results, accumulate, key, after)
+            return kernel.enqueue(self.native, workspace, given, results, call.accumulate, call.key, after)
 
-        return self._submit(submission, wait, program.name)
+        return self._submit(submission, wait, kernel.program.name)
 
     def close(self) -> None:
         """Run what is queued, then end."""

@@ -86,5 +86,3 @@ def _parse(selector: str) -> tuple[str, dict[str, str], Options]:
             "poison and numerics are on or off."
         ) from wrong
     return preset, parts, options
-
-

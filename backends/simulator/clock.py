@@ -167,9 +167,7 @@ class Clock:
         self._spans: list[Span] = []
         self._paces: dict[tuple[Cost, ...], list[float] | None] = {}
 
-    def submit(
-        self, event: SimulatedEvent, waits: Sequence[SimulatedEvent], pending: Sequence[SimulatedEvent]
-    ) -> None:
+    def submit(self, event: SimulatedEvent, waits: Sequence[SimulatedEvent], pending: Sequence[SimulatedEvent]) -> None:
         """Take a call in, to start after the events of `waits`.
 
         `pending` are enough of those that have not ended: when they have, all have.

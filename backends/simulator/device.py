@@ -22,14 +22,25 @@ from backends.simulator.foreign_events import Arrivals, await_those_of, stand_in
 from backends.simulator.host import POISON, SimulatedHost
 from backends.simulator.orders import make_order
 from backends.torch_device.program import lower
-from hal.device import HOST_CORES, NATIVE, SIMULATED, UNIFIED, Buffer, DeviceInfo, Queue, View, check_transfer
+from hal.device import (
+    HOST_CORES,
+    NATIVE,
+    SIMULATED,
+    UNIFIED,
+    Buffer,
+    DeviceInfo,
+    KernelCall,
+    Queue,
+    View,
+    check_transfer,
+)
 from hal.dtypes import ALL, INTEGERS, check_ports
 from hal.errors import HalError
 from hal.event import Event
 from hal.host import Host, HostWork
 from hal.kit.accounted_device import AccountedDevice
+from hal.kit.pattern_kernel import PatternKernel
 from hal.program import Kernel, Program
-from hal.random import RandomKey
 from hal.spec import Machine
 from hal.spec.timeline import Timeline, VirtualDevice
 
@@ -96,7 +107,7 @@ class SimulatedBuffer(Buffer):
         self.users = []
 
 
-class SimulatedKernel(Kernel):
+class SimulatedKernel(PatternKernel[Callable[..., Any]]):
     """A program with its cost for each pattern of accumulation, lowered only where numbers are computed."""
 
     def __init__(self, program: Program, model: CostModel, unified: bool) -> None:
@@ -105,7 +116,6 @@ class SimulatedKernel(Kernel):
         self._plain = model.of(program)
         self._unified = unified
         self._costs: dict[tuple[bool, ...], Cost] = {}
-        self._functions: dict[tuple[bool, ...], Callable[..., Any]] = {}
 
     def cost(self, accumulate: tuple[bool, ...]) -> Cost:
         cost = self._costs.get(accumulate)
@@ -122,11 +132,8 @@ class SimulatedKernel(Kernel):
             )
         return cost
 
-    def function(self, accumulate: tuple[bool, ...]) -> Callable[..., Any]:
-        function = self._functions.get(accumulate)
-        if function is None:
-            function = self._functions[accumulate] = lower(self.program, accumulate)
-        return function
+    def make(self, accumulate: tuple[bool, ...]) -> Callable[..., Any]:
+        return lower(self.program, accumulate)
 
 
 class SimulatedQueue(Queue):
@@ -156,30 +163,14 @@ class SimulatedQueue(Queue):
         call = (lambda: tensor.fill_(value)) if self._device.options.numerics else None
         return self._submit(COMPUTE, "fill", self._device.moving(target.size), wait, call, (target,))
 
-    def run(
-        self,
-        kernel: Kernel,
-        inputs: Sequence[View],
-        outputs: Sequence[View],
-        accumulate: tuple[bool, ...] = (),
-        key: RandomKey | None = None,
-        wait: Sequence[Event] = (),
-    ) -> Event:
-        program = kernel.program
-        program.check_binding(len(inputs), len(outputs), accumulate, key)
+    def run(self, call: KernelCall, wait: Sequence[Event] = ()) -> Event:
+        kernel = call.kernel
         assert isinstance(kernel, SimulatedKernel)
-        call = None
-        views: Sequence[View] = ()
-        if self._device.options.numerics:
-            function = kernel.function(accumulate)
-            keys = [key] if program.draws else []
-            views = [*inputs, *outputs]
-            arguments = [*(view.native for view in inputs), *keys, *(view.native for view in outputs)]
-
-            def call() -> None:
-                function(*arguments)
-
-        return self._submit(COMPUTE, program.name, kernel.cost(accumulate), wait, call, views)
+        cost, name = kernel.cost(call.accumulate), kernel.program.name
+        if not self._device.options.numerics:
+            return self._submit(COMPUTE, name, cost, wait, None, ())
+        function, arguments = kernel.function(call.accumulate), call.arguments()
+        return self._submit(COMPUTE, name, cost, wait, lambda: function(*arguments), [*call.inputs, *call.outputs])
 
     def _transfer(
         self, lane: int, label: str, view: View, target: Any, source: Any, wait: Sequence[Event]

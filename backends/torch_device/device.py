@@ -12,7 +12,6 @@ work is given inside a queue's own stream, by its own thread, and never to what 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,18 +20,18 @@ import torch
 from backends.torch_device.accelerator import FAMILIES, Accelerator
 from backends.torch_device.cuda_graphs import RECORDS, Recordings, reason_against
 from backends.torch_device.program import lower
-from hal.device import NATIVE, Backend, Buffer, Device, DeviceInfo, Probe, View
+from hal.device import NATIVE, Backend, Buffer, Device, DeviceInfo, KernelCall, Probe, View
 from hal.dtypes import check_ports
 from hal.errors import Unavailable
 from hal.event import Event
 from hal.host import Host
 from hal.kit.accounted_device import AccountedDevice
 from hal.kit.host_device import self_test
+from hal.kit.pattern_kernel import PatternKernel
 from hal.kit.streams import StreamQueue, allocate, end, lost
 from hal.kit.tensor_memory import TensorBuffer, TensorTransfers
 from hal.page_lock import LockedMemory
 from hal.program import Kernel, Program
-from hal.random import RandomKey
 
 logger = logging.getLogger(__name__)
 
@@ -59,22 +58,16 @@ class TorchBuffer(TensorBuffer):
             raise device.account.refused(size, what) from failure
 
 
-class TorchKernel(Kernel):
-    """A program lowered to Python over torch, once for each pattern of accumulation."""
+class TorchKernel(PatternKernel[Callable[..., Any]]):
+    """A program lowered to Python functions over torch tensors of one device."""
 
     def __init__(self, program: Program, device: torch.device) -> None:
         super().__init__(program)
         self.recordable = not reason_against(program)
         self._device = device
-        self._functions: dict[tuple[bool, ...], Callable[..., Any]] = {}
-        self._lock = threading.Lock()
 
-    def function(self, accumulate: tuple[bool, ...]) -> Callable[..., Any]:
-        with self._lock:
-            function = self._functions.get(accumulate)
-            if function is None:
-                function = self._functions[accumulate] = lower(self.program, accumulate, self._device)
-            return function
+    def make(self, accumulate: tuple[bool, ...]) -> Callable[..., Any]:
+        return lower(self.program, accumulate, self._device)
 
 
 class TorchQueue(TensorTransfers, StreamQueue):
@@ -91,23 +84,10 @@ class TorchQueue(TensorTransfers, StreamQueue):
         tensor: torch.Tensor = target.native
         return self._on_stream(lambda: tensor.fill_(value), wait, "fill", tensor)
 
-    def run(
-        self,
-        kernel: Kernel,
-        inputs: Sequence[View],
-        outputs: Sequence[View],
-        accumulate: tuple[bool, ...] = (),
-        key: RandomKey | None = None,
-        wait: Sequence[Event] = (),
-    ) -> Event:
-        program = kernel.program
-        program.check_binding(len(inputs), len(outputs), accumulate, key)
+    def run(self, call: KernelCall, wait: Sequence[Event] = ()) -> Event:
+        kernel = call.kernel
         assert isinstance(kernel, TorchKernel)
-        function = kernel.function(accumulate)
-        arguments = [view.native for view in inputs]
-        if program.draws:
-            arguments.append(key)
-        arguments += [view.native for view in outputs]
+        program, function, arguments = kernel.program, kernel.function(call.accumulate), call.arguments()
         recordings = self.recordings
         if recordings is not None and kernel.recordable:
             return self._on_stream(

@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 
-from hal.device import Buffer, Device, Queue, View
+from hal.device import Buffer, Device, KernelCall, Queue, View
 from hal.errors import DeviceLost, HalError, OutOfMemory
 from hal.event import Event
 from hal.host import Host, HostWork
 from hal.memory import MemoryUse
 from hal.program import Kernel, Program
-from hal.random import RandomKey
 from hal.worker import Worker
 
 
@@ -158,19 +157,9 @@ class WrappedQueue(Queue):
     def fill(self, target: View, value: float, wait: Sequence[Event] = ()) -> Event:
         return self.submitted("fill", [target], wait, lambda waits: self._queue.fill(target, value, waits))
 
-    def run(
-        self,
-        kernel: Kernel,
-        inputs: Sequence[View],
-        outputs: Sequence[View],
-        accumulate: tuple[bool, ...] = (),
-        key: RandomKey | None = None,
-        wait: Sequence[Event] = (),
-    ) -> Event:
-        def call(waits: Sequence[Event]) -> Event:
-            return self._queue.run(kernel, inputs, outputs, accumulate, key, waits)
-
-        return self.submitted(kernel.program.name, outputs[:1], wait, call)
+    def run(self, call: KernelCall, wait: Sequence[Event] = ()) -> Event:
+        name = call.kernel.program.name
+        return self.submitted(name, call.outputs[:1], wait, lambda waits: self._queue.run(call, waits))
 
 
 class FaultyQueue(WrappedQueue):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hal.conformance.gate import Gate, failed
-from hal.device import Device, View
+from hal.device import Device, KernelCall, View
 from hal.errors import HalError
 from hal.event import Event
 from hal.kit.program_builder import QUEUE, GraphBuilder, fetch, for_device, place
@@ -28,9 +28,9 @@ def test_calls_on_one_queue_run_in_the_order_of_submission(device: Device) -> No
     buffer, (one, other) = place(device, [torch.zeros(count), torch.zeros(count)])
     queue = device.queue(QUEUE)
     for _ in range(25):
-        queue.run(kernel, [one], [other])
+        queue.run(KernelCall(kernel, [one], [other]))
         queue.copy(one, other)
-    last = queue.run(kernel, [one], [other])
+    last = queue.run(KernelCall(kernel, [one], [other]))
     last.wait()
     assert torch.equal(fetch(device, [other])[0], torch.full((count,), 26.0))
     buffer.free()
@@ -63,7 +63,7 @@ def test_a_call_waits_for_events_of_other_queues(device: Device) -> None:
     read: Event | None = None
     for source, target in zip(sources, targets, strict=True):
         written = load.write(one, source, [ran] if ran else [])
-        ran = compute.run(kernel, [one], [other], wait=[written, read] if read else [written])
+        ran = compute.run(KernelCall(kernel, [one], [other]), [written, read] if read else [written])
         read = drain.read(target, other, [ran])
     assert read is not None
     read.wait()
@@ -128,7 +128,7 @@ def calls(device: Device, view: View) -> dict[str, Callable[[Sequence[Event]], E
         "read": lambda wait: queue.read(torch.zeros(16), view, wait),
         "copy": lambda wait: queue.copy(view, view, wait),
         "fill": lambda wait: queue.fill(view, 9.0, wait),
-        "run": lambda wait: queue.run(kernel, [view], [view], wait=wait),
+        "run": lambda wait: queue.run(KernelCall(kernel, [view], [view]), wait),
     }
 
 

@@ -13,7 +13,7 @@ import torch
 
 from hal.conformance.conftest import OpenDevice
 from hal.conformance.gate import Gate
-from hal.device import Device, View
+from hal.device import Device, KernelCall, View
 from hal.event import Event
 from hal.kit.program_builder import QUEUE, GraphBuilder, fetch, for_device, place
 from hal.program import Kernel
@@ -87,8 +87,8 @@ def submissions(device: Device) -> dict[str, Submit]:
         "copy to it": lambda freed, kept, host, wait: queue.copy(freed, kept, wait),
         "copy from it": lambda freed, kept, host, wait: queue.copy(kept, freed, wait),
         "fill": lambda freed, kept, host, wait: queue.fill(freed, 8.0, wait),
-        "run on it": lambda freed, kept, host, wait: queue.run(kernel, [freed], [kept], wait=wait),
-        "run into it": lambda freed, kept, host, wait: queue.run(kernel, [kept], [freed], wait=wait),
+        "run on it": lambda freed, kept, host, wait: queue.run(KernelCall(kernel, [freed], [kept]), wait),
+        "run into it": lambda freed, kept, host, wait: queue.run(KernelCall(kernel, [kept], [freed]), wait),
     }
 
 
@@ -139,7 +139,7 @@ def test_an_output_has_memory_of_its_own_also_where_its_value_is_an_inputs(devic
     wanted = [given, given.view(-1), given[:2], given * 2, given * 2]
     buffer, (source, *targets) = place(device, [given, *(torch.zeros(tensor.shape) for tensor in wanted)])
     queue = device.queue(QUEUE)
-    queue.run(device.compile(for_device(program, device)), [source], targets).wait()
+    queue.run(KernelCall(device.compile(for_device(program, device)), [source], targets)).wait()
     queue.fill(source, -1.0).wait()
     for number, (found, right) in enumerate(zip(fetch(device, targets), wanted, strict=True)):
         assert torch.equal(found, right), f"output {number} changed with the input"

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from hal.conformance.samples.oracle import assert_near, evaluate
-from hal.device import NATIVE, Device
+from hal.device import NATIVE, Device, KernelCall
 from hal.errors import CompileError, Unsupported
 from hal.kit.program_builder import QUEUE, GraphBuilder, fetch, for_device, place, run
 from hal.ops import name_of, spec_of
@@ -214,7 +214,7 @@ def test_outputs_are_replaced_or_added_to_one_by_one(device: Device) -> None:
     )
     given = numbers(50)
     buffer, (source, added, replaced) = place(device, [given, torch.ones(50), torch.ones(50)])
-    device.queue(QUEUE).run(device.compile(program), [source], [added, replaced], (True, False)).wait()
+    device.queue(QUEUE).run(KernelCall(device.compile(program), [source], [added, replaced], (True, False))).wait()
     found_added, found_replaced = fetch(device, [added, replaced])
     assert torch.equal(found_added, 1 - given)
     assert torch.equal(found_replaced, given.abs())
@@ -236,7 +236,7 @@ def test_a_new_buffer_may_take_the_memory_of_the_old_one(device: Device) -> None
     given = [numbers(33), numbers(33, seed=1), numbers(8, 33)]
     buffer, views = place(device, [*given, torch.zeros(8, 33)])
     kernel = device.compile(for_device(program, device))
-    device.queue(QUEUE).run(kernel, views[:3], [views[0], views[1], views[3]]).wait()
+    device.queue(QUEUE).run(KernelCall(kernel, views[:3], [views[0], views[1], views[3]])).wait()
     first, second, result = fetch(device, [views[0], views[1], views[3]])
     assert_near(first, given[0].double() * 0.9 + given[2].double().mean(0), torch.float32, "the new mean")
     assert torch.equal(second, given[0]), "the second buffer takes the first one's old value"
@@ -280,7 +280,7 @@ def test_inputs_are_not_written_to(device: Device) -> None:
     program, inputs = feed_forward()
     kernel = device.compile(for_device(program, device))
     buffer, views = place(device, [*inputs, *(torch.zeros(port.shape) for port in program.outputs)])
-    device.queue(QUEUE).run(kernel, views[: len(inputs)], views[len(inputs) :]).wait()
+    device.queue(QUEUE).run(KernelCall(kernel, views[: len(inputs)], views[len(inputs) :])).wait()
     for given, found in zip(inputs, fetch(device, views[: len(inputs)]), strict=True):
         assert torch.equal(given, found)
     buffer.free()
@@ -293,11 +293,11 @@ def test_a_wrong_binding_is_refused_at_the_call(device: Device) -> None:
     buffer, (one, other, out) = place(device, [torch.ones(4)] * 3)
     queue = device.queue(QUEUE)
     with pytest.raises(ValueError, match="two"):
-        queue.run(kernel, [one], [out])
+        queue.run(KernelCall(kernel, [one], [out]))
     with pytest.raises(ValueError, match="two"):
-        queue.run(kernel, [one, other], [])
+        queue.run(KernelCall(kernel, [one, other], []))
     with pytest.raises(ValueError, match="two"):
-        queue.run(kernel, [one, other], [out], (True, False))
+        queue.run(KernelCall(kernel, [one, other], [out], (True, False)))
     buffer.free()
 
 

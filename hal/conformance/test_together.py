@@ -6,7 +6,7 @@ import torch
 
 from hal.conformance.conftest import OpenDevice
 from hal.conformance.threads import at_once
-from hal.device import Device
+from hal.device import Device, KernelCall
 from hal.event import Event
 from hal.kit.program_builder import QUEUE, GraphBuilder, fetch, for_device, place
 from hal.program import Program
@@ -31,7 +31,7 @@ def test_two_devices_work_at_once_and_keep_apart(open_device: OpenDevice) -> Non
         last = []
         for device, kernel, (_, (one, other)) in zip(devices, kernels, placed, strict=True):
             queue = device.queue(QUEUE)
-            queue.run(kernel, [one], [other])
+            queue.run(KernelCall(kernel, [one], [other]))
             last.append(queue.copy(one, other))
     for event in last:
         event.wait()
@@ -71,7 +71,7 @@ def test_threads_with_queues_of_their_own(device: Device) -> None:
         given, back = torch.full((1027,), number + 1.0), torch.zeros(1027)
         queue.write(one, given)
         for _ in range(ROUNDS):
-            queue.run(kernel, [one], [other])
+            queue.run(KernelCall(kernel, [one], [other]))
             queue.copy(one, other)
         queue.read(back, one).wait()
         buffer.free()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from hal.device import Backend, Buffer, Probe, View
+from hal.device import Backend, Buffer, KernelCall, Probe, View
 from hal.event import Event
 from hal.host import Host
 from hal.kit.accounted_device import AccountedDevice
@@ -26,8 +26,6 @@ from hal.kit.program_builder import GraphBuilder, for_device
 from hal.kit.tensor_memory import TensorBuffer, TensorTransfers
 from hal.memory import MemoryAccount
 from hal.page_lock import LockedMemory, Mlock
-from hal.program import Kernel
-from hal.random import RandomKey
 from hal.worker import Worker
 
 COMPUTE = "compute"
@@ -57,30 +55,12 @@ class HostQueue(TensorTransfers):
         tensor: torch.Tensor = target.native
         return self.worker.submit(lambda: tensor.fill_(value), wait, "fill")  # type: ignore[arg-type]
 
-    def run(
-        self,
-        kernel: Kernel,
-        inputs: Sequence[View],
-        outputs: Sequence[View],
-        accumulate: tuple[bool, ...] = (),
-        key: RandomKey | None = None,
-        wait: Sequence[Event] = (),
-    ) -> Event:
-        program = kernel.program
-        program.check_binding(len(inputs), len(outputs), accumulate, key)
-        call = self.prepare(kernel, inputs, outputs, accumulate, key)
-        return self.worker.submit(call, wait, program.name)
+    def run(self, call: KernelCall, wait: Sequence[Event] = ()) -> Event:
+        return self.worker.submit(self.prepare(call), wait, call.kernel.program.name)
 
     @abc.abstractmethod
-    def prepare(
-        self,
-        kernel: Kernel,
-        inputs: Sequence[View],
-        outputs: Sequence[View],
-        accumulate: tuple[bool, ...],
-        key: RandomKey | None,
-    ) -> Callable[[], None]:
-        """The call that runs a kernel; the arguments are those of `run`, checked."""
+    def prepare(self, call: KernelCall) -> Callable[[], None]:
+        """A function that runs a kernel call when it is called, on the queue's thread."""
 
     def as_its_caller(self, call: Callable[[], None]) -> Callable[[], None]:
         """`call` on as many threads as torch has where this is called.
@@ -147,7 +127,7 @@ def self_test(backend: Backend, name: str) -> Probe:
             source, target = (buffer.view(offset, (256,), torch.float32) for offset in (0, 1024))
             written = queue.write(source, numbers)
             filled = queue.fill(buffer.view(0, (1,), torch.float32), 7.0, [written])
-            ran = queue.run(kernel, [source], [target], wait=[filled])
+            ran = queue.run(KernelCall(kernel, [source], [target]), [filled])
             queue.read(back, target, [ran]).wait()
             numbers[0] = 7.0
             if not torch.equal(back, numbers * 3):

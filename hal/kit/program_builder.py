@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from hal import random as counter_random
-from hal.device import NATIVE, Buffer, Device, View
+from hal.device import NATIVE, Buffer, Device, KernelCall, View
 from hal.ops import OPS, Kind, arguments_of, calls, count_flops, count_moved, name_of, spec_of
 from hal.ops.rules import Spec
 from hal.program import Port, Program, Role
@@ -178,7 +178,7 @@ def run(
     try:
         sources, targets = views[: len(inputs)], views[len(inputs) :]
         accumulate = tuple(port.accumulates for port in program.outputs) if held is not None else ()
-        device.queue(QUEUE).run(kernel, sources, targets, accumulate, key).wait()
+        device.queue(QUEUE).run(KernelCall(kernel, sources, targets, accumulate, key)).wait()
         return fetch(device, targets)
     finally:
         buffer.free()

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hal.device import Device, Queue, View
+from hal.device import Device, KernelCall, Queue, View
 from hal.event import Event
 from hal.host import Host
 from hal.random import RandomKey
@@ -281,11 +281,15 @@ class Relay:
                 waits += access.waits
             event = slot.run(
                 self._compute,
-                one.kernel,
-                inputs,
-                outputs,
-                one.first if microbatch == 0 else one.later,
-                RandomKey(step.seed, step.number, stage.segment.layer_index, microbatch) if one.program.draws else None,
+                KernelCall(
+                    one.kernel,
+                    inputs,
+                    outputs,
+                    one.first if microbatch == 0 else one.later,
+                    RandomKey(step.seed, step.number, stage.segment.layer_index, microbatch)
+                    if one.program.draws
+                    else None,
+                ),
                 waits,
                 bool(one.parameter_gradients),
             )
@@ -306,8 +310,7 @@ class Relay:
         slot = visit.slot
         assert slot is not None
         targets: list[tuple[torch.Tensor, View]] = [
-            (self._store[stage.buffers[index]], slot.parameters[len(stage.parameters) + index])
-            for index in one.updates
+            (self._store[stage.buffers[index]], slot.parameters[len(stage.parameters) + index]) for index in one.updates
         ]
         sent = slot.send(self.drain_queue, targets)
         ran.reads += sent

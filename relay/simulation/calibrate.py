@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from hal import registry
-from hal.device import Device, DeviceInfo, View
+from hal.device import Device, DeviceInfo, KernelCall, View
 from hal.event import Event
 from hal.ops.cost import work_of
 from hal.program import Program
@@ -177,7 +177,7 @@ class _Prepared:
         """Seconds of one run: the device's own measurement, or the wait where it has none."""
         key = RandomKey(0, 0, 0, 0) if self._program.draws else None
         start = self._clock()
-        event = self._queue.run(self._kernel, self._inputs, self._outputs, (), key)
+        event = self._queue.run(KernelCall(self._kernel, self._inputs, self._outputs, key=key))
         event.wait()
         passed = self._clock() - start
         return event.elapsed() or passed if self._clock is time.perf_counter else passed

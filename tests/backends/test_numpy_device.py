@@ -6,6 +6,7 @@ from torch import fx
 
 from backends.numpy_device import NumpyDevice
 from hal import registry
+from hal.device import KernelCall
 from hal.errors import OutOfMemory, Unavailable
 from hal.program import Port, Program, Role
 from tests.support.zoo import small_models
@@ -43,7 +44,7 @@ def test_new_values_of_buffers_are_written_after_every_read_of_the_old_ones() ->
         queue = device.queue("compute")
         views = [device.alloc(48).view(0, (4, 3), torch.float32) for _ in range(3)]
         filled = [queue.fill(view, float(number)) for number, view in enumerate(views)]
-        queue.run(device.compile(swap()), views[:2], [views[2], views[0], views[1]], wait=filled).wait()
+        queue.run(KernelCall(device.compile(swap()), views[:2], [views[2], views[0], views[1]]), filled).wait()
         results = [torch.empty(4, 3) for _ in views]
         for result, view in zip(results, views, strict=True):
             queue.read(result, view).wait()

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hal import registry
-from hal.device import DeviceInfo
+from hal.device import DeviceInfo, KernelCall
 from hal.program import Program, Role
 from hal.random import RandomKey
 from relay.capture import Captured
@@ -175,7 +175,7 @@ def run(name: str, program: Program, given: dict[Role, Sequence[Tensor]]) -> lis
             for view, port in zip(inputs, program.inputs, strict=True)
         ]
         outputs = [place(port.shape, port.dtype) for port in program.outputs]
-        ran = queue.run(device.compile(program), inputs, outputs, (), KEY, written)
+        ran = queue.run(KernelCall(device.compile(program), inputs, outputs, key=KEY), written)
         results = [torch.empty(port.shape, dtype=port.dtype) for port in program.outputs]
         for result, view in zip(results, outputs, strict=True):
             queue.read(result, view, [ran]).wait()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hal.device import Device
+from hal.device import Device, KernelCall
 from hal.event import Event
 from hal.program import Program, Role
 from hal.random import RandomKey
@@ -154,7 +154,7 @@ def run_program(
             results[port.role, port.index] = room.view(GUARD, port.shape, port.dtype)
             guards += [room.view(0, (GUARD,), torch.uint8), room.view(GUARD + port.size, (GUARD,), torch.uint8)]
     kernel = device.compile(program)
-    device.queue("compute").run(kernel, list(views.values()), list(results.values()), key=key).wait()
+    device.queue("compute").run(KernelCall(kernel, list(views.values()), list(results.values()), key=key)).wait()
     for guard in guards:
         assert (fetch(device, guard) == 77).all(), f"{program.name} writes beside its outputs"
     return {at: fetch(device, view) for at, view in results.items()}
@@ -166,4 +166,4 @@ def failing_lookup(device: Device, wait: Sequence[Event] = ()) -> Event:
     program = capture(module, [torch.tensor([0, 1])], "lookup").forward
     inputs = [place(device, module.inner.weight), place(device, torch.tensor([1, 4]))]
     output = place(device, torch.zeros(2, 2))
-    return device.queue("compute").run(device.compile(program), inputs, [output], wait=wait)
+    return device.queue("compute").run(KernelCall(device.compile(program), inputs, [output]), wait)

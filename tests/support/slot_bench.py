@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from hal.device import View
+from hal.device import KernelCall, View
 from hal.event import Event
 from hal.host import Host
 from hal.registry import open as open_device
@@ -79,11 +79,7 @@ class Bench:
     def run_forward(self, wait: Sequence[Event] = ()) -> Event:
         return self.slot.run(
             self.device.queue("compute"),
-            self.forward,
-            [*self.slot.parameters, self.inputs],
-            [self.output],
-            (),
-            None,
+            KernelCall(self.forward, [*self.slot.parameters, self.inputs], [self.output]),
             wait,
             False,
         )
@@ -91,11 +87,7 @@ class Bench:
     def run_backward(self, wait: Sequence[Event] = (), seed: View | None = None) -> Event:
         return self.slot.run(
             self.device.queue("compute"),
-            self.backward,
-            [*self.slot.parameters, self.inputs, seed or self.seed],
-            self.slot.gradients,
-            (),
-            None,
+            KernelCall(self.backward, [*self.slot.parameters, self.inputs, seed or self.seed], self.slot.gradients),
             wait,
             True,
         )

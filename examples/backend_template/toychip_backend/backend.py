@@ -4,7 +4,6 @@ The driver's calls block, so each queue is a `hal.worker.Worker`: a thread that 
 errors on. What is left to say is memory, transfers and kernels.
 """
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,19 +12,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from backends.arrays.dtypes import stored_dtype
-from backends.arrays.program import lower
-from backends.numpy_device import as_array, numpy_arrays
-from hal.device import Backend, Buffer, Device, DeviceInfo, Probe, Queue, View, check_transfer
+from hal.device import Backend, Buffer, Device, DeviceInfo, KernelCall, Probe, Queue, View, check_transfer
 from hal.dtypes import INTEGERS
 from hal.errors import HalError, Unavailable
 from hal.event import Event
 from hal.host import Host
+from hal.kit.arrays.dtypes import stored_dtype
+from hal.kit.arrays.numpy_arrays import as_array, numpy_arrays, numpy_constants
+from hal.kit.arrays.program import lower
 from hal.kit.host_device import self_test
+from hal.kit.pattern_kernel import PatternKernel
 from hal.memory import MemoryAccount, MemoryUse
 from hal.ops import check
 from hal.program import Kernel, Program
-from hal.random import RandomKey
 from hal.worker import Worker
 from toychip_backend.chip import Chip
 from toychip_backend.gaps import GAPS, LACKING
@@ -66,17 +65,16 @@ class ToyBuffer(Buffer):
             self._account.release(self.size)
 
 
-class ToyKernel(Kernel):
+class ToyKernel(PatternKernel[Callable[..., None]]):
     """A program as the chip runs it: one function for each pattern of accumulation."""
 
     def __init__(self, program: Program) -> None:
         super().__init__(program)
-        arrays = numpy_arrays(np.float32)
-        constants = {
-            name: arrays.load(as_array(value.detach().contiguous()), value.dtype)
-            for name, value in program.constants.items()
-        }
-        self.function = functools.cache(lambda accumulate: lower(program, arrays, constants, accumulate))
+        self._arrays = numpy_arrays(np.float32)
+        self._constants = numpy_constants(self._arrays, program.constants)
+
+    def make(self, accumulate: tuple[bool, ...]) -> Callable[..., None]:
+        return lower(self.program, self._arrays, self._constants, accumulate)
 
 
 class ToyQueue(Queue):
@@ -107,20 +105,10 @@ class ToyQueue(Queue):
         bits = as_array(torch.full((1,), value, dtype=target.dtype))[0]
         return self._launch(lambda to: to.fill(bits), [target], wait, "fill")
 
-    def run(
-        self,
-        kernel: Kernel,
-        inputs: Sequence[View],
-        outputs: Sequence[View],
-        accumulate: tuple[bool, ...] = (),
-        key: RandomKey | None = None,
-        wait: Sequence[Event] = (),
-    ) -> Event:
-        program = kernel.program
-        program.check_binding(len(inputs), len(outputs), accumulate, key)
-        assert isinstance(kernel, ToyKernel)
-        keys = [key] if program.draws else []
-        return self._launch(kernel.function(accumulate), [*inputs, *keys, *outputs], wait, program.name)
+    def run(self, call: KernelCall, wait: Sequence[Event] = ()) -> Event:
+        assert isinstance(call.kernel, ToyKernel)
+        operands = call.arguments(lambda view: view)
+        return self._launch(call.kernel.function(call.accumulate), operands, wait, call.kernel.program.name)
 
     def _launch(self, function: Callable[..., Any], operands: list[Any], wait: Sequence[Event], label: str) -> Event:
         def call() -> None:  # holds the views, and so their memory, until it has run

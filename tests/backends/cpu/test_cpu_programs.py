@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hal.device import Device, View
+from hal.device import Device, KernelCall, View
 from hal.program import Program, Role
 from hal.random import RandomKey
 from relay.capture import capture
@@ -73,7 +73,7 @@ def test_accumulating_adds_to_what_is_there_and_replacing_does_not(device: Devic
     for pattern in [(True, True), (True, False), (False, True), (False, False), ()]:
         held = [numbers(3, 5) + 2, numbers(3)]
         outputs = [place(device, tensor) for tensor in held]
-        device.queue("compute").run(device.compile(program), inputs, outputs, pattern).wait()
+        device.queue("compute").run(KernelCall(device.compile(program), inputs, outputs, pattern)).wait()
         for position, (before, gradient) in enumerate(zip(held, gradients, strict=True)):
             expected = before + gradient if pattern and pattern[position] else gradient
             assert same_bits(fetch(device, outputs[position]), expected), f"output {position} under {pattern}"
@@ -85,13 +85,13 @@ def test_wrong_counts_of_inputs_outputs_or_accumulations_are_value_errors(device
     kernel, queue = device.compile(program), device.queue("compute")
     for wrong in (inputs[:-1], [*inputs, inputs[0]], []):
         with pytest.raises(ValueError, match=f"takes 4 inputs and 2 outputs, got {len(wrong)} and 2"):
-            queue.run(kernel, wrong, outputs)
+            queue.run(KernelCall(kernel, wrong, outputs))
     for wrong in (outputs[:1], [*outputs, outputs[0]], []):
         with pytest.raises(ValueError, match=f"takes 4 inputs and 2 outputs, got 4 and {len(wrong)}"):
-            queue.run(kernel, inputs, wrong)
+            queue.run(KernelCall(kernel, inputs, wrong))
     for pattern in ((True,), (True, True, True)):
         with pytest.raises(ValueError, match="accumulate"):
-            queue.run(kernel, inputs, outputs, pattern)
+            queue.run(KernelCall(kernel, inputs, outputs, pattern))
 
 
 def test_a_program_that_draws_needs_a_key(device: Device) -> None:

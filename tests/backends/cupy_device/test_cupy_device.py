@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from backends.arrays import random as array_random
 from backends.cupy_device import runtime as cupy_runtime
 from backends.cupy_device.device import CupyBackend, CupyDevice
 from backends.cupy_device.runtime import CupyRuntime
 from hal import random as counter_random
 from hal import registry
 from hal.errors import DeviceLost, OutOfMemory, Unavailable, Unsupported
+from hal.kit.arrays import random as array_random
 from hal.kit.program_builder import GraphBuilder
 from hal.random import RandomKey
 from hal.worker import Worker

@@ -14,7 +14,7 @@ import relay
 from hal import random as counter_random
 from hal import registry
 from hal.conformance.samples.op_samples import case
-from hal.device import Device, View
+from hal.device import Device, KernelCall, View
 from hal.errors import DeviceLost, HalError, OutOfMemory, Unavailable, Unsupported
 from hal.ops import OPS
 from hal.program import Program
@@ -44,7 +44,9 @@ def run(
     queue = device.queue("compute")
     views = [device.adopt(tensor.detach().contiguous()) for tensor in inputs]
     accumulate = (adds,) * len(outputs)
-    queue.run(device.compile(program), views, [device.adopt(one) for one in outputs], accumulate, key).wait()
+    queue.run(
+        KernelCall(device.compile(program), views, [device.adopt(one) for one in outputs], accumulate, key)
+    ).wait()
 
 
 def results_of(program: Program) -> list[Tensor]:
@@ -196,7 +198,7 @@ def test_runs_on_one_queue_keep_their_order_and_other_queues_wait_when_told(devi
     done: list[Any] = []
     for turn in range(20):
         queue, source, target = (first, view, other) if turn % 2 == 0 else (second, other, view)
-        done = [queue.run(kernel, [source], [target], wait=done)]
+        done = [queue.run(KernelCall(kernel, [source], [target]), done)]
     done[0].wait()
     assert torch.equal(memory, torch.full((8,), 20.0))
 
@@ -209,11 +211,11 @@ def test_a_failed_call_fails_what_waits_for_it_with_the_first_error(device: Devi
         raise ValueError("the first error")
 
     failed = host.run(fail, [], "a task")
-    after = device.queue("compute").run(kernel, [view], [view], wait=[failed])
+    after = device.queue("compute").run(KernelCall(kernel, [view], [view]), [failed])
     with pytest.raises(HalError, match="the first error"):
         after.wait()
     assert torch.equal(memory, torch.zeros(8))
-    device.queue("compute").run(kernel, [view], [device.adopt(memory)]).wait()
+    device.queue("compute").run(KernelCall(kernel, [view], [device.adopt(memory)])).wait()
     assert torch.equal(memory, torch.ones(8))
 
 
@@ -270,7 +272,7 @@ def test_sessions_have_the_threads_that_pytorch_has(device: Device, monkeypatch:
         for threads in (1, 2):
             torch.set_num_threads(threads)
             add_one_kernel, view, _ = add_one(device)
-            device.queue("compute").run(add_one_kernel, [view], [view]).wait()
+            device.queue("compute").run(KernelCall(add_one_kernel, [view], [view])).wait()
     finally:
         torch.set_num_threads(before)
     assert asked == [1, 2]

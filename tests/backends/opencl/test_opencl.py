@@ -12,7 +12,7 @@ from backends.opencl import OpenClBackend, platforms
 from backends.opencl.kernels import OpenClKernel
 from hal import registry
 from hal.conformance.samples.op_samples import case
-from hal.device import Device
+from hal.device import Device, KernelCall
 from hal.errors import DeviceLost, HalError, OutOfMemory, Unsupported
 from hal.ops import OPS
 from hal.program import Port, Program, Role
@@ -56,7 +56,7 @@ def run(
     for view in results:
         queue.fill(view, onto or 0.0).wait()
     accumulate = () if onto is None else (True,) * len(results)
-    queue.run(device.compile(program), views, results, accumulate, key).wait()
+    queue.run(KernelCall(device.compile(program), views, results, accumulate, key)).wait()
     tensors = [torch.empty(view.shape, dtype=view.dtype) for view in results]
     for tensor, view in zip(tensors, results, strict=True):
         queue.read(tensor, view).wait()

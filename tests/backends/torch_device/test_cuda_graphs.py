@@ -17,7 +17,7 @@ from backends.torch_device import accelerator, cuda_graphs
 from backends.torch_device.cuda_graphs import RECORDS, Recordings
 from backends.torch_device.device import TorchBackend, TorchDevice
 from hal import registry
-from hal.device import View
+from hal.device import KernelCall, View
 from hal.errors import OutOfMemory, Unavailable
 from hal.kit.program_builder import GraphBuilder
 from hal.memory import MemoryAccount
@@ -63,7 +63,7 @@ def run(device: TorchDevice, program: Program, x: View, y: View, number: float) 
     queue.fill(x, number).wait()
     back = torch.empty(4)
     key = RandomKey(0, 0, 0, int(number)) if program.draws else None
-    ran = queue.run(device.compile(program), [x], [y], key=key)
+    ran = queue.run(KernelCall(device.compile(program), [x], [y], key=key))
     queue.read(back, y, [ran]).wait()
     return back
 
@@ -95,8 +95,8 @@ def test_other_addresses_and_other_sums_have_recordings_of_their_own(
     for total in (first, second):
         queue.fill(total, 0.0)
         for _ in range(3):
-            queue.run(kernel, [x, y], [total], (True,))
-    queue.run(kernel, [x, y], [second], (False,)).wait()
+            queue.run(KernelCall(kernel, [x, y], [total], (True,)))
+    queue.run(KernelCall(kernel, [x, y], [second], (False,))).wait()
     back = torch.empty(4)
     queue.read(back, first).wait()
     assert back.tolist() == [9.0] * 4
@@ -153,7 +153,7 @@ def test_the_memory_of_recordings_is_accounted_and_given_up_for_what_needs_it(
     queue.fill(x, 1.0)
     plain = device.memory().in_use
     for _ in range(3):
-        queue.run(kernel, [x], [y]).wait()
+        queue.run(KernelCall(kernel, [x], [y])).wait()
     assert stub.recorded == 1
     assert device.memory().in_use == plain + program.workspace
     free = (1 << 20) - plain
@@ -161,7 +161,7 @@ def test_the_memory_of_recordings_is_accounted_and_given_up_for_what_needs_it(
     assert device.memory().in_use == 1 << 20
     with pytest.raises(OutOfMemory):
         device.alloc(1)
-    queue.run(kernel, [x], [y]).wait()
+    queue.run(KernelCall(kernel, [x], [y])).wait()
     assert stub.recorded == 1  # what needed the memory still does
 
 

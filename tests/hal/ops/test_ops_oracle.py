@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from backends.arrays.dtypes import Arrays
-from backends.arrays.ops import FUNCTIONS
-from backends.numpy_device import as_array, numpy_arrays
 from hal.conformance.samples.op_samples import SAMPLES, expected_of, sample
+from hal.kit.arrays.dtypes import Arrays
+from hal.kit.arrays.numpy_arrays import as_array, numpy_arrays
+from hal.kit.arrays.ops import FUNCTIONS
 from hal.ops import OPS, Kind, Spec, spec_of
 
 SEEDS = range(12)

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from click.testing import CliRunner
 
-from backends.arrays.ops import FUNCTIONS
 from backends.numpy_device import NumpyBackend, NumpyDevice, NumpyKernel, NumpyQueue
-from hal.device import Buffer, Device, Probe
+from hal.device import Buffer, Device, KernelCall, Probe
 from hal.event import Event
+from hal.kit.arrays.ops import FUNCTIONS
 from hal.kit.host_device import HostBuffer, HostQueue
 from hal.known_gaps import Gap
 from hal.program import Kernel, Program
@@ -46,14 +46,14 @@ class LastErrorWins(NumpyQueue):
 
 
 class NeverAdds(NumpyQueue):
-    def prepare(self, kernel: Any, inputs: Any, outputs: Any, accumulate: Any, key: Any) -> Any:
-        return super().prepare(kernel, inputs, outputs, (), key)
+    def prepare(self, call: KernelCall) -> Any:
+        return super().prepare(dataclasses.replace(call, accumulate=()))
 
 
 class OneKeyForAll(NumpyQueue):
-    def prepare(self, kernel: Any, inputs: Any, outputs: Any, accumulate: Any, key: Any) -> Any:
-        first = kernel.__dict__.setdefault("first_key", key)
-        return super().prepare(kernel, inputs, outputs, accumulate, first)
+    def prepare(self, call: KernelCall) -> Any:
+        first = call.kernel.__dict__.setdefault("first_key", call.key)
+        return super().prepare(dataclasses.replace(call, key=first))
 
 
 class BlocksTheCaller(NumpyQueue):
@@ -102,13 +102,13 @@ class OfTransfer(Event):
 class AliasesOutputs(NumpyQueue):
     """An output that is an input's own value gets the input's memory instead of a copy."""
 
-    def run(self, kernel: Any, inputs: Any, outputs: Any, *rest: Any, **named: Any) -> Any:
-        nodes = list(kernel.program.graph.nodes)
-        given = dict(zip(nodes, inputs, strict=False))
-        for node, view in zip(nodes[-1].args[0], outputs, strict=True):
+    def run(self, call: KernelCall, wait: Any = ()) -> Any:
+        nodes = list(call.kernel.program.graph.nodes)
+        given = dict(zip(nodes, call.inputs, strict=False))
+        for node, view in zip(nodes[-1].args[0], call.outputs, strict=True):
             if node in given:
                 view.native = given[node].native
-        return super().run(kernel, inputs, outputs, *rest, **named)
+        return super().run(call, wait)
 
 
 class FreesEarly(HostBuffer):

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from backends.arrays import random
-from backends.arrays.dtypes import Arrays
 from backends.cupy_device.device import CupyBackend, CupyDevice
 from backends.cupy_device.runtime import CupyRuntime
-from backends.numpy_device import as_array, numpy_arrays
 from hal.device import Device, Probe
+from hal.kit.arrays import random
+from hal.kit.arrays.dtypes import Arrays
+from hal.kit.arrays.numpy_arrays import as_array, numpy_arrays
 from hal.kit.host_device import self_test
 from tests.support.stubs import unregistered
 

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 import relay
 from hal import registry
-from hal.device import Device
+from hal.device import Device, KernelCall
 from hal.errors import CompileError, Unsupported
 from hal.ops import OPS, Kind, calls, check, name_of
 from hal.program import Program, Role
@@ -156,7 +156,7 @@ def test_a_program_without_inputs_runs(name: str) -> None:
     queue = device.queue("compute")
     view = device.alloc(64).view(0, (3,), torch.float32)
     found = torch.zeros(3)
-    ran = queue.run(device.compile(program), [], [view])
+    ran = queue.run(KernelCall(device.compile(program), [], [view]))
     queue.read(found, view, [ran]).wait()
     device.close()
     assert found.tolist() == [2.0, 4.0, 6.0]

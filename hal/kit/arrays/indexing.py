@@ -1,4 +1,4 @@
-"""The ops of `backends.arrays.ops` that compute nothing and place elements: views, gathers, scatters, moves, orders.
+"""The ops of `hal.kit.arrays.ops` that compute nothing and place elements: views, gathers, scatters, moves, orders.
 
 Functions of an `Arrays` and of the op's own arguments, for numpy and CuPy alike. Invariant: none writes to its
 arguments, and results may be views of them.
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from backends.arrays.dtypes import Arrays
+from hal.kit.arrays.dtypes import Arrays
 
 # -- views --------------------------------------------------------------------------------------------------------
 

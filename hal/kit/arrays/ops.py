@@ -4,7 +4,7 @@ Each function takes an `Arrays` (the array module and how numbers are held) and 
 written to be read and to be right, as the oracle that other backends are checked against; speed comes from the array
 library alone. Invariant: no function writes to its arguments, and results may be views of them.
 
-How numbers are stored and held is told in `backends.arrays.dtypes`.
+How numbers are stored and held is told in `hal.kit.arrays.dtypes`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from backends.arrays import indexing, windows
-from backends.arrays.dtypes import Arrays
+from hal.kit.arrays import indexing, windows
+from hal.kit.arrays.dtypes import Arrays
 
 # -- element-wise -------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 Storage and arithmetic are two things. bf16 is stored as uint16 and fp16 as float16; inside a program every
 floating-point value is held in `Arrays.real` (float32), and rounded after each op whose result is half precision. With
-`real` float64 nothing is rounded before it is stored: the oracle. The ops themselves are in `backends.arrays.ops`.
+`real` float64 nothing is rounded before it is stored: the oracle. The ops themselves are in `hal.kit.arrays.ops`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-_STORED = {
+_STORED: dict[torch.dtype, np.dtype[Any]] = {
     torch.float64: np.dtype(np.float64),
     torch.float32: np.dtype(np.float32),
     torch.float16: np.dtype(np.float16),

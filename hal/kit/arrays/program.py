@@ -1,6 +1,6 @@
 """From a core program to a Python function over arrays: what numpy's and CuPy's devices execute.
 
-The graph is run op by op by the functions of `backends.arrays.ops`; torch.fx writes the Python, which drops each
+The graph is run op by op by the functions of `hal.kit.arrays.ops`; torch.fx writes the Python, which drops each
 value after its last use. An output is stored the moment it exists, except new values of buffers, which are written
 when every read of the old ones is over. It fuses nothing.
 """
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from backends.arrays.dtypes import Arrays
-from backends.arrays.ops import FUNCTIONS
+from hal.kit.arrays.dtypes import Arrays
+from hal.kit.arrays.ops import FUNCTIONS
 from hal.ops import Spec, name_of, spec_of
 from hal.program import Program, Role
 
@@ -117,5 +117,5 @@ def _named(function: Callable[..., Any], node: fx.Node) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     call.__name__ = call.__qualname__ = node.name
-    call.__module__ = "backends.arrays.program"
+    call.__module__ = "hal.kit.arrays.program"
     return call

@@ -1,6 +1,6 @@
 """Convolution and pooling as array code: a loop over the kernel's points, each a product of whole arrays.
 
-Part of `backends.arrays.ops`, whose rules hold here. Shapes: N samples, C channels in, O channels out, G groups; space
+Part of `hal.kit.arrays.ops`, whose rules hold here. Shapes: N samples, C channels in, O channels out, G groups; space
 may have any number of dimensions.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from backends.arrays.dtypes import Arrays
+from hal.kit.arrays.dtypes import Arrays
 from hal.ops.window_rules import transposed_windows, windows
 
 

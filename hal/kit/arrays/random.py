@@ -37,7 +37,7 @@ def words(xp: Any, key: RandomKey, number: int, count: int) -> Any:
 
 
 def draws(xp: Any) -> dict[str, Callable[..., Any]]:
-    """`keep_mask`, `uniform` and `normal` over an array module, as `backends.arrays.dtypes.Arrays` takes them."""
+    """`keep_mask`, `uniform` and `normal` over an array module, as `hal.kit.arrays.dtypes.Arrays` takes them."""
 
     def keep_mask(key: RandomKey, number: int, shape: Sequence[int], probability: float) -> Any:
         threshold = np.uint64(counter_random.keep_threshold(probability))
