@@ -21,7 +21,7 @@ from hal.kit.arrays.numpy_arrays import as_array, numpy_arrays, numpy_constants
 from hal.kit.arrays.program import lower
 from hal.kit.host_device import HostDevice, HostQueue, describe_processor, memory_size, self_test
 from hal.kit.pattern_kernel import PatternKernel
-from hal.known_gaps import Gap
+from hal.known_gaps import KnownGap
 from hal.ops import check
 from hal.program import Kernel, Program
 
@@ -80,8 +80,8 @@ class NumpyDevice(HostDevice):
         return math.ceil(program.workspace * max(widest, 1.0))
 
 
-GAPS = (
-    Gap(
+KNOWN_GAPS = (
+    KnownGap(
         "test_programs.py::test_half_precision_is_rounded_after_each_op*",
         "the oracle rounds nothing before it is stored",
         device="numpy:float64",
@@ -95,7 +95,7 @@ class NumpyBackend(Backend):
     """`numpy` and `numpy:float64`."""
 
     name = "numpy"
-    gaps = GAPS
+    known_gaps = KNOWN_GAPS
 
     def probe(self) -> list[Probe]:
         return [self_test(self, "numpy"), self_test(self, "numpy:float64")]

@@ -36,7 +36,7 @@ import torch
 from hal.errors import Unsupported
 from hal.event import Event
 from hal.host import Host
-from hal.known_gaps import Gap
+from hal.known_gaps import KnownGap
 from hal.memory import MemoryUse
 from hal.program import Kernel, Program
 from hal.random import RandomKey
@@ -270,11 +270,11 @@ class Probe:
 class Backend(abc.ABC):
     """A family of devices under one name: the part of a device string before the colon.
 
-    `gaps` are the conformance tests that its devices do not pass, with reasons (contract 7).
+    `known_gaps` are the conformance tests that its devices do not pass, with reasons (contract 7).
     """
 
     name: str
-    gaps: tuple[Gap, ...] = ()
+    known_gaps: tuple[KnownGap, ...] = ()
 
     @abc.abstractmethod
     def probe(self) -> list[Probe]:

@@ -1,7 +1,8 @@
-"""What a backend cannot do yet, as data: tests of the conformance suite that it does not pass, each with its reason.
+"""Known gaps: tests of the conformance suite that a device does not pass, each with its reason.
 
-A backend keeps its gaps in a file of its own and names them in `Backend.gaps`. The suite does not run them; its verify
-mode does, and fails where one has closed, so that the table stays true. A gap without a reason cannot be written.
+A backend lists them in `Backend.known_gaps`, best from a file of its own. The suite does not run them unless
+`--verify-known-gaps` is given; then it runs them and fails where one passes, so that the list stays true. They are not
+a way to leave out what fails now and then. Invariant: every known gap has a reason.
 """
 
 from __future__ import annotations
@@ -11,11 +12,16 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Gap:
-    """Tests that a device does not pass. `*` and `?` are wildcards; brackets are themselves.
+class KnownGap:
+    """Tests that a device does not pass. In patterns `*` and `?` are wildcards; brackets stand for themselves.
 
-    `test` is matched with a test's file and name, such as `test_ops.py::*[aten.topk.default-*]`, and `device` with the
-    device string. Raises ValueError where the reason is empty.
+    Args:
+        test: a pattern of the test's file and name, such as `test_ops.py::*[aten.topk.default-*]`.
+        reason: why the device does not pass these tests, for the users of the device.
+        device: a pattern of the device string, such as `onnx:*`; unless given, every device of the backend.
+
+    Raises:
+        ValueError: the reason is empty.
     """
 
     test: str
@@ -24,10 +30,12 @@ class Gap:
 
     def __post_init__(self) -> None:
         if not self.reason.strip():
-            raise ValueError(f"the gap {self.test!r} has no reason. Say why the device does not pass it.")
+            raise ValueError(
+                f"the known gap {self.test!r} has no reason. Give the reason why the device does not pass it."
+            )
 
     def covers(self, test: str, device: str) -> bool:
-        """Whether it speaks of that test on that device."""
+        """Whether both patterns match, the test given as `file::name` and the device as its device string."""
         return _matches(self.test, test) and _matches(self.device, device)
 
 

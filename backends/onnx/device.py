@@ -27,7 +27,7 @@ from backends.onnx.sessions import Session
 from hal.device import HOST_CORES, UNIFIED, Backend, Device, DeviceInfo, KernelCall, Probe
 from hal.errors import HalError, Unavailable
 from hal.kit.host_device import HostDevice, HostQueue, describe_processor, memory_size, self_test
-from hal.known_gaps import Gap
+from hal.known_gaps import KnownGap
 from hal.ops import check
 from hal.program import Kernel, Program
 
@@ -100,8 +100,8 @@ class OnnxDevice(HostDevice):
         return math.ceil(program.workspace * widest)
 
 
-GAPS = tuple(
-    Gap(
+KNOWN_GAPS = tuple(
+    KnownGap(
         f"test_ops.py::test_an_op_gives_what_the_oracle_gives[aten.{op}.default-float64]",
         f"ONNX Runtime has no kernel for {kernel} in float64, and says so when compiling",
         device="onnx:cpu",
@@ -120,7 +120,7 @@ class OnnxBackend(Backend):
     """`onnx:PROVIDER`, for every execution provider of the ONNX Runtime that is installed."""
 
     name = "onnx"
-    gaps = GAPS
+    known_gaps = KNOWN_GAPS
 
     def probe(self) -> list[Probe]:
         try:

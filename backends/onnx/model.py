@@ -167,9 +167,7 @@ class Model:
         """The running results of a binary op along a dimension, from the number `start` on."""
         helper = self._onnx.helper
         kind, shape = ELEMENT_TYPES[value.dtype], [size for place, size in enumerate(value.shape) if place != dim]
-        infos = {
-            name: helper.make_tensor_value_info(name, kind, shape) for name in ("before", "one", "after", "shown")
-        }
+        infos = {name: helper.make_tensor_value_info(name, kind, shape) for name in ("before", "one", "after", "shown")}
         nodes = [
             helper.make_node(op, ["before", "one"], ["after"]),
             helper.make_node("Identity", ["after"], ["shown"]),

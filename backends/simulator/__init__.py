@@ -17,7 +17,7 @@ from hal import spec
 from hal.device import Device, Probe
 from hal.errors import Unavailable
 from hal.kit.host_device import self_test
-from hal.known_gaps import Gap
+from hal.known_gaps import KnownGap
 from hal.spec import Machine
 from hal.spec.timeline import VirtualBackend, VirtualDevice
 
@@ -31,9 +31,9 @@ class SimulatorBackend(VirtualBackend):
     name = "sim"
 
     @property
-    def known_gaps(self) -> tuple[Gap, ...]:  # type: ignore[override]
+    def known_gaps(self) -> tuple[KnownGap, ...]:  # type: ignore[override]
         """Of the presets; read from the catalogue when they are asked for."""
-        return known_gaps.gaps()
+        return known_gaps.all_known_gaps()
 
     def probe(self) -> list[Probe]:
         tested = self_test(self, "sim")

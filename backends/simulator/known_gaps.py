@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hal import spec
-from hal.known_gaps import Gap
+from hal.known_gaps import KnownGap
 from hal.spec import Spec
 
 _SIZES = (
@@ -33,21 +33,21 @@ _IN_FLOAT32 = (
 )
 
 
-def gaps() -> tuple[Gap, ...]:
+def all_known_gaps() -> tuple[KnownGap, ...]:
     """Of all presets."""
     return tuple(gap for name, device in spec.presets("device").items() for gap in _of(f"sim:{name}*", device))
 
 
-def _of(device: str, described: Spec) -> Iterator[Gap]:
+def _of(device: str, described: Spec) -> Iterator[KnownGap]:
     piece = int(described["granularity"])
     for test in _SIZES if piece > 1 else ():
-        yield Gap(test, f"its allocator gives memory in pieces of {piece} bytes, and those are charged", device)
+        yield KnownGap(test, f"its allocator gives memory in pieces of {piece} bytes, and those are charged", device)
     for kind, dtype in _DTYPES.items():
         if described.computes(kind):
             continue
         reason = f"{described.title} does no arithmetic in {kind}"
         for op in _PRODUCTS:
-            yield Gap(f"test_ops.py::*[aten.{op}.default-{dtype}]", reason, device)
+            yield KnownGap(f"test_ops.py::*[aten.{op}.default-{dtype}]", reason, device)
         tests = _IN_FLOAT32 if kind == "fp32" else (f"test_programs.py::test_half_*rounded*[torch.{dtype}]",)
         for test in tests:
-            yield Gap(test, reason, device)
+            yield KnownGap(test, reason, device)

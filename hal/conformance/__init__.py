@@ -1,10 +1,11 @@
-"""The suite that every backend must pass: `hal.device`'s contracts as tests, for a device given by name.
+"""The conformance suite: the contracts of `hal.device` as tests, run on one device that is given by name.
 
     relay conformance DEVICE
-    pytest --pyargs hal.conformance --device DEVICE [--verify-gaps]
+    pytest -p hal.conformance.plugin --pyargs hal.conformance --device DEVICE [--verify-known-gaps]
 
-It uses a device only through `hal`, so a stranger's backend is held to the same as ours. The reference for numbers is
-PyTorch in float64 on the host (`oracle`), for random numbers `hal.random`. What a device says it lacks in `DeviceInfo`
-is skipped; what it should do and does not yet stands in its backend's `gaps`, with a reason. Invariant: no test asserts
-on time, and none passes without having asked the device something.
+It uses a device through `hal` alone, so it holds every backend to the same contracts; tests of one backend's own code
+are not here. The reference for numbers is PyTorch in float64 on the host (`samples.oracle`), for random numbers
+`hal.random`. A test of what `DeviceInfo` does not list is skipped; a test that the device should pass and does not is a
+known gap (`hal.known_gaps`). No test asserts on time, and each one asks the device for something.
+Only `relay.cli.conformance`, `relay.conformance` and tests may import it; `hal` and the backends may not.
 """

@@ -307,7 +307,7 @@ def machine(device: str, link: str | None = None, host: str | None = None, softw
     for kind, name in (("link", link), ("host", host)):
         if not name:
             raise SpecError(
-                f"{device} does not say which {kind} it has. Add {kind} = \"NAME\" to it, of a preset "
+                f'{device} does not say which {kind} it has. Add {kind} = "NAME" to it, of a preset '
                 f"({', '.join(presets(kind))}) or a .toml file; or give one with --{kind}, {kind}= in Python."
             )
     return Machine(spec, load("link", link), load("host", host), SOFTWARE[software])

@@ -27,7 +27,7 @@ from hal.ops import check
 from hal.program import Kernel, Program
 from hal.worker import Worker
 from toychip_backend.chip import Chip
-from toychip_backend.gaps import GAPS, LACKING
+from toychip_backend.known_gaps import KNOWN_GAPS, LACKING
 
 STORAGE = INTEGERS | {torch.float32, torch.float16, torch.bfloat16}
 
@@ -188,7 +188,7 @@ class ToyBackend(Backend):
     """`toychip`: what the entry point names."""
 
     name = "toychip"
-    gaps = GAPS
+    known_gaps = KNOWN_GAPS
 
     def probe(self) -> list[Probe]:
         return [self_test(self, "toychip")]

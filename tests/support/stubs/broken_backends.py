@@ -21,7 +21,7 @@ from hal.device import Buffer, Device, KernelCall, Probe
 from hal.event import Event
 from hal.kit.arrays.ops import FUNCTIONS
 from hal.kit.host_device import HostBuffer, HostQueue
-from hal.known_gaps import Gap
+from hal.known_gaps import KnownGap
 from hal.program import Kernel, Program
 from hal.worker import Worker
 from relay import cli
@@ -218,7 +218,9 @@ class BrokenDevice(NumpyDevice):
 
 class BrokenBackend(NumpyBackend):
     name = "broken"
-    gaps = (Gap("test_transfers.py::test_a_round_trip_keeps_every_bit[torch.float32]", "long ago", "*:closed-gap"),)
+    known_gaps = (
+        KnownGap("test_transfers.py::test_a_round_trip_keeps_every_bit[torch.float32]", "long ago", "*:closed-gap"),
+    )
 
     def probe(self) -> list[Probe]:
         return []
