@@ -1,7 +1,8 @@
-"""Sequences of many lengths, padded to a few: each length that a batch has costs a capture, a padded one none.
+"""Padding batches to a few sequence lengths, since each new length has to be captured.
 
-Padding changes nothing where the model is told of it: labels filled with what the loss ignores, and attention
-either causal or masked. That is the user's to say, so the fill is given by name and nothing is padded unasked.
+Padding leaves the loss unchanged only if the labels are padded with the index that the loss ignores, and attention is
+causal or masked. Only the user knows that, so the tensors to pad are named, with their fill values, and no others are
+padded.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from relay.errors import BatchError
 
 @dataclass(frozen=True)
 class Buckets:
-    """Pads dimension 1 of the named tensors of a batch to the smallest of `lengths` that holds it.
+    """Pads dimension 1 of the named tensors of a batch to the smallest of `lengths` that is long enough.
 
-    `fill` says with what, for example `{"input_ids": 0, "attention_mask": 0, "labels": -100}`.
+    `fill` maps the name of each tensor to its padding value, for example
+    `{"input_ids": 0, "attention_mask": 0, "labels": -100}`. Raises ValueError if `lengths` holds no positive integers.
     """
 
     lengths: tuple[int, ...]
@@ -29,7 +31,7 @@ class Buckets:
             raise ValueError(f"Buckets need one or more lengths of at least 1; got {self.lengths!r}.")
 
     def pad(self, batch: Mapping[str, object]) -> dict[str, object]:
-        """The batch with its named tensors padded. Raises BatchError where one is longer than every bucket."""
+        """A copy of the batch with the named tensors padded. Raises BatchError if one is longer than every bucket."""
         padded = dict(batch)
         for name, value in self.fill.items():
             tensor = batch.get(name)
@@ -39,8 +41,8 @@ class Buckets:
             fitting = [bucket for bucket in self.lengths if bucket >= length]
             if not fitting:
                 raise BatchError(
-                    f"{name} is {length} long, and the longest bucket is {max(self.lengths)}. Add a longer bucket, or "
-                    "cut the batch."
+                    f"{name} has length {length} along dimension 1, and the longest bucket is {max(self.lengths)}. Add "
+                    "a longer bucket, or shorten the batch."
                 )
             missing = (0, 0) * (tensor.dim() - 2) + (0, min(fitting) - length)
             padded[name] = torch.nn.functional.pad(tensor, missing, value=value)

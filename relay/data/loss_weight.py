@@ -1,9 +1,9 @@
-"""How much each micro-batch counts in the loss of the whole batch.
+"""The weight of each micro-batch in the loss of the whole batch.
 
-A batch's loss is a mean over samples, or, where it is a cross-entropy, over the targets that are not masked (each
-times its class's weight, if classes have weights); or it is a sum. Cut into pieces it must stay what it is, so each
-piece's loss is weighted by its share. Which it is, and how the targets come from the batch, is read off the traced
-loss; targets that depend on parameters, and losses of several cross-entropies, are weighted by samples.
+The loss of a batch is a mean over samples, a cross-entropy (a mean over the targets that are not masked, each times the
+weight of its class), or a sum. The loss of each micro-batch is multiplied by its share, so that the total is the loss
+of the batch. The kind of loss, and how the targets are computed from the batch, are read from the traced loss. Losses
+with targets that depend on parameters, or with several cross-entropies, are weighted by samples.
 """
 
 from __future__ import annotations
@@ -22,18 +22,22 @@ CROSS_ENTROPIES = {
     aten.nll_loss2d.default: 4,
     aten.nll_loss_forward.default: 4,
 }
-"""Ops of the form (input, target, weight, reduction, ignore_index), with the place of ignore_index."""
+"""Ops with arguments (input, target, weight, reduction, ignore_index), and the position of ignore_index."""
 
 MEAN, SUM = 1, 2
-"""PyTorch's numbers for the reductions of a loss."""
+"""PyTorch's codes for the reduction of a loss."""
 
 
 STACKS = {aten.stack.default, aten.cat.default}
-"""Ops that put tensors side by side."""
+"""Ops that join tensors."""
 
 
 class LossWeight:
-    """What a piece of a batch counts, from the piece's own tensors. `is_sum`: the loss is a sum, all count fully."""
+    """Counts the targets of a micro-batch, given its tensors. `is_sum` is true if the loss is a sum: no weights then.
+
+    `graph` computes the targets from the tensors of a micro-batch, from number `first` on; None for a sum. Targets
+    equal to `ignored` do not count. With `class_weights` each target counts as the weight of its class.
+    """
 
     def __init__(
         self,
@@ -44,19 +48,19 @@ class LossWeight:
     ) -> None:
         self._graph = graph
         self._ignored = ignored
-        self._first = first  # tensors of the batch before it have no part in the targets
+        self._first = first
         self._class_weights = class_weights
         self.is_sum = graph is None
 
     def count(self, tensors: Sequence[torch.Tensor]) -> float:
-        """How many targets count, given the batch's tensors in the order they were traced."""
+        """The number of targets that count, or the sum of their class weights, given a micro-batch's tensors."""
         assert self._graph is not None
         with torch.no_grad():
             target = self._graph(*tensors[self._first :])
-            kept = target[target != self._ignored]
+            counted = target[target != self._ignored]
             if self._class_weights is None:
-                return kept.numel()
-            return float(self._class_weights[kept].sum(dtype=torch.float64))
+                return counted.numel()
+            return float(self._class_weights[counted].sum(dtype=torch.float64))
 
 
 def loss_weight_of(
@@ -66,10 +70,10 @@ def loss_weight_of(
     states: Mapping[fx.Node, torch.Tensor],
     first: int = 0,
 ) -> LossWeight | None:
-    """Read the weight off a traced `loss`; None is by samples.
+    """The weight of micro-batches for a traced `loss`. None means that they are weighted by samples.
 
-    `batch` are the placeholders that carry the batch's tensors from number `first` on, `states` those that carry the
-    model's own.
+    `batch` are the placeholders of the batch's tensors from number `first` on, `states` the parameters and buffers by
+    their placeholders.
     """
     if is_sum(loss):
         return LossWeight(None)
@@ -103,7 +107,7 @@ def loss_weight_of(
 
 
 def is_sum(loss: fx.Node) -> bool:
-    """Whether the last op of a loss is a sum over everything, or a loss that PyTorch was asked to sum."""
+    """Whether a loss is a sum: its last op sums all elements, or is a loss of PyTorch with reduction="sum"."""
     if loss.op != "call_function":
         return False
     if loss.target is aten.sum.default:
@@ -112,19 +116,19 @@ def is_sum(loss: fx.Node) -> bool:
 
 
 def reduction_of(node: fx.Node) -> object:
-    """What one of PyTorch's own losses was asked to be of its elements (`MEAN`, `SUM`); None for any other op."""
+    """The reduction code (`MEAN`, `SUM`, 0 for none) of an op that is a loss of PyTorch's; None for any other op."""
     schema = getattr(node.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
     return _with_defaults(node)[names.index("reduction")] if "reduction" in names else None
 
 
 def joins_losses(node: fx.Node) -> bool:
-    """Whether it puts a few losses, each a number, side by side: what is taken over these goes over no samples."""
-    return node.target in STACKS and all(one.meta["val"].dim() == 0 for one in node.all_input_nodes)
+    """Whether an op joins scalar losses. A sum or mean over these is not one over samples."""
+    return node.target in STACKS and all(loss.meta["val"].dim() == 0 for loss in node.all_input_nodes)
 
 
 def _with_defaults(node: fx.Node) -> list[object]:
-    """An op's arguments by place, those not given as its schema has them."""
+    """The arguments of an op by position, with the defaults of its schema filled in."""
     schema = node.target._schema  # type: ignore[union-attr]
     values = []
     for position, argument in enumerate(schema.arguments):

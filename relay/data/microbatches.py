@@ -1,7 +1,8 @@
-"""Batches: taking one apart into micro-batches, and how much each piece weighs.
+"""Batches cut into micro-batches, and the weight of each micro-batch in the loss.
 
-Pieces are cut along dimension 0 as `torch.chunk` cuts: equal sizes, the last may be smaller. Tensors of other
-lengths are not cut but go to every piece whole. Nothing is copied, but for tensors made in torch.inference_mode.
+Tensors are cut along dimension 0 as `torch.chunk` cuts them: into equal sizes, of which the last may be smaller.
+Tensors of another length are passed whole to every micro-batch. Micro-batches are views of the batch; only tensors made
+under torch.inference_mode are copied.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from relay.graph.pytree import TensorTree, tensor_leaves
 
 @dataclass(eq=False)
 class Batch:
-    """A batch in pieces: `pieces[j]` are the tensors of micro-batch j, the inputs first, then the targets.
+    """A batch in micro-batches. `pieces[j]` are the tensors of micro-batch j: `input_count` inputs, then the targets.
 
-    `tree` nests the inputs, `target_tree` the targets (None where the model takes them among its inputs).
+    `sizes[j]` is its number of samples. `tree` nests the inputs, `target_tree` the targets; it is None if the model
+    takes them among its inputs.
     """
 
     pieces: list[list[torch.Tensor]]
@@ -32,7 +34,7 @@ class Batch:
     target_tree: TensorTree | None
 
     def signature(self, piece: int) -> Any:
-        """What decides which programs a piece needs."""
+        """A key that is equal for micro-batches which need the same programs."""
         shapes = tuple((tuple(tensor.shape), tensor.dtype, order_of(tensor)) for tensor in self.pieces[piece])
         constants = repr((self.tree.constants, self.target_tree.constants if self.target_tree else None))
         specs = (str(self.tree.spec), str(self.target_tree.spec) if self.target_tree else None)
@@ -42,10 +44,13 @@ class Batch:
 def take_apart(
     batch: Any, whole_model: bool, microbatches: int, needs_targets: bool, shared: Sequence[str] = ()
 ) -> Batch:
-    """Cut a batch. Raises BatchError where it is empty, too small, or its tensors do not agree in length.
+    """Cut a batch into `microbatches` pieces, or fewer if its size is not a multiple.
 
-    The batch's length is the one that most of its tensors have along dimension 0 (the first one's, if as many have
-    another). Inputs of a whole model under the names `shared` are not cut.
+    For a `whole_model` the batch is a mapping, whose entries named in `shared` are not cut. For a list of modules it is
+    a pair (inputs, targets), or the inputs alone if no targets are needed. The size of the batch is the most frequent
+    length of its tensors along dimension 0; among equally frequent ones, the first.
+
+    Raises BatchError if the batch has another form, is empty or too small, or its lengths do not agree.
     """
     target_tree: TensorTree | None = None
     targets: list[torch.Tensor] = []
@@ -53,7 +58,7 @@ def take_apart(
         if not isinstance(batch, Mapping):
             raise BatchError(
                 f"A whole model takes a mapping, called as model(**batch); got {type(batch).__name__}. "
-                "For (inputs, targets) give the model as a list of modules with loss=."
+                "For (inputs, targets), pass the model as a list of modules with loss=."
             )
         inputs, tree = tensor_leaves(dict(batch))
     elif needs_targets:
@@ -66,7 +71,7 @@ def take_apart(
     tensors = [*inputs, *targets]
     if not tensors:
         raise BatchError(
-            f"The batch holds no tensors: {_describe(batch)}. Make tensors of its arrays or lists, for example with "
+            f"The batch holds no tensors: {_describe(batch)}. Convert its arrays or lists to tensors, for example with "
             "torch.as_tensor."
         )
     kept_whole = {id(tensor) for name in shared for tensor in tensor_leaves(batch.get(name))[0]} if shared else set()
@@ -75,20 +80,20 @@ def take_apart(
         raise BatchError("The batch is empty: its tensors have length 0.")
     if size < microbatches:
         raise BatchError(
-            f"A batch of {size} cannot be cut into {microbatches} micro-batches. Give a larger batch, or "
+            f"A batch of {size} cannot be cut into {microbatches} micro-batches. Use a larger batch, or "
             f"microbatches={size} or fewer."
         )
     if target_tree is not None:
         for tensor in tensors:
             if tensor.dim() == 0 or tensor.shape[0] != size:
                 raise BatchError(
-                    f"Inputs and targets must have one length along dimension 0; got "
+                    f"Inputs and targets must have the same length along dimension 0; got "
                     f"{[tuple(tensor.shape) for tensor in tensors]}."
                 )
     step = -(-size // microbatches)
     starts = range(0, size, step)
     cut = [tensor.dim() > 0 and tensor.shape[0] == size and id(tensor) not in kept_whole for tensor in tensors]
-    # A tensor of torch.inference_mode cannot be used by what is differentiated; a copy of it can.
+    # Autograd refuses tensors made under torch.inference_mode, but not copies of them.
     detached = [tensor.clone() if tensor.is_inference() else tensor.detach() for tensor in tensors]
     pieces = [
         [tensor[start : start + step] if is_cut else tensor for tensor, is_cut in zip(detached, cut, strict=True)]
@@ -99,7 +104,10 @@ def take_apart(
 
 
 def weigh(batch: Batch, weight: LossWeight | None) -> list[float]:
-    """Each piece's share in the loss of the whole batch (1 for a sum); pieces whose targets are all masked get 0."""
+    """The weight of each micro-batch in the loss of the batch: its share of what counts, or 1 if the loss is a sum.
+
+    The share of a micro-batch whose targets are all masked is 0. Raises BatchError if all targets of the batch are.
+    """
     if weight is not None and weight.is_sum:
         return [1.0] * len(batch.pieces)
     counts = batch.sizes if weight is None else [weight.count(piece) for piece in batch.pieces]
@@ -110,18 +118,18 @@ def weigh(batch: Batch, weight: LossWeight | None) -> list[float]:
 
 
 def without_empty(batch: Batch, weights: Sequence[float]) -> tuple[Batch, list[float]]:
-    """The batch without the pieces that weigh nothing: their mean is undefined, and they add nothing."""
-    kept = [number for number, weight in enumerate(weights) if weight > 0]
-    if len(kept) == len(weights):
+    """The batch and the weights without micro-batches of weight 0, whose mean loss is undefined."""
+    counting = [number for number, weight in enumerate(weights) if weight > 0]
+    if len(counting) == len(weights):
         return batch, list(weights)
-    pieces = [batch.pieces[number] for number in kept]
-    sizes = [batch.sizes[number] for number in kept]
+    pieces = [batch.pieces[number] for number in counting]
+    sizes = [batch.sizes[number] for number in counting]
     rest = Batch(pieces, sizes, batch.input_count, batch.tree, batch.target_tree)
-    return rest, [weights[number] for number in kept]
+    return rest, [weights[number] for number in counting]
 
 
 def count_tokens(batch: Batch) -> int:
-    """Positions in the first integer tensor of the batch, or samples where there is none: what a rate counts."""
+    """The number of elements of the first integer input of shape (batch, sequence), or of samples if there is none."""
     for number, tensor in enumerate(batch.pieces[0][: batch.input_count]):
         rows = sum(piece[number].shape[0] for piece in batch.pieces) if tensor.dim() >= 2 else 0
         if tensor.dtype in (torch.int64, torch.int32) and rows == sum(batch.sizes):
@@ -132,7 +140,9 @@ def count_tokens(batch: Batch) -> int:
 def _batch_size(tensors: Sequence[torch.Tensor]) -> int:
     lengths = [int(tensor.shape[0]) for tensor in tensors if tensor.dim() > 0]
     if not lengths:
-        raise BatchError("The batch holds only scalars: there is no dimension to cut.")
+        raise BatchError(
+            "The batch holds only scalar tensors, which have no dimension to cut. Tensors need a batch dimension."
+        )
     return max(dict.fromkeys(lengths), key=lengths.count)
 
 

@@ -1,9 +1,9 @@
-"""Where a run is in its data: batches from any iterable, with a position that can be saved.
+"""Batches from any iterable, with a position that can be saved and restored.
 
-It loads nothing itself and has no workers: a `torch.utils.data.DataLoader`, torchdata's `StatefulDataLoader` or a
-list is what it hands batches on from. Invariant: after `load_state_dict` the next batch is the one that would have
-come next, provided that an epoch's order is a function of its number (a fixed seed, `set_epoch`, or a function of
-the epoch given as the source).
+No data is loaded here and there are no workers: the batches come from a `torch.utils.data.DataLoader`, a torchdata
+`StatefulDataLoader`, a list or any other iterable. Invariant: after `load_state_dict` the next batch is the one that
+would have come next, provided that the order within an epoch depends on its number alone (a fixed seed, `set_epoch`,
+or a function of the epoch as the source).
 """
 
 from __future__ import annotations
@@ -20,18 +20,26 @@ _LARGEST = 2**62
 
 
 class PositionError(RelayError, ValueError):
-    """A saved position that does not fit the data: malformed, or beyond its end.
+    """A saved position that does not fit the data: it is malformed, or beyond the end of the data.
 
-    What to do: give the same data and batch size as when it was saved.
+    What to do: use the same data and batch size as when the position was saved.
     """
 
 
 class ResumableBatches:
-    """The batches of a source, epoch after epoch, and how many of them have been taken.
+    """The batches of a source, epoch after epoch, with the position of the next one.
 
-    `source` is an iterable, or a function of the epoch (0, 1, ...) that gives one. A source (or its `sampler`) with
-    `set_epoch` is told the epoch before each. A source with `state_dict` and `load_state_dict` keeps its own
-    position; of any other, the batches that were taken are skipped. `epochs` is how many there are (None: no end).
+    `source` is an iterable, or a function that returns one for an epoch (0, 1, ...). If the source or its `sampler` has
+    `set_epoch`, that is called before each epoch. A source with `state_dict` and `load_state_dict` restores its own
+    position; for any other source the batches taken before are skipped. `epochs` is the number of epochs; None means no
+    end.
+
+    Example::
+
+        batches = relay.ResumableBatches(DataLoader(data, batch_size=32), epochs=3)
+        for batch in batches:
+            trainer.step(batch)
+        position = batches.state_dict()
     """
 
     def __init__(self, source: Iterable[Any] | Callable[[int], Iterable[Any]], epochs: int | None = None) -> None:
@@ -51,11 +59,13 @@ class ResumableBatches:
                 self.taken += 1
                 yield batch
             if not found:
-                raise PositionError(f"The data of epoch {self.epoch} is empty: there is nothing to train on.")
+                raise PositionError(
+                    f"The source gave no batches for epoch {self.epoch}. It must give at least one in every epoch."
+                )
             self.epoch, self.taken = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: after the last batch that was handed out. Plain data if the source's own state is."""
+        """The position after the last batch that was returned. Plain data if the state of the source is."""
         state: dict[str, Any] = {"epoch": self.epoch, "taken": self.taken, "source": None}
         if self._stateful(self._iterable):
             state["source"] = self._iterable.state_dict()
@@ -64,13 +74,16 @@ class ResumableBatches:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a position. It counts from the next iteration; one that is under way does not change."""
+        """Continue from a position, beginning with the next iteration; one that is running does not change.
+
+        Raises PositionError for a malformed position; one that does not fit the data is found when iteration begins.
+        """
         if not isinstance(state, Mapping) or set(state) != {"epoch", "taken", "source"}:
-            raise PositionError(f"A position has epoch, taken and source; received {state!r:.200}.")
+            raise PositionError(f"A position must be a mapping with epoch, taken and source; received {state!r:.200}.")
         for key in ("epoch", "taken"):
             if type(state[key]) is not int or not 0 <= state[key] <= _LARGEST:
                 raise PositionError(
-                    f"The position's {key} should be a whole number from 0; received {state[key]!r:.40}."
+                    f"The position's {key} must be an integer of at least 0; received {state[key]!r:.40}."
                 )
         self.epoch, self.taken = state["epoch"], state["taken"]
         self._inner = state["source"]
@@ -83,8 +96,8 @@ class ResumableBatches:
         if inner is not None:
             if not self._stateful(iterable):
                 raise PositionError(
-                    f"The position was saved by a source that keeps its own; {type(iterable).__name__} has no "
-                    "load_state_dict. Give the same kind of source."
+                    f"The position was saved by a source with state_dict; {type(iterable).__name__} has no "
+                    "load_state_dict. Use the same kind of source."
                 )
             iterable.load_state_dict(inner)
             return iter(iterable)
@@ -94,16 +107,16 @@ class ResumableBatches:
             if skipped < self.taken:
                 raise PositionError(
                     f"The position is after batch {self.taken} of epoch {self.epoch}, and the data has only {skipped} "
-                    "batches. Give the same data and batch size as when it was saved."
+                    "batches. Use the same data and batch size as when it was saved."
                 )
         return rest
 
     def _of_epoch(self) -> Any:
         if callable(self._source):
             return self._source(self.epoch)
-        for one in (self._source, getattr(self._source, "sampler", None)):
-            if callable(getattr(one, "set_epoch", None)):
-                one.set_epoch(self.epoch)
+        for owner in (self._source, getattr(self._source, "sampler", None)):
+            if callable(getattr(owner, "set_epoch", None)):
+                owner.set_epoch(self.epoch)
         return self._source
 
     @staticmethod
@@ -112,7 +125,10 @@ class ResumableBatches:
 
 
 class ShuffleSampler(torch.utils.data.Sampler[int]):
-    """Every number below `size` once, in an order that depends on (seed, epoch) alone. `DataLoader(sampler=...)`."""
+    """A sampler for `DataLoader(sampler=...)`: each index below `size` once, in an order set by seed and epoch.
+
+    Raises ValueError if `size` is below 1 or `seed` is not from 0 to 2**63 - 1.
+    """
 
     def __init__(self, size: int, seed: int = 0) -> None:
         if size < 1 or not 0 <= seed < 2**63:
@@ -122,14 +138,14 @@ class ShuffleSampler(torch.utils.data.Sampler[int]):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Which epoch the next iteration is of."""
+        """Set the epoch of the next iteration."""
         self._epoch = epoch
 
     def __len__(self) -> int:
         return self._size
 
     def __iter__(self) -> Iterator[int]:
-        # Two words mixed into one seed: neighbouring seeds and epochs must not share their order.
+        # Both are multiplied by large odd numbers, so that neighbouring seeds and epochs have unrelated orders.
         generator = torch.Generator().manual_seed(
             (self._seed * 0x9E3779B97F4A7C15 + self._epoch * 0xD1342543DE82EF95) % 2**63
         )

@@ -1,9 +1,9 @@
-"""Ops that write to their inputs, in a traced model that is about to be cut.
+"""Ops that write to their inputs, in the graph of a model that will be cut into segments.
 
-Between segments values pass by copy, so a write in one segment to memory that another has made would be lost. Where
-an in-place op works on a tensor of its own it becomes the op that makes a new one; the rest (writes through a view)
-are bound together with all that shares their memory, to stand in one segment. Invariant: the graph computes what it
-did, and every write that is left stands in an `AliasGroup`.
+Values pass between segments as copies, so a write to memory that another segment made would be lost. An in-place op on
+a tensor that shares its memory with no other becomes the op that returns a new tensor. The remaining writes (through a
+view) are grouped with all nodes that share their memory, and each group must stay in one segment. Invariant: the graph
+computes what it did before, and every remaining write is in an `AliasGroup`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from torch import fx
 aten = torch.ops.aten
 
 AliasGroup = list[fx.Node]
-"""Nodes that look at one piece of memory, at least one of which writes to it, in the graph's order."""
+"""Nodes that share one block of memory, at least one of which writes to it, in the order of the graph."""
 
 
 def bind_writes(graph: fx.Graph, states: Collection[fx.Node]) -> list[AliasGroup]:
-    """Take out in-place ops where that is possible; returns what must stay together. `states` may be written to."""
+    """Replace in-place ops where possible, and return the groups of nodes that must stay together.
+
+    `states` are the placeholders of parameters and buffers, which may be written to.
+    """
     roots = memory_roots(graph)
     for node in list(graph.nodes):
         target = written_by(node)
@@ -48,7 +51,7 @@ def bind_writes(graph: fx.Graph, states: Collection[fx.Node]) -> list[AliasGroup
 
 
 def written_by(node: fx.Node) -> fx.Node | None:
-    """The tensor that an op writes to, or None. Ops that write to several (BatchNorm's) say so in no schema."""
+    """The tensor that an op writes to by its schema, or None. Ops that write to several (BatchNorm) declare none."""
     schema = getattr(node.target, "_schema", None)
     if node.op != "call_function" or schema is None:
         return None
@@ -60,7 +63,7 @@ def written_by(node: fx.Node) -> fx.Node | None:
 
 
 def memory_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For every node with a tensor, the node whose memory it may share."""
+    """For every node, the node that made the memory which its tensor may share: itself, or the base of its views."""
     roots: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         source = _source(node)
@@ -72,7 +75,7 @@ def _source(node: fx.Node) -> fx.Node | None:
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     if node.target is operator.getitem:
-        # Items of a view of several share its memory; items of an op that makes several have memory of their own.
+        # The items of a view that returns several tensors share its memory; those of other ops have their own.
         return node.args[0] if _source(node.args[0]) is not None else None
     schema = getattr(node.target, "_schema", None)
     shares = schema is not None and any(result.alias_info is not None for result in schema.returns)
@@ -80,12 +83,12 @@ def _source(node: fx.Node) -> fx.Node | None:
 
 
 def _comes_from_outside(node: fx.Node) -> bool:
-    """Whether a node's memory is a batch's or another segment's."""
+    """Whether the memory of a node belongs to the batch or to another segment."""
     return node.op == "placeholder" or node.target is operator.getitem
 
 
 def _make_functional(node: fx.Node, target: fx.Node, roots: dict[fx.Node, fx.Node]) -> None:
-    """Replace `op_(x, ...)` by `op(x, ...)` and later uses of x by its result, if x has no views that see it."""
+    """Replace `op_(x, ...)` by `op(x, ...)`, and later uses of x by its result, if no view of x is used later."""
     name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
     packet = getattr(aten, name[:-1], None) if name.endswith("_") else None
     overload: Any = getattr(packet, node.target._overloadname, None)  # type: ignore[union-attr]
@@ -94,12 +97,12 @@ def _make_functional(node: fx.Node, target: fx.Node, roots: dict[fx.Node, fx.Nod
     before, after = target.meta.get("val"), node.meta.get("val")
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor) or before.dtype != after.dtype:
         return
-    position = {each: number for number, each in enumerate(node.graph.nodes)}
-    sharing = [each for each, root in roots.items() if root is target and each is not target and each is not node]
-    if any(position[user] > position[node] for each in sharing for user in each.users):
+    position = {other: number for number, other in enumerate(node.graph.nodes)}
+    sharing = [other for other, root in roots.items() if root is target and other is not target and other is not node]
+    if any(position[user] > position[node] for other in sharing for user in other.users):
         return
     if any(other.dtype != before.dtype for other in _tensors(node)):
-        return  # an op that promotes gives another dtype than one that writes in place
+        return  # out of place, the op would promote to another dtype
     node.target = overload
     target.replace_all_uses_with(
         node, delete_user_cb=lambda user: user is not node and position.get(user, 0) > position[node]

@@ -1,8 +1,8 @@
-"""Nests of lists, tuples, dicts and other classes with the tensors taken out, and put back.
+"""Nested containers flattened to lists of tensors, and rebuilt from them.
 
-Models take and return such nests; the relay moves flat lists of tensors. Classes that PyTorch's pytree knows go
-apart as it says; an object of any other class (a dataclass, a namespace, a mapping of its own) goes apart by its
-attributes and items, and is put together again as a copy. It says nothing of shapes.
+Models take and return nested containers; the relay moves flat lists of tensors. Classes registered with PyTorch's
+pytree are flattened by it. An object of any other class (a dataclass, a namespace, a custom mapping) is flattened by
+its attributes and items, and rebuilt as a copy. Shapes and dtypes are not part of the structure.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 _DEEPEST = 8
-"""Objects within objects beyond this are left as they are: they refer to themselves."""
+"""Objects nested deeper than this are not flattened: they probably refer to themselves."""
 
 
 def tensor_leaves(tree: Any, depth: int = 0) -> tuple[list[torch.Tensor], TensorTree]:
-    """The tensors of a nest, in order, and how to put others in their place."""
+    """The tensors of a nested container, in order, and the structure that rebuilds it from other tensors.
+
+    `depth` counts the objects that `tree` is nested in; callers leave it at 0.
+    """
     leaves, spec = pytree.tree_flatten(tree)
     tensors: list[torch.Tensor] = []
     rest: list[Any] = []
@@ -40,7 +43,7 @@ def tensor_leaves(tree: Any, depth: int = 0) -> tuple[list[torch.Tensor], Tensor
 
 
 class _Tensor:
-    """Stands where a tensor was."""
+    """Marks the position of a tensor."""
 
     def __repr__(self) -> str:
         return "tensor"
@@ -51,13 +54,13 @@ _TENSOR = _Tensor()
 
 @dataclass(frozen=True)
 class TensorTree:
-    """A nest with its tensors taken out. Two are equal if they nest alike and hold the same constants."""
+    """The structure of a nested container without its tensors. Two are equal if structure and constants are equal."""
 
     spec: Any
     constants: tuple[Any, ...]
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The nest with these tensors in it."""
+        """The nested container with these tensors, one for each that was taken out."""
         return self._fill(iter(tensors))
 
     def _fill(self, rest: Any) -> Any:
@@ -70,7 +73,7 @@ class TensorTree:
 
 @dataclass(frozen=True)
 class _Object:
-    """An object with its tensors taken out: a copy of it, its attributes and its items."""
+    """The structure of an object: a copy of it, its attributes and its items, without their tensors."""
 
     kind: type
     shell: Any
@@ -78,13 +81,13 @@ class _Object:
     items: TensorTree
 
     def build(self, rest: Any) -> Any:
-        """A new object of the kind."""
+        """A new object of the class `kind`, with tensors from the iterator `rest`."""
         made = copy.copy(self.shell)
         attributes = self.attributes._fill(rest)
         for name, value in self.items._fill(rest).items():
             made[name] = value
         for name, value in attributes.items():
-            object.__setattr__(made, name, value)  # also where the class is frozen
+            object.__setattr__(made, name, value)  # works for frozen dataclasses as well
         return made
 
     def __eq__(self, other: object) -> bool:
@@ -102,23 +105,23 @@ class _Object:
 
 
 def is_taken_apart(constant: Any) -> bool:
-    """Whether one of a tree's constants is an object that went apart by its attributes, its tensors not in it."""
+    """Whether a constant of a `TensorTree` stands for an object that was flattened by its attributes."""
     return isinstance(constant, _Object)
 
 
 def _take_object_apart(leaf: Any, depth: int) -> tuple[list[torch.Tensor], _Object] | None:
-    """The tensors of an object that pytree does not know; None where it holds none."""
+    """The tensors and the structure of an object that pytree does not know; None if it holds no tensors."""
     if depth >= _DEEPEST or isinstance(leaf, (type, torch.nn.Module)):
         return None
     if dataclasses.is_dataclass(leaf):
-        held = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
+        values = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
     elif hasattr(leaf, "__dict__"):
-        held = dict(vars(leaf))
+        values = dict(vars(leaf))
     else:
         return None
     items = dict(leaf) if isinstance(leaf, MutableMapping) else {}
-    # A mapping that keeps its items as attributes too names each tensor twice: it is taken once.
-    attributes = {name: value for name, value in held.items() if not (name in items and items[name] is value)}
+    # Some mappings hold each item as an attribute as well; such a tensor is taken once.
+    attributes = {name: value for name, value in values.items() if not (name in items and items[name] is value)}
     tensors, attribute_tree = tensor_leaves(attributes, depth + 1)
     more, item_tree = tensor_leaves(items, depth + 1)
     if not tensors and not more:

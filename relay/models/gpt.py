@@ -1,8 +1,7 @@
-"""A byte-level GPT in plain PyTorch: the model that `relay train` trains and that examples and tests use.
+"""A byte-level GPT in plain PyTorch: the model of `relay train`, and of examples and tests.
 
-It is not part of the relay: it knows nothing of slots, devices or training, and any other nn.Module would do
-in its place. Invariant: the graph depends on shapes only, never on the values of a tensor, so that one
-recording of a block serves every block, micro-batch and step.
+It is an ordinary nn.Module and depends on nothing in Relay. Invariant: its graph depends on shapes only, never on the
+values of a tensor, so that one capture of a block serves every block, micro-batch and step.
 
 Shapes: B sequences, T positions, H hidden size, A attention heads, V vocabulary.
 """
@@ -16,19 +15,19 @@ from torch import Tensor, nn
 
 
 class GPTOutput(NamedTuple):
-    """A named tuple, because torch's pytrees take those apart without being told how."""
+    """The loss (None without labels) and the logits. It is a named tuple, which torch's pytree flattens by itself."""
 
     loss: Tensor | None
     logits: Tensor
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean loss in nats a byte; targets of -100 do not count."""
+    """The mean loss per byte in nats. Logits are (B, T, V), targets (B, T); targets of -100 are ignored."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
 
 
 class Embedding(nn.Module):
-    """Bytes and their positions -> hidden states."""
+    """Token and position embeddings: (B, T) bytes -> (B, T, H)."""
 
     def __init__(self, vocabulary: int, hidden: int, sequence: int, dropout: float) -> None:
         super().__init__()
@@ -41,16 +40,17 @@ class Embedding(nn.Module):
         if length > longest:
             raise ValueError(
                 f"input_ids holds sequences of {length} bytes, but this GPT has {longest} positions; "
-                f"cut the input, or build the model with sequence={length} or more"
+                f"shorten the input, or build the model with sequence={length} or more"
             )
         positions = torch.arange(length, device=input_ids.device)  # (T)
         return self.dropout(self.token(input_ids) + self.position(positions))  # (B, T, H)
 
 
 class Block(nn.Module):
-    """One layer: attention, then a feed-forward network, each normalised before and added to the stream.
+    """A pre-norm transformer layer: (B, T, H) -> (B, T, H).
 
-    With `causal`, positions see themselves and those before them; otherwise all, as in an encoder."""
+    With `causal` a position attends to itself and to earlier positions, otherwise to all, as in an encoder.
+    """
 
     def __init__(self, hidden: int, heads: int, dropout: float, causal: bool = True) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Block(nn.Module):
         self.feed_norm = nn.LayerNorm(hidden)
         self.feed_in = nn.Linear(hidden, 4 * hidden)
         self.feed_out = nn.Linear(4 * hidden, hidden)
-        # On the two branches only: dropout inside the attention would rule out its fused kernels.
+        # Not inside the attention: dropout there would rule out its fused kernels.
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, stream: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Hidden states -> one score a byte value."""
+    """Hidden states to logits: (B, T, H) -> (B, T, V)."""
 
     def __init__(self, vocabulary: int, hidden: int) -> None:
         super().__init__()
@@ -91,10 +91,16 @@ class Head(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2's architecture and initialisation over single bytes.
+    """GPT-2's architecture and initialisation, over single bytes.
 
-    Called with labels (the next byte at each position; already shifted) it returns the mean loss beside the
-    logits. `tied` shares one matrix between the byte embedding and the head.
+    `forward` takes `input_ids` and optionally `labels`, both (B, T); labels are the next byte at each position, already
+    shifted. It returns a `GPTOutput`, whose loss is None without labels. With `tied` the byte embedding and the head
+    share one matrix. Raises ValueError if `hidden` is not a multiple of `heads`, or for sequences longer than
+    `sequence`.
+
+    Example::
+
+        trainer = relay.Trainer(relay.GPT(layers=12, hidden=768, heads=12), optimizer=relay.AdamW(lr=3e-4))
     """
 
     def __init__(
@@ -125,11 +131,11 @@ class GPT(nn.Module):
         return GPTOutput(None if labels is None else cross_entropy(logits, labels), logits)
 
     def as_list(self) -> list[nn.Module]:
-        """The same layers for `Trainer(list, loss=cross_entropy)`; they share this model's parameters."""
+        """The same layers as a list for `Trainer(list, loss=cross_entropy)`. They share this model's parameters."""
         return [self.embedding, *self.blocks, self.head]
 
     def initialise(self) -> None:
-        """Small normal weights; what adds to the stream is scaled so that depth does not make it grow."""
+        """Normal weights of deviation 0.02, divided by sqrt(2 * layers) before a residual sum, as in GPT-2."""
         for name, parameter in self.named_parameters():
             if name.endswith(".bias"):
                 nn.init.zeros_(parameter)

@@ -1,7 +1,7 @@
-"""A trained model in a folder: `model.safetensors` (the weights) and `config.json` (how to build the GPT).
+"""A trained GPT in a folder: `model.safetensors` (the weights) and `config.json` (the arguments of `GPT`).
 
-It is not a checkpoint: no optimizer state is kept and training cannot resume from it. Invariant: a file is
-either the old one or the new one, whole; never half-written, whatever interrupts the writing.
+It is not a checkpoint: it holds no optimizer state, and training cannot resume from it. Invariant: each file is
+replaced as a whole, so an interrupted write leaves the old file in place.
 """
 
 import json
@@ -25,26 +25,26 @@ CONFIGURATION = "config.json"
 class RunFolderError(RelayError):
     """A folder that holds no trained model, or one that cannot be read.
 
-    What to do: give the folder that `relay train --out` wrote, or train again.
+    What to do: use the folder that `relay train --out` wrote, or train again.
     """
 
 
 def prepare(folder: Path) -> None:
-    """Make the folder and see that it can be written: better now than after the training."""
+    """Create the folder, and raise OSError now if it cannot be written to, rather than after the training."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
         pass
 
 
 def save(folder: Path, state: Mapping[str, torch.Tensor], configuration: Mapping[str, Any]) -> None:
-    """Write both files, each under a temporary name first."""
+    """Write the weights of `state` and the arguments of `GPT`, each file under a temporary name first."""
     distinct: dict[str, torch.Tensor] = {}
     stored: set[tuple[int, torch.Size]] = set()
     for name, tensor in state.items():
-        # A tied matrix appears under two names. The format refuses that; the first name is enough to load it.
-        place = (tensor.data_ptr(), tensor.shape)
-        if place not in stored:
-            stored.add(place)
+        # safetensors refuses one tensor under two names. The first name of a tied matrix is enough to load it.
+        storage = (tensor.data_ptr(), tensor.shape)
+        if storage not in stored:
+            stored.add(storage)
             distinct[name] = tensor.detach().cpu().contiguous()
     text = json.dumps(dict(configuration), indent=2) + "\n"
     write_whole(folder / CONFIGURATION, text)
@@ -52,12 +52,12 @@ def save(folder: Path, state: Mapping[str, torch.Tensor], configuration: Mapping
 
 
 def load(folder: Path) -> GPT:
-    """The trained GPT, in plain PyTorch on the CPU, ready to be run."""
+    """The trained GPT on the CPU, in evaluation mode. Raises RunFolderError."""
     for name in (CONFIGURATION, WEIGHTS):
         if not (folder / name).is_file():
             raise RunFolderError(
                 f"There is no trained model in '{folder}': {name} is missing. Train one with "
-                f"`relay train --out {folder}`, or give the folder of an earlier run."
+                f"`relay train --out {folder}`, or use the folder of an earlier run."
             )
     try:
         model = GPT(**json.loads((folder / CONFIGURATION).read_text(encoding="utf-8")))
@@ -68,7 +68,7 @@ def load(folder: Path) -> GPT:
         missing, unexpected = model.load_state_dict(state, strict=False)
     except (safetensors.SafetensorError, RuntimeError) as wrong:
         raise RunFolderError(f"'{folder / WEIGHTS}' does not fit '{folder / CONFIGURATION}': {wrong}") from wrong
-    # The second name of a tied matrix is no parameter of its own.
+    # The second name of a tied matrix is not in the file.
     missing = sorted(set(missing) & {name for name, _ in model.named_parameters()})
     if missing or unexpected:
         raise RunFolderError(

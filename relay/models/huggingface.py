@@ -1,7 +1,8 @@
-"""Models in the form of Hugging Face's `transformers`: their cache, and their folders.
+"""Models in the style of Hugging Face's `transformers`: their key-value cache, and their folders.
 
-It goes by what such a model has (a configuration with `use_cache`, a `save_pretrained`), not by what class it is, and
-works without `transformers` being installed. Invariant: no file is unpickled, and a model is never held twice.
+A model is recognised by its attributes (a configuration with `use_cache`, a method `save_pretrained`), not by its
+class, and `transformers` need not be installed. Invariant: no file is unpickled, and no second copy of a model is in
+memory.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from relay.errors import RelayError
 
 @contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
-    """While open, the model does not keep keys and values for generation: in training they are thrown away.
+    """While open, `use_cache` is off in the model's configurations.
 
-    A cache is an object that each layer changes as it passes through; there is no such thing between segments.
+    Training has no use for the cache of keys and values, and an object that every layer changes cannot pass between
+    segments.
     """
     changed = []
     for module in model.modules():
@@ -38,30 +40,30 @@ def without_cache(model: nn.Module) -> Iterator[None]:
 def save_pretrained(
     model: nn.Module, state: Mapping[str, torch.Tensor], folder: str | Path, shard_size: str = "5GB"
 ) -> None:
-    """Write a folder that `from_pretrained` loads: configuration, and weights as safetensors in shards.
+    """Write a folder that `from_pretrained` loads: the configuration, and the weights as safetensors in shards.
 
-    `state` are the weights under the model's names. Raises TypeError for a model that is not made like
-    `transformers`' own.
+    `state` maps the model's names to the weights. No shard is larger than `shard_size`. Raises TypeError for a model
+    without `save_pretrained`.
     """
     save = getattr(model, "save_pretrained", None)
     if save is None:
         raise TypeError(
-            f"{type(model).__name__} has no save_pretrained, so there is no configuration to write beside the weights. "
-            "For models of your own, write trainer.state_dict() with safetensors.torch.save_file."
+            f"{type(model).__name__} has no save_pretrained, so it has no configuration to write beside the weights. "
+            "Write trainer.state_dict() with safetensors.torch.save_file instead."
         )
     save(str(folder), state_dict=dict(state), max_shard_size=shard_size)
 
 
 @contextmanager
 def empty_weights() -> Iterator[None]:
-    """While open, new modules have their parameters on the meta device, without memory; `load_weights` fills them.
+    """While open, new modules have their parameters on the meta device, without memory. `load_weights` fills them.
 
-    Buffers are made as always: what is computed at the start (position tables) is in no file.
+    Buffers get memory as usual, since those that a constructor computes (position tables) are in no file.
     """
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:  # one that is tied stays what it is
+        if parameter is not None and not parameter.is_meta:  # a tied parameter is on it already
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
@@ -73,22 +75,22 @@ def empty_weights() -> Iterator[None]:
 
 
 def load_weights(model: nn.Module, folder: str | Path) -> None:
-    """Fill a model from a folder's safetensors, tensor by tensor: no more is held than the model and one tensor.
+    """Load a model's tensors from the safetensors files of a folder, one tensor at a time.
 
-    Parameters on the meta device get memory as they come. Raises RelayError where a tensor is missing, unknown to the
-    model, or of another shape.
+    Parameters on the meta device get memory as they are loaded, so the memory in use is that of the model and one
+    tensor. Raises RelayError if a tensor is missing, unknown to the model, or of another shape.
     """
     from safetensors import safe_open
 
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
-        raise RelayError(f"{folder} holds no .safetensors files.")
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
+        raise RelayError(f"The folder {folder} holds no .safetensors files. Use a folder that save_pretrained wrote.")
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
     names: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules():
         for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
-                places.setdefault(id(tensor), []).append((module, key))
+                owners.setdefault(id(tensor), []).append((module, key))
                 names[f"{path}.{key}" if path else key] = tensor
     missing = {id(tensor): name for name, tensor in names.items() if isinstance(tensor, nn.Parameter)}
     for file in files:
@@ -99,8 +101,8 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
                 if target is None or shape != tuple(target.shape):
                     raise RelayError(
                         f"{file.name} holds {name} of shape {shape}; the model has "
-                        f"{'no such tensor' if target is None else tuple(target.shape)}. Make the model from the "
-                        "folder's own config.json."
+                        f"{'no such tensor' if target is None else tuple(target.shape)}. Build the model from "
+                        "the config.json of the folder."
                     )
                 missing.pop(id(target), None)
                 if not target.is_meta:
@@ -110,8 +112,10 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
                 filled = nn.Parameter(
                     stored.get_tensor(name).to(target.dtype, copy=True), requires_grad=target.requires_grad
                 )
-                for module, key in places[id(target)]:
+                for module, key in owners[id(target)]:
                     module._parameters[key] = filled
     if missing:
         some = ", ".join(list(missing.values())[:5])
-        raise RelayError(f"{folder} lacks {len(missing)} of the model's tensors: {some}.")
+        raise RelayError(
+            f"The folder {folder} lacks {len(missing)} of the model's tensors: {some}. Use the folder of this model."
+        )

@@ -1,7 +1,7 @@
 """A whole model as one ONNX file: what `relay export --onnx` writes beside the weights.
 
-The model is captured as one segment, in evaluation, and handed to the backend that knows the format; parameters,
-buffers and inputs keep their own names. Shapes are those of the example. Nothing is trained and nothing is run.
+The model is captured as one segment in evaluation mode, and the ONNX backend writes the file. Parameters, buffers and
+inputs keep their names, and shapes are those of the example. Nothing is trained and nothing is run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from relay.capture import Lowering, capture
 
 
 class _Named(nn.Module):
-    """The model as a segment: values in the order of their names, and one of its outputs."""
+    """The model as a segment: inputs in the order of their names -> one output."""
 
     def __init__(self, model: nn.Module, names: tuple[str, ...], output: str | None) -> None:
         super().__init__()
@@ -33,11 +33,12 @@ class _Named(nn.Module):
 def export_onnx(
     model: nn.Module, example: Mapping[str, torch.Tensor], path: str | Path, output: str | None = "logits"
 ) -> Path:
-    """Write `model(**example)` as an .onnx file with its weights. Returns the path.
+    """Write `model(**example)` as an .onnx file with its weights, and return the path.
 
-    `output` is the attribute of the model's result that the file gives, or None where the result is a tensor. Inputs
-    have the names and shapes of `example`, weights those of `state_dict()`. The model's mode (training or not) is as it
-    was afterwards. Raises Unsupported for ops outside `hal.ops`, naming them, and Unavailable without onnx.
+    `output` is the attribute of the model's result that becomes the output of the file, or None if the result is a
+    tensor. Inputs have the names and shapes of `example`, weights the names of `state_dict()`. The model's training
+    mode is restored. Raises Unsupported, naming the op, for an op outside `hal.ops`, and Unavailable if onnx is
+    missing.
     """
     names = tuple(example)
     training = model.training
@@ -49,7 +50,7 @@ def export_onnx(
         model.train(training)
     inner = "model."
     of_role = {
-        Role.PARAMETER: [each[0].removeprefix(inner) for each in found.parameter_names],
+        Role.PARAMETER: [aliases[0].removeprefix(inner) for aliases in found.parameter_names],
         Role.BUFFER: [name.removeprefix(inner) for name in found.buffer_names],
         Role.VALUE: list(names),
     }

@@ -40,17 +40,19 @@ def partition_model(
     compute: torch.dtype = torch.float32,
     active: Sequence[str] | None = None,
 ) -> Partition:
-    """Cut a whole model, called as `model(**tree.fill(batch))` and computed in `compute`.
+    """Cut a whole model into segments.
 
-    Of its repeated blocks only the `active` take part, where given; the others hand on what they are given.
-    Raises PartitionError or CaptureError.
+    The model is called as `model(**tree.fill(batch))`, under PyTorch's autocast to `compute` where that is not float32.
+    With `active`, the names of some of its repeated blocks, the other blocks return their first argument unchanged.
+
+    Raises PartitionError if the model cannot be cut, and CaptureError if it cannot be traced.
     """
     check_module(model)
     blocks = find_blocks(model)
     if not blocks:
         raise PartitionError(
             f"{type(model).__name__} has no repeated layers: no ModuleList or Sequential in it holds two or more "
-            "layers of one class. Give the model as a list of modules, with loss=."
+            "layers of one class. Pass the model as a list of modules, with loss=."
         )
     names = _canonical_names(model)
     parameters = dict(model.named_parameters())
@@ -78,10 +80,10 @@ def partition_model(
     if not calls:
         raise PartitionError(
             f"{type(model).__name__} did not call any of its repeated layers ({', '.join(list(blocks)[:3])}, ...) for "
-            "this batch. Give the model as a list of modules, with loss=."
+            "this batch. Pass the model as a list of modules, with loss=."
         )
-    held = dict(zip(state_names, states, strict=True))
-    partition = cut_graph(traced, held, calls, names, has_loss[0], structure[0])
+    state_of_name = dict(zip(state_names, states, strict=True))
+    partition = cut_graph(traced, state_of_name, calls, names, has_loss[0], structure[0])
     partition.guards = tuple(guard_tracer.guards)
     return partition
 
@@ -96,11 +98,14 @@ def partition_list(
     compute: torch.dtype = torch.float32,
     active: Sequence[str] | None = None,
 ) -> Partition:
-    """Cut a list of modules, each called with the output of the one before; `loss(output, targets)` ends it.
+    """Cut a list of modules into segments, one for each module.
 
-    Of the modules only the `active` (their places in the list, as strings) take part, where given.
+    Each module is called with the output of the module before it; the last segment also calls `loss(output, targets)`.
+    `input_tree` and `target_tree` nest the tensors of `inputs` and `targets` as the modules and the loss take them.
+    Without `target_tree` there is no loss, and the last module's output is the result. With `active`, indices into the
+    list written as strings, the other modules are left out.
 
-    Without `target_tree` the last module's output is the result and there is no loss.
+    Raises PartitionError if the loss is not a scalar, and CaptureError if a module fails on fake tensors.
     """
     model = list_as_model(modules, loss)
     check_module(model)
@@ -130,7 +135,7 @@ def partition_list(
     weight: LossWeight | None = None
     doubt: str | None = None
     taking_part = [
-        (str(place), module) for place, module in enumerate(modules) if active is None or str(place) in active
+        (str(index), module) for index, module in enumerate(modules) if active is None or str(index) in active
     ]
     for index, (name, module) in enumerate(taking_part):
         call = ModuleCall(module, tree)
@@ -175,13 +180,13 @@ def partition_list(
 
 
 def list_as_model(modules: Sequence[nn.Module], loss: Any) -> nn.Module:
-    """A list of modules as one that holds them under their numbers, and a loss that is a module under `loss`."""
+    """One module that holds the modules under their indices, and the loss under `loss` if it is a module too."""
     named = [(str(index), module) for index, module in enumerate(modules)]
     return nn.Sequential(OrderedDict([*named, ("loss", loss)] if isinstance(loss, nn.Module) else named))
 
 
 def loss_of(output: Any) -> torch.Tensor | None:
-    """The loss in a model's output: `.loss`, or the key `loss` of a mapping. Raises PartitionError if not scalar."""
+    """The loss in a model's output: `.loss`, or the key `loss`, or None. Raises PartitionError if not a scalar."""
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if loss is not None:
         _check_scalar(loss)
@@ -190,11 +195,11 @@ def loss_of(output: Any) -> torch.Tensor | None:
 
 def _check_scalar(loss: Any) -> None:
     if not isinstance(loss, torch.Tensor):
-        raise PartitionError(f"The loss must be a tensor with one number; got {type(loss).__name__}.")
+        raise PartitionError(f"The loss must be a scalar tensor; got {type(loss).__name__}.")
     if loss.dim() != 0 or not loss.dtype.is_floating_point:
         raise PartitionError(
-            f"The loss must be a scalar, a mean over the samples; got shape {tuple(loss.shape)} of {loss.dtype}. "
-            "Reduce it (for example with .mean())."
+            f"The loss must be a scalar of a floating-point dtype; got shape {tuple(loss.shape)} of {loss.dtype}. "
+            "Reduce it, for example with .mean()."
         )
 
 
@@ -209,7 +214,7 @@ def _call_loss(
 
 
 class ModuleCall(nn.Module):
-    """One module of a list: takes the tensors of its argument, returns the tensors of its output."""
+    """One module of a list, as a function from the tensors of its argument to the tensors of its output."""
 
     output_tree: TensorTree
 
@@ -223,12 +228,12 @@ class ModuleCall(nn.Module):
         return tuple(output)
 
     def outputs_of(self, fakes: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
-        """What the module makes of fake tensors; also learns `output_tree`. `name` is for errors."""
+        """The module's outputs for fake tensors. Sets `output_tree`. `name` is used in errors."""
         return run_fake(self, fakes, name)
 
 
 class LossCall(nn.Module):
-    """The last module of a list with the loss: (tensors of its argument, tensors of the targets) -> (loss, ...)."""
+    """The last module of a list with the loss: (argument tensors, target tensors) -> (loss, output tensors)."""
 
     def __init__(
         self, call: ModuleCall, loss: Callable[..., torch.Tensor], target_tree: TensorTree, input_count: int
@@ -246,7 +251,7 @@ class LossCall(nn.Module):
 
 
 class _LossAlone(nn.Module):
-    """The loss of a list of modules, held to be one number: (tensors of the output, tensors of the targets) -> it."""
+    """The loss of a list of modules alone, checked to be a scalar: (output tensors, target tensors) -> (loss,)."""
 
     def __init__(self, ending: LossCall, output_count: int) -> None:
         super().__init__()
@@ -263,7 +268,7 @@ class _LossAlone(nn.Module):
 
 
 def _canonical_names(model: nn.Module) -> dict[int, str]:
-    """The first name of every parameter and buffer, by identity: tied tensors have one."""
+    """The first name of every parameter and buffer, by the tensor's id. A tied tensor has one name."""
     names: dict[int, str] = {}
     for name, tensor in [
         *model.named_parameters(remove_duplicate=False),

@@ -1,8 +1,8 @@
-"""Repeated blocks: finding them in a model, and telling whether two are built alike.
+"""Repeated blocks: finding them in a model, and deciding whether two blocks are built alike.
 
-Finding goes by structure, not by name: the outermost lists of layers. Two blocks are alike when everything that
-their code could look at is equal, parameters' values aside; then one program serves both. In doubt they are not
-alike, and each is captured for itself.
+Blocks are found by structure, not by name: they are the elements of the outermost lists of layers. Two blocks are alike
+if everything that their code could read is equal, except the values of parameters and buffers; then one program serves
+both. If that cannot be decided they count as different, and each is captured by itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     _search(model, "", found)
     first = {id(block): name for name, block in reversed(found.items())}
-    return {name: block for name, block in found.items() if first[id(block)] == name}  # one layer in several places
+    return {name: block for name, block in found.items() if first[id(block)] == name}  # a layer may appear twice
 
 
 def _search(module: nn.Module, prefix: str, found: dict[str, nn.Module]) -> None:
@@ -42,7 +42,7 @@ def _search(module: nn.Module, prefix: str, found: dict[str, nn.Module]) -> None
         before = len(found)
         _search(child, f"{path}.", found)
         if isinstance(child, nn.ModuleDict) and len(found) == before:
-            # Often a dict holds a model's parts, the list of layers among them; sometimes it is that list.
+            # A ModuleDict usually holds the parts of a model, but it may be the list of layers itself.
             found.update({f"{path}.{key}": block for key, block in _blocks_of(child).items()})
 
 
@@ -62,37 +62,37 @@ def _blocks_of(layers: nn.ModuleList | nn.Sequential | nn.ModuleDict) -> dict[st
     lone = is_list and len(members) == 1 and any(True for _ in next(iter(members.values())).children())
     if not (repeats or lone):
         return {}
-    distinct = {id(layer): name for name, layer in reversed(members.items())}  # one layer may stand there many times
+    distinct = {id(layer): name for name, layer in reversed(members.items())}  # a layer may appear several times
     return {name: layer for name, layer in members.items() if distinct[id(layer)] == name}
 
 
 def tie_pattern(module: nn.Module) -> list[int]:
-    """Which of a module's parameters and buffers are one tensor: for each, the place of its first occurrence."""
+    """Which of a module's parameters and buffers are one tensor: for each, the index of its first occurrence."""
     first: dict[int, int] = {}
     tensors = [
         *(tensor for _, tensor in module.named_parameters(remove_duplicate=False)),
         *(tensor for _, tensor in module.named_buffers(remove_duplicate=False)),
     ]
-    return [first.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)]
+    return [first.setdefault(id(tensor), index) for index, tensor in enumerate(tensors)]
 
 
 def plain_attributes(model: nn.Module) -> tuple[Any, ...]:
-    """What a forward may look at besides tensors: every module's own numbers, flags and texts.
+    """The numbers, flags and strings in the attributes of every module, which a forward may read.
 
-    A graph is recorded with them as they are, so where they change another graph is needed.
+    A graph is traced with their values at that time, so a changed value needs another graph.
     """
     found: list[Any] = []
     for module in model.modules():
         for name, value in module.__dict__.items():
             if type(value) in _PLAIN or (type(value) is tuple and all(type(item) in _PLAIN for item in value)):
                 found.append((name, value))
-        found.append(None)  # where one module's end and the next one's begin
+        found.append(None)  # separates modules
     return tuple(found)
 
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Put back every module's own numbers, flags and texts afterwards: recording runs a forward that may count."""
+    """Restore the numbers, flags and strings of every module on exit. Tracing runs forwards, which may count calls."""
     before = [
         (module, {name: value for name, value in module.__dict__.items() if type(value) in _PLAIN})
         for module in model.modules()
@@ -112,9 +112,10 @@ _BOOKKEEPING = {"_parameters", "_buffers", "_modules", "_is_full_backward_hook"}
 
 
 def same_structure(first: Any, second: Any, reads: Reads | None = None, depth: int = 0) -> bool:
-    """Whether two modules (or their attributes) are equal but for the values of parameters and buffers.
+    """Whether two modules, or two attributes of modules, are equal except for the values of parameters and buffers.
 
-    With `reads`, of the first module's tracing, attributes that were not read do not count.
+    `reads` are the attributes that were read while the first module was traced; the others are not compared. Without
+    it all attributes are.
     """
     if first is second:
         return True
@@ -128,13 +129,13 @@ def same_structure(first: Any, second: Any, reads: Reads | None = None, depth: i
         return first == second and all(isinstance(member, (int, str)) for member in first)
     if isinstance(first, (list, tuple)):
         return len(first) == len(second) and all(
-            same_structure(one, other, reads, depth + 1) for one, other in zip(first, second, strict=True)
+            same_structure(ours, theirs, reads, depth + 1) for ours, theirs in zip(first, second, strict=True)
         )
     if isinstance(first, dict):
         return list(first) == list(second) and all(
             same_structure(first[key], second[key], reads, depth + 1) for key in first
         )
-    # Anything else (a configuration object, a function) counts as equal only if it is the same object.
+    # Any other object (a configuration, a function) is equal to itself alone.
     return False
 
 
@@ -156,11 +157,11 @@ def _same_module(first: nn.Module, second: nn.Module, reads: Reads | None, depth
 def _same_tensors(first: dict[str, Any], second: dict[str, Any]) -> bool:
     if list(first) != list(second):
         return False
-    for one, other in zip(first.values(), second.values(), strict=True):
-        if (one is None) != (other is None):
+    for ours, theirs in zip(first.values(), second.values(), strict=True):
+        if (ours is None) != (theirs is None):
             return False
-        if one is not None and (
-            one.shape != other.shape or one.dtype != other.dtype or one.requires_grad != other.requires_grad
+        if ours is not None and (
+            ours.shape != theirs.shape or ours.dtype != theirs.dtype or ours.requires_grad != theirs.requires_grad
         ):
             return False
     return True

@@ -1,9 +1,9 @@
-"""Cutting a traced model at its opaque block calls into segments.
+"""Cutting a traced model into segments at its block calls.
 
 Every node that is not a block call belongs to a stage: stage 0 before the first block, stage k after block k - 1.
-A node stands in the earliest stage that has its inputs; what only the last stage uses and no block feeds (labels
-being shifted, say) moves there. A stage with nodes becomes a segment. Invariant: within a stage nodes keep their
-order, and each runs with gradients on or off as it did in the model.
+A node belongs to the earliest stage in which its inputs exist. Nodes that only the last stage uses and that depend on
+no block (shifted labels, for example) move to the last stage. A stage with nodes becomes a segment. Invariant: nodes
+keep their order within a stage, and each runs with gradients on or off as it did in the model.
 """
 
 from __future__ import annotations
@@ -36,12 +36,17 @@ def cut_graph(
     has_loss: bool,
     result_tree: TensorTree,
 ) -> Partition:
-    """The partition of a traced model. `states` are its parameters and buffers in the order they were traced."""
+    """The partition of a model traced with `relay.capture.blocks_as_ops`.
+
+    `states` are the parameters and buffers by name, in the order of the trace's first inputs; `calls` the block calls
+    in order; `names` the canonical names of tensors by id. With `has_loss` the first result of the trace is the loss,
+    and `result_tree` nests the other results. Raises PartitionError.
+    """
     return _Cut(traced, states, calls, names, has_loss).partition(result_tree)
 
 
 class GraphSegment(nn.Module):
-    """A stage of a traced model as a module: holds the model's own parameters and buffers that it uses."""
+    """A stage of a traced model as a module. It holds those of the model's parameters and buffers that it uses."""
 
     def __init__(self, graph: fx.Graph, states: Sequence[tuple[str, torch.Tensor]]) -> None:
         super().__init__()
@@ -54,7 +59,7 @@ class GraphSegment(nn.Module):
                 self.register_buffer(name, tensor)
 
     def names_of(self, states: Sequence[tuple[str, torch.Tensor]], parameters: bool) -> dict[str, str]:
-        """The module's own names to the model's, of its parameters or of its buffers."""
+        """The model's names of the parameters (or else of the buffers), by this module's names."""
         return {
             local: full
             for local, (full, tensor) in zip(self.state_names, states, strict=True)
@@ -67,24 +72,24 @@ class GraphSegment(nn.Module):
 
 
 class BlockSegment(nn.Module):
-    """One call of a block as a module: the tensors of its arguments -> the tensors of its output that are used.
+    """One call of a block as a module: argument tensors -> those of its output tensors that are used.
 
-    `places` says for each argument which of the values it is: one value may be given to a block twice, and has one
-    gradient then.
+    `indices[i]` is the index among the segment's inputs of the block's argument i: a value that is passed to the block
+    twice is one input, with one gradient. `used` are the indices of the output tensors that are returned.
     """
 
-    def __init__(self, call: BlockCall, places: Sequence[int], used: Sequence[int]) -> None:
+    def __init__(self, call: BlockCall, indices: Sequence[int], used: Sequence[int]) -> None:
         super().__init__()
         self.block = call.block
         self.input_tree = call.input_tree
-        self.places = tuple(places)
+        self.indices = tuple(indices)
         self.used = tuple(used)
         self.changes = call.changes
         self.gradients = call.gradients
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        args, kwargs = self.input_tree.fill([values[place] for place in self.places])
-        # Not the block's call but its forward: its hooks are in the trace around it already.
+        args, kwargs = self.input_tree.fill([values[index] for index in self.indices])
+        # `forward`, and not the module itself: the module's hooks are in the trace around the call already.
         with contextlib.nullcontext() if self.gradients else torch.no_grad():
             result, given = call_observed(self.block.forward, args, kwargs)
         outputs, _ = tensor_leaves((result, given) if self.changes else result)
@@ -131,7 +136,7 @@ class _Cut:
             if node.target is SET_GRAD_ENABLED:
                 gradients_on = bool(node.args[0])
                 continue
-            # Another block may be given the same copy, with gradients; one under no_grad runs without them anyway.
+            # Another block may use the same copy with gradients. A block under no_grad makes none in any case.
             self.gradients_on[node] = gradients_on or node in self.copies
             if node.target is BLOCK:
                 continue
@@ -154,7 +159,7 @@ class _Cut:
                 self.stage.update(dict.fromkeys(together, self.last_stage))
 
     def _keep_alias_groups(self) -> None:
-        """Raise the stages of what shares memory that is written to, to the latest of them."""
+        """Move nodes that share memory which is written to into the latest of their stages."""
         changed = True
         while changed:
             changed = False
@@ -172,9 +177,9 @@ class _Cut:
             late = [node for node in block.all_input_nodes if self._stage_of_input(node) > number]
             if late:
                 raise PartitionError(
-                    f"{self.calls[number].name} is given a tensor ({late[0].target}) that is written to in place "
-                    "after it has run, so what it reads cannot be kept for the recompute. Clone the tensor before "
-                    "changing it."
+                    f"layer {self.calls[number].name!r} takes a tensor ({late[0].target}) that the model changes in "
+                    "place after the layer has run, so the recompute would read the changed tensor. Clone the tensor "
+                    "before changing it."
                 )
 
     def _stage_of_input(self, node: fx.Node) -> int:
@@ -188,7 +193,7 @@ class _Cut:
         return -1 if user.target is BLOCK else self.stage.get(user, -1)
 
     def partition(self, result_tree: TensorTree) -> Partition:
-        """Make segments in order."""
+        """The partition, its segments in the order of the model."""
         for node in self.batch_nodes:
             self._new_value(node, node.meta["val"], None)
         by_stage: dict[int, list[fx.Node]] = {}
@@ -202,14 +207,14 @@ class _Cut:
             if stage < self.last_stage:
                 self._add_block(self.block_nodes[stage], self.calls[stage])
         result_values = self.segments[-1].outputs[1:] if self.has_loss else self.segments[-1].outputs
-        held = {node: tensor for node, (_, tensor) in self.state_nodes.items()}
-        weight = loss_weight_of(self.traced, self.results[0], self.batch_nodes, held) if self.has_loss else None
+        tensors = {node: tensor for node, (_, tensor) in self.state_nodes.items()}
+        weight = loss_weight_of(self.traced, self.results[0], self.batch_nodes, tensors) if self.has_loss else None
         doubt = doubt_about(self.traced, self.results[0], self.batch_nodes) if self.has_loss else None
         inputs = tuple(self.value_of[node] for node in self.batch_nodes)
         return Partition(self.segments, self.values, inputs, self.has_loss, result_values, result_tree, weight, doubt)
 
     def _new_value(self, key: Any, example: torch.Tensor, producer: int | None) -> int:
-        # Segments' outputs lie as their programs make them; that is known once they are captured.
+        # The memory order of an output is known once its segment has been captured.
         order = order_of(example) if producer is None else ()
         value = Value(len(self.values), tuple(example.shape), example.dtype, producer, order=order)
         self.values.append(value)
@@ -217,7 +222,7 @@ class _Cut:
         return value.index
 
     def _key(self, node: fx.Node) -> Any:
-        """Under what a node's value is known: an item of a block's output by block and number."""
+        """The key of a node in `value_of`: (block node, number) for an item of a block's output, else the node."""
         return self.item.get(node, node)
 
     def _add_block(self, node: fx.Node, call: BlockCall) -> None:
@@ -226,11 +231,11 @@ class _Cut:
         used = sorted({self.item[item][1] for item in items if item.users})
         arguments = [self.value_of[self._key(other)] for other in node.args[1]]  # type: ignore[union-attr]
         sources = tuple(dict.fromkeys(arguments))
-        places = tuple(sources.index(argument) for argument in arguments)
+        indices = tuple(sources.index(argument) for argument in arguments)
         outputs = []
         for number in used:
             outputs.append(self._new_value((node, number), node.meta["val"][number], index))
-        module = BlockSegment(call, places, used)
+        module = BlockSegment(call, indices, used)
         count = sum(1 for segment in self.segments if segment.name.split("#")[0] == call.name)
         self._append(
             Segment(
@@ -241,7 +246,7 @@ class _Cut:
                 tuple(outputs),
                 self._names_of(module, f"{call.name}.", module.named_parameters(remove_duplicate=False)),
                 self._names_of(module, f"{call.name}.", module.named_buffers(remove_duplicate=False)),
-                (call.block, call.input_tree.spec, call.input_tree.constants, places, tuple(used), call.gradients),
+                (call.block, call.input_tree.spec, call.input_tree.constants, indices, tuple(used), call.gradients),
                 "layer",
             )
         )
@@ -260,11 +265,11 @@ class _Cut:
         results = self.results if last else [node for node in nodes if any(user not in inside for user in node.users)]
         results = [node for node in results if last or isinstance(node.meta.get("val"), torch.Tensor)]
         graph = self._stage_graph(nodes, states, sources, results, last)
-        held = [self.state_nodes[node] for node in states]
-        module = GraphSegment(graph, held)
+        used_states = [self.state_nodes[node] for node in states]
+        module = GraphSegment(graph, used_states)
         keys = list(dict.fromkeys(self._key(node) for node in sources))
         if len(keys) != len(sources):
-            raise PartitionError(f"{name} uses one output of a block under two names")
+            raise PartitionError(f"the {name} uses one output of a layer under two names. Please report this model.")
         outputs = tuple(
             self._new_value((name, position) if last else node, node.meta["val"], index)
             for position, node in enumerate(results)
@@ -276,9 +281,9 @@ class _Cut:
                 module,
                 tuple(self.value_of[key] for key in keys),
                 outputs,
-                module.names_of(held, parameters=True),
-                module.names_of(held, parameters=False),
-                (None, last and self.has_loss, fingerprint(graph, [], [], {}), _described(held)),
+                module.names_of(used_states, parameters=True),
+                module.names_of(used_states, parameters=False),
+                (None, last and self.has_loss, fingerprint(graph, [], [], {}), _described(used_states)),
             )
         )
 
@@ -310,7 +315,7 @@ class _Cut:
             graph.call_function(SET_GRAD_ENABLED, (True,))
         outputs = [environment[node] for node in results]
         if last and self.has_loss:
-            # Only the loss asks for gradients.
+            # Only the loss requires a gradient.
             outputs[1:] = [graph.call_function(torch.ops.aten.detach.default, (node,)) for node in outputs[1:]]
         graph.output(tuple(outputs))
         return graph
@@ -335,7 +340,7 @@ def _drop_skipped(graph: fx.Graph, calls: Sequence[BlockCall]) -> None:
 def _copy_states_given_to_blocks(
     graph: fx.Graph, blocks: Sequence[fx.Node], states: Mapping[fx.Node, tuple[str, torch.Tensor]]
 ) -> set[fx.Node]:
-    """A parameter or buffer of the model that is given to a block becomes a value: what is handed on is a copy."""
+    """Copy parameters and buffers that are arguments of a block, so that they become values. Returns the copies."""
     copies: dict[fx.Node, fx.Node] = {}
     for block in blocks:
         for source in block.all_input_nodes:
@@ -350,15 +355,15 @@ def _copy_states_given_to_blocks(
 
 
 def raise_if_left_behind(constant: torch.Tensor, traced: fx.GraphModule) -> None:
-    """A tensor without numbers in a trace is one that got past it: by an attribute that a layer put it into, say."""
+    """Raise PartitionError for a fake tensor among the constants: the model used a tensor that no traced op made."""
     if is_fake(constant):
         raise PartitionError(f"the model {traced.meta['unseen'].why(constant)}")
 
 
 def raise_if_large(constant: torch.Tensor, node: fx.Node) -> None:
-    """Constants made in a model's forward are small; a large one would be a parameter in disguise."""
+    """Raise PartitionError for a constant of more than 65,536 elements, which is probably a weight."""
     if constant.numel() > 1 << 16:
         raise PartitionError(
-            f"the model's forward makes a constant tensor of {constant.numel():,} elements ({node.target}). "
-            "Register it as a buffer."
+            f"the forward of the model makes a constant tensor of {constant.numel():,} elements ({node.target}). "
+            "Constants may have up to 65,536 elements. Register the tensor as a buffer."
         )

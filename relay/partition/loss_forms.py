@@ -1,9 +1,9 @@
-"""Whether the loss of a batch can be put together from those of its micro-batches, read off the traced loss.
+"""Whether the loss of a batch equals the weighted sum of the losses of its micro-batches, judged from the traced loss.
 
-It can where the loss is a sum of means over samples (each times a number), one cross-entropy, or a sum. A quotient of
-two sums, a root of a mean or a mixture of cross-entropies gives another number for a batch that is cut than for the
-whole, in plain PyTorch too. It decides nothing: `relay.data.loss_weight` says what each piece counts, and this says
-when that may not be what was meant. Invariant: a loss of PyTorch's own with reduction "mean" or "sum" is never doubted.
+It does if the loss is a sum of means over samples (each times a number), one cross-entropy, or a sum. A quotient of
+two sums, a root of a mean or a mixture of cross-entropies has another value for a batch cut into pieces than for the
+whole, in plain PyTorch too. `relay.data.loss_weight` computes the weights of the pieces; this module only finds losses
+for which that may be wrong. Invariant: a loss of PyTorch's own with reduction "mean" or "sum" is never doubted.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def find_loss_weight(
     targets: Sequence[torch.Tensor],
     first: int,
 ) -> tuple[LossWeight | None, str | None]:
-    """The weight for `loss(outputs, targets)`, given fake tensors, and the doubt about it; it counts from the targets
-    alone.
+    """The weight of a micro-batch for `loss(outputs, targets)`, and the doubt about it (see `doubt_about`).
 
-    `first` is how many tensors of the batch come before the targets.
+    `outputs` and `targets` are fake tensors. `first` is the number of tensors of the batch before the targets, since
+    the weight is computed from the targets alone. Both results are None if the loss cannot be traced by itself.
     """
     examples = [[torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in group] for group in (outputs, targets)]
     try:
         traced = trace(loss, examples, "loss")
-    except Exception:  # a loss that cannot be traced by itself is weighted by samples, and traced again with its layer
+    except Exception:  # it is weighted by samples then, and traced again with its layer
         return None, None
     placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
     result = next(iter(reversed(traced.graph.nodes))).args[0]
@@ -63,9 +63,9 @@ def find_loss_weight(
 
 
 def doubt_about(traced: fx.GraphModule, loss: fx.Node, batch: Sequence[fx.Node]) -> str | None:
-    """Why the pieces' losses may not make the batch's, in words that follow "because"; None where they do.
+    """Why the losses of micro-batches may not add up to that of the batch, in words that follow "because", or None.
 
-    `batch` are the placeholders that carry tensors of the batch.
+    `batch` are the placeholders of the tensors of the batch.
     """
     if is_sum(loss):
         return None
@@ -85,18 +85,18 @@ def doubt_about(traced: fx.GraphModule, loss: fx.Node, batch: Sequence[fx.Node])
 
 
 def _taken_apart(node: Any, reached: set[fx.Node], terms: list[fx.Node]) -> fx.Node | None:
-    """Note in `terms` the means that a loss is a sum of; the first op that is neither a mean nor a sum of some."""
+    """Collect in `terms` the means that the loss is a sum of. Returns the first op that is no such sum, or None."""
     if not isinstance(node, fx.Node) or node not in reached:
         return None
     target, arguments = node.target, node.args
     if target in _SUMS or target in STACKS:
         parts = arguments[0] if target in STACKS else arguments[:2]
         found = (_taken_apart(part, reached, terms) for part in parts)  # type: ignore[union-attr]
-        return next((one for one in found if one is not None), None)
+        return next((term for term in found if term is not None), None)
     if target in _SAME:
         return _taken_apart(arguments[0], reached, terms)
     if target in (aten.mul.Tensor, aten.mul.Scalar):
-        factors = [one for one in arguments[:2] if isinstance(one, fx.Node) and one in reached]
+        factors = [factor for factor in arguments[:2] if isinstance(factor, fx.Node) and factor in reached]
         return node if len(factors) > 1 else _taken_apart(factors[0], reached, terms)
     if target in (aten.div.Tensor, aten.div.Scalar):
         over, under = arguments[:2]
@@ -118,6 +118,6 @@ def _taken_apart(node: Any, reached: set[fx.Node], terms: list[fx.Node]) -> fx.N
 
 
 def _counts(number: Any, total: fx.Node) -> bool:
-    """Whether a number is how many samples, or elements, a sum goes over."""
+    """Whether a number is the count of samples, or of elements, that `total` sums."""
     sizes = [tensor.meta["val"] for tensor in total.all_input_nodes]
-    return isinstance(number, (int, float)) and any(number in (one.numel(), *one.shape[:1]) for one in sizes)
+    return isinstance(number, (int, float)) and any(number in (size.numel(), *size.shape[:1]) for size in sizes)

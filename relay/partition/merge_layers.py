@@ -1,9 +1,8 @@
-"""Several layers a slot: consecutive layers of a partition made into one segment.
+"""Several layers per slot: consecutive layers of a partition merged into one segment.
 
-A slot then holds several layers: fewer and larger transfers, fewer values between segments to stash, for a larger
-slot and work space. What is merged runs as it would in plain PyTorch; what stands between layers (a prologue, the
-last segment with its loss) stays by itself. It changes no module. Invariant: the merged partition computes what the
-given one does, op for op, and draws the same random numbers.
+Merged layers make fewer and larger transfers, and fewer values to stash, at the price of larger slots and workspaces.
+Segments that are not layers (a prologue, an interlude, the last segment with the loss) stay by themselves. No module is
+changed. Invariant: the merged partition computes what the given one does, op for op, with the same random numbers.
 """
 
 from __future__ import annotations
@@ -19,28 +18,28 @@ from relay.partition.segments import Partition, Segment, Value
 
 
 class LayersSegment(nn.Module):
-    """Several segments' modules as one: the values that come from outside -> those that are used outside.
+    """The modules of several segments as one: values from outside -> values that are used outside.
 
-    `places[i]` says for each argument of layer i which of the known values it is: the inputs, then what each layer
-    made, in order; `used` which of them are handed on.
+    The inputs and then the outputs of each layer, in order, form one list of values. `indices[i]` are the indices in it
+    of layer i's arguments, `used` those of the outputs.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], places: Sequence[tuple[int, ...]], used: Sequence[int]) -> None:
+    def __init__(self, layers: Sequence[nn.Module], indices: Sequence[tuple[int, ...]], used: Sequence[int]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
-        self.places = tuple(places)
+        self.indices = tuple(indices)
         self.used = tuple(used)
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         known = list(values)
-        for number, (layer, places) in enumerate(zip(self.layers, self.places, strict=True)):
+        for number, (layer, indices) in enumerate(zip(self.layers, self.indices, strict=True)):
             with layer_of_segment(number):
-                known += layer(*[known[place] for place in places])
-        return tuple(known[place] for place in self.used)
+                known += layer(*[known[index] for index in indices])
+        return tuple(known[index] for index in self.used)
 
 
 def merge_layers(partition: Partition, count: int) -> Partition:
-    """The partition with up to `count` consecutive layers in a segment; itself for 1."""
+    """The partition with up to `count` consecutive layers in a segment. For a count of 1 it is returned unchanged."""
     if count == 1:
         return partition
     *rest, last = partition.segments
@@ -61,8 +60,8 @@ def merge_layers(partition: Partition, count: int) -> Partition:
     for new, group in enumerate(groups):
         segment = _merged(group, new, partition)
         for value in _made(group):
-            values[value].consumers = [one for one in values[value].consumers if one != new]
-        for value in segment.inputs:  # once, however many of its layers take it
+            values[value].consumers = [consumer for consumer in values[value].consumers if consumer != new]
+        for value in segment.inputs:  # once, also if several of its layers use it
             values[value].consumers = list(dict.fromkeys(values[value].consumers))
         segments.append(segment)
     return replace(partition, segments=segments, values=values)
@@ -70,7 +69,7 @@ def merge_layers(partition: Partition, count: int) -> Partition:
 
 @dataclass
 class _Run:
-    """Consecutive layers that may be merged."""
+    """Consecutive segments of one kind. Layers of a run may be merged."""
 
     kind: object
     segments: list[Segment]
@@ -83,7 +82,7 @@ def _groups(segments: Sequence[Segment], count: int) -> list[list[Segment]]:
             runs[-1].segments.append(segment)
         else:
             runs.append(_Run(segment.kind, [segment]))
-    # Layers of a list that are all of another class than their neighbours (linear, activation, ...) are one run too.
+    # Consecutive layers that each differ in class from their neighbours (linear, activation, ...) also form one run.
     joined: list[_Run] = []
     for run in runs:
         alone = len(run.segments) == 1 and run.kind is not None
@@ -105,7 +104,7 @@ def _groups(segments: Sequence[Segment], count: int) -> list[list[Segment]]:
 
 
 def _share_a_buffer(group: Sequence[Segment], segment: Segment) -> bool:
-    """Whether one buffer would be two in a merged segment, each with a new value of its own."""
+    """Whether a merged segment would hold one buffer twice, with two new values."""
     return any(set(other.buffers.values()) & set(segment.buffers.values()) for other in group)
 
 
@@ -122,23 +121,23 @@ def _merged(group: Sequence[Segment], index: int, partition: Partition) -> Segme
         )  # fmt: skip
     made = _made(group)
     inside = {segment.index for segment in group}
-    inputs = tuple(dict.fromkeys(value for one in group for value in one.inputs if value not in made))
+    inputs = tuple(dict.fromkeys(value for segment in group for value in segment.inputs if value not in made))
     known = [*inputs, *made]
     outside = {value for value in made if not set(partition.values[value].consumers) <= inside}
     handed_on = [value for value in made if value in outside or value in partition.results]
-    places = [tuple(known.index(value) for value in one.inputs) for one in group]
+    indices = [tuple(known.index(value) for value in segment.inputs) for segment in group]
     used = [known.index(value) for value in handed_on]
     alike = None
-    if all(one.alike is not None for one in group):
-        alike = ([one.alike[0] for one in group], [one.alike[1:] for one in group], places, used)
+    if all(segment.alike is not None for segment in group):
+        alike = ([segment.alike[0] for segment in group], [segment.alike[1:] for segment in group], indices, used)
     return Segment(
         index,
-        "+".join(one.name for one in group),  # all of them: with active_layers= any layers may come together
-        LayersSegment([one.module for one in group], places, used),
+        "+".join(segment.name for segment in group),  # all of them: with active_layers= any layers may come together
+        LayersSegment([segment.module for segment in group], indices, used),
         inputs,
         tuple(handed_on),
-        {f"layers.{n}.{own}": name for n, one in enumerate(group) for own, name in one.parameters.items()},
-        {f"layers.{n}.{own}": name for n, one in enumerate(group) for own, name in one.buffers.items()},
+        {f"layers.{n}.{own}": name for n, segment in enumerate(group) for own, name in segment.parameters.items()},
+        {f"layers.{n}.{own}": name for n, segment in enumerate(group) for own, name in segment.buffers.items()},
         alike,
         first.kind,
         first.layer_index,

@@ -1,7 +1,7 @@
-"""Segments and values: what a partition is made of.
+"""Segments and values: the parts of a partition.
 
-Plain data, made by `partition` and read by everything after it. Nothing runs here. Invariant: no segment uses a value
-before the one that makes it.
+Plain data, made by `relay.partition` and read by the folders above it. Nothing runs here. Invariant: a segment uses
+only values of the batch and of segments before it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from relay.graph.pytree import TensorTree
 
 @dataclass(eq=False)
 class Value:
-    """A tensor that one segment makes (or the batch brings, where `producer` is None) and others use.
+    """A tensor that passes between segments: made by segment `producer` (None for the batch) and read by `consumers`.
 
-    `order` and `gradient_order` say how its memory and its gradient's lie (`relay.capture.memory_order`). With `parts`
-    it is what a segment's forward keeps for its own backward: several tensors in one piece of memory.
+    `order` and `gradient_order` are the orders of dimensions in which the tensor and its gradient lie in memory
+    (`relay.capture.memory_order`). A value with `parts` holds the tensors that a segment's forward saves for its own
+    backward: several tensors in one block of memory.
     """
 
     index: int
@@ -37,7 +38,7 @@ class Value:
     gradient_order: Order = ()
 
     def fields(self, gradient: bool = False) -> tuple[Field, ...]:
-        """The tensors that its memory (or its gradient's) holds: itself, or its parts."""
+        """The tensors in the memory of the value, or of its gradient: the tensor itself, or the parts."""
         shape = stored_shape(self.shape, self.gradient_order if gradient else self.order)
         return self.parts or (Field(0, shape, self.dtype),)
 
@@ -72,12 +73,12 @@ class Segment:
 
 @dataclass(eq=False)
 class Partition:
-    """A model cut up for batches of one shape. `inputs` are the values of the batch's tensors in order.
+    """A model cut into segments for batches of one shape. `inputs` are the values of the batch's tensors, in order.
 
-    The last segment's first output is the loss when `has_loss`; `results` are the values of the model's other
-    outputs, which `result_tree` puts back into the model's own structure. `guards` are the model's questions about
-    the batch that was traced: for one that answers otherwise it takes another path. `loss_doubt` says why the pieces'
-    losses may not make the batch's (`relay.partition.loss_forms`).
+    With `has_loss` the first output of the last segment is the loss. `results` are the values of the model's other
+    outputs; `result_tree` nests them as the model does. `guards` are the conditions on the batch under which the model
+    takes the traced path. `loss_doubt` is the reason why the losses of micro-batches may not add up to that of the
+    batch, if there is one (`relay.partition.loss_forms`).
     """
 
     segments: list[Segment]

@@ -162,7 +162,7 @@ def test_a_loss_that_fails_in_itself_is_an_error_of_the_loss() -> None:
 
 @pytest.mark.parametrize("loss", [lambda *_: 1.0, lambda outputs, targets: outputs.sum().item()])
 def test_a_loss_that_is_no_tensor_is_refused_in_words_whatever_it_asks_of_the_data(loss: Any) -> None:
-    with pytest.raises(relay.PartitionError, match="must be a tensor with one number; got float"):
+    with pytest.raises(relay.PartitionError, match="must be a scalar tensor; got float"):
         relayed(modules(), loss, "cpu")
 
 
