@@ -1,6 +1,7 @@
-"""The hardware abstraction layer: what a device is.
+"""The hardware abstraction layer: the interfaces of a device and its contracts.
 
-It defines devices, slots, queues, events, transfers, programs, kernels and the host, as contracts written in prose
-in the interface files. It knows nobody above it: nothing here imports `backends` or `relay`, and a test reads the
-imports to keep it so.
+Here live `device`, `event`, `host` and `program`, and what every device needs: slots, memory accounts, dtypes, errors,
+random numbers, the registry. No device is implemented here, and nothing of training.
+
+Everything may import it. `hal` imports neither `backends` nor `relay`.
 """

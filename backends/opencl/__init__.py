@@ -1,8 +1,10 @@
-"""OpenCL devices: kernels are generated from core programs, fused, and compiled by the driver.
+"""The backend `opencl`: kernels are generated from core programs, fused, and compiled by the driver.
 
-`opencl:N` is a device by its number and `opencl` the first that works. Nothing of pyopencl is imported before it is
-needed. Where to read: `lowering` (a program as tasks), `plan` (tasks as launches), `loops`, `gemm` and `scatters`
-(launches as C), `kernels` and `queues` (launches run), `platforms` (which devices there are).
+`opencl:N` is a device by its number and `opencl` the first that works. Here live the device, its queues and kernels,
+and the search for devices (`platforms`); the text of kernels is made in `backends.opencl.codegen`. pyopencl is not
+imported before a device is opened or probed.
+
+The registry imports it, by entry point, and tests may.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""The simulator as a backend: described hardware behind the HAL, on a virtual clock.
+"""The backend `sim`: described hardware behind the HAL, on a virtual clock.
 
-`sim` is a device of no make with numerics on; `sim:PRESET` one of the catalogue (`hal/spec/presets`, or a file that
-ends in `.toml`). Options follow, parted by commas: `sim:v100-sxm2-16gb,order=late,poison=on`. They are `order` (eager,
-late or random), `seed`, `poison` (on or off), `numerics` (on or off), `link`, `host` and `software`.
+`sim` is a generic device that computes numbers; `sim:PRESET` is a device of the catalogue (`hal/spec/presets`, or a
+file that ends in `.toml`). Options follow, separated by commas: `sim:v100-sxm2-16gb,order=late,poison=on`. They are
+`order` (eager, late or random), `seed`, `poison` (on or off), `numerics` (on or off), `link`, `host` and `software`.
+Here live the clock, the orders, the cost model and the device; the relay and its parameter server run on it unchanged,
+and nothing of them is imitated here.
 
-The relay and its parameter server run on it unchanged; nothing of them is imitated here.
+The registry imports it, by entry point, and tests may.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backends.simulator import known_gaps
-from backends.simulator.device import Options, SimulatedDevice
+from backends.simulator.calls import Options
+from backends.simulator.device import SimulatedDevice
 from hal import spec
 from hal.device import Device, Probe
 from hal.errors import Unavailable

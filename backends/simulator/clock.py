@@ -59,11 +59,11 @@ class SimulatedEvent(Event):
         "before",
         "call",
         "cost",
+        "dependents",
         "end",
         "error",
         "finished",
         "followers",
-        "heirs",
         "label",
         "lane",
         "left",
@@ -74,8 +74,8 @@ class SimulatedEvent(Event):
         "queue",
         "ran",
         "start",
-        "told",
         "unrun",
+        "wait_list",
         "waits",
         "waits_for",
     )
@@ -93,7 +93,7 @@ class SimulatedEvent(Event):
         self.finished = False
         self.waits = 0
         self.waits_for: Sequence[SimulatedEvent] = ()
-        self.told: list[SimulatedEvent] = []  # what it was told to wait for, until it has ended
+        self.wait_list: list[SimulatedEvent] = []  # what it was told to wait for, until it has ended
         self.followers: list[SimulatedEvent] = []
         self.call: Callable[[], None] | None = None
         self.ran = False
@@ -101,7 +101,7 @@ class SimulatedEvent(Event):
         self.parents: Sequence[SimulatedEvent] = ()
         self.before: SimulatedEvent | None = None  # on its queue; its errors are its own
         self.outside: Event | None = None  # of another device or of the host's, whose end this stands for
-        self.heirs: list[SimulatedEvent] = []
+        self.dependents: list[SimulatedEvent] = []
         self.unrun = 0
 
     def done(self) -> bool:
@@ -258,7 +258,7 @@ class Clock:
                 self._ready[follower.lane].append(follower)
         one.followers = []
         one.waits_for = ()
-        one.told = []
+        one.wait_list = []
 
     def _account(self, active: Sequence[SimulatedEvent], passed: float, target: SimulatedEvent) -> None:
         for one in active:

@@ -16,7 +16,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from backends.simulator.clock import COMPUTE, DOWN, HOST, Cost
 from hal.errors import Unsupported
+from hal.host import HostWork
 from hal.ops.cost import OpWork, work_of
 from hal.program import Program
 from hal.spec import Machine, SpecError
@@ -57,7 +59,10 @@ class CostModel:
         self._launch = device["launch"]
         self._call = device["call"]
         self._ramp = device["ramp"]
+        self._link = machine.link
+        self._host = machine.host
         self.bandwidth = device["bandwidth_achieved"]
+        self._costs: dict[tuple[int, int], Cost] = {}
 
     def of(self, program: Program) -> Work:
         """The work of a program. Raises Unsupported for arithmetic that the device does not have."""
@@ -82,6 +87,32 @@ class CostModel:
         launch = self._launch * len(sizes)
         moved = 3.0 * sum(sizes)
         return Work(launch + moved / self.bandwidth, launch, 0.0, moved)
+
+    def transfer(self, lane: int, size: int) -> Cost:
+        """The cost of a transfer of `size` bytes over the link, in the direction of `lane`: DOWN or UP."""
+        cost = self._costs.get((lane, size))
+        if cost is None:
+            seconds = self._link["latency"] + size / self._link["down" if lane == DOWN else "up"]
+            cost = self._costs[(lane, size)] = Cost(seconds, size, size, size)
+        return cost
+
+    def within_device(self, size: int) -> Cost:
+        """The cost of reading and writing `size` bytes of device memory, as one kernel."""
+        cost = self._costs.get((COMPUTE, size))
+        if cost is None:
+            shared = size if self._device.unified else 0
+            seconds = self._launch + size / self.bandwidth
+            cost = self._costs[(COMPUTE, size)] = Cost(seconds, shared, size, 0, self._launch)
+        return cost
+
+    def host_task(self, work: HostWork | None) -> Cost:
+        """The cost of a task on the host; None is a task that moves no bytes."""
+        size = 0 if work is None else work.bytes
+        cost = self._costs.get((HOST, size))
+        if cost is None:
+            seconds = self._host["task"] + size / self._host["optimizer_bandwidth"]
+            cost = self._costs[(HOST, size)] = Cost(seconds, size)
+        return cost
 
     def _rate(self, op: OpWork, target: str, program: Program) -> float:
         kind = _KINDS.get(op.dtype, "fp32")

@@ -49,10 +49,10 @@ class Arrivals:
 
     def await_all(self) -> None:
         """Wait for all of them. Not under the device's lock."""
-        await_those_of(self._expected)
+        await_foreign_events(self._expected)
 
 
-def await_those_of(events: Sequence[SimulatedEvent]) -> None:
+def await_foreign_events(events: Sequence[SimulatedEvent]) -> None:
     """Wait for what the stand-ins among the events stand for. Its errors are for those who wait on it."""
     for event in events:
         if event.outside is not None:

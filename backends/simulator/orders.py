@@ -35,7 +35,7 @@ class Order(ABC):
         waiting = {other.number: other for other in event.awaited() if not other.ran}
         event.unrun = len(waiting)
         for other in waiting.values():
-            other.heirs.append(event)
+            other.dependents.append(event)
         if not waiting:
             self._may_run[event.number] = event
         self.advance()
@@ -61,11 +61,11 @@ class Order(ABC):
     def _run(self, event: SimulatedEvent) -> None:
         self._may_run.pop(event.number, None)
         run(event)
-        heirs, event.heirs = event.heirs, []
-        for heir in heirs:
-            heir.unrun -= 1
-            if heir.unrun == 0:
-                self._may_run[heir.number] = heir
+        dependents, event.dependents = event.dependents, []
+        for dependent in dependents:
+            dependent.unrun -= 1
+            if dependent.unrun == 0:
+                self._may_run[dependent.number] = dependent
 
 
 class Eager(Order):

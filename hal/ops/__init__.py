@@ -3,7 +3,7 @@
 Devices that do not ask for native graphs get *core* programs, made of these ops and of nothing else. The table is
 what a backend implements, what the simulator times, and what decides at compile time whether a program can run. It
 computes nothing. Its shape and dtype rules are its own, written apart from PyTorch's, and the lowering compares the
-two on every node.
+two on every node. Everything may import it.
 
 Invariants of a core program, so that a backend need not care about the rest of ATen:
 

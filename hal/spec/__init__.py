@@ -2,6 +2,7 @@
 
 A description is a TOML file of cells; presets lie in `hal/spec/presets`, and a file of one's own has the same form and
 takes the same place. Peaks are dense, and peak and achieved are two figures. It measures nothing and models nothing.
+Everything may import it.
 
 Invariant: a loaded description has every cell that is required, each in its unit and within the bounds below, so
 that a slip of the pen (GB for GB/s, MHz for GFLOPS) is an error and not a result.

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from backends.simulator.calls import Options
 from backends.simulator.clock import COMPUTE, DOWN, HOST, UP, Cost
 from backends.simulator.cost import CostModel
-from backends.simulator.device import Options, SimulatedDevice
+from backends.simulator.device import SimulatedDevice
 from backends.simulator.sharing import speeds
 from hal import spec
 from hal.program import Program
@@ -48,9 +49,9 @@ def device(**link: float) -> SimulatedDevice:
 
 def test_one_lane_is_serial_and_two_run_side_by_side() -> None:
     opened = device()
-    first = opened.submit(DOWN, "a", opened.crossing(DOWN, 10**9), [], None, None)
-    second = opened.submit(DOWN, "b", opened.crossing(DOWN, 10**9), [], None, None)
-    back = opened.submit(UP, "c", opened.crossing(UP, 10**9), [], None, None)
+    first = opened.calls.submit(DOWN, "a", opened.costs.transfer(DOWN, 10**9), [], None, None)
+    second = opened.calls.submit(DOWN, "b", opened.costs.transfer(DOWN, 10**9), [], None, None)
+    back = opened.calls.submit(UP, "c", opened.costs.transfer(UP, 10**9), [], None, None)
     for event in (first, second, back):
         event.wait()
     assert first.span() == (0.0, pytest.approx(1.0))
@@ -61,8 +62,8 @@ def test_one_lane_is_serial_and_two_run_side_by_side() -> None:
 
 def test_a_link_that_does_not_deliver_both_directions_slows_both() -> None:
     opened = device(both=1e9)
-    down = opened.submit(DOWN, "a", opened.crossing(DOWN, 10**9), [], None, None)
-    up = opened.submit(UP, "b", opened.crossing(UP, 10**9), [], None, None)
+    down = opened.calls.submit(DOWN, "a", opened.costs.transfer(DOWN, 10**9), [], None, None)
+    up = opened.calls.submit(UP, "b", opened.costs.transfer(UP, 10**9), [], None, None)
     down.wait()
     up.wait()
     assert down.span()[1] == pytest.approx(2.0)
@@ -71,11 +72,11 @@ def test_a_link_that_does_not_deliver_both_directions_slows_both() -> None:
 
 def test_time_stands_still_until_somebody_waits() -> None:
     opened = device()
-    event = opened.submit(COMPUTE, "kernel", Cost(3.0), [], None, None)
+    event = opened.calls.submit(COMPUTE, "kernel", Cost(3.0), [], None, None)
     assert opened.timeline().now == 0.0
     assert not event.done()
     event.wait()
-    after = opened.submit(HOST, "task", Cost(1.0), [event], None, None)
+    after = opened.calls.submit(HOST, "task", Cost(1.0), [event], None, None)
     after.wait()
     assert after.span() == (3.0, 4.0)
     assert opened.timeline().stalled["host"] == pytest.approx(1.0)
