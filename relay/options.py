@@ -1,7 +1,9 @@
-"""The options of a trainer, and of a simulated run: what each may be, told before anything is built.
+"""The options of a training run: name, type, default, range and help of each, in one place.
 
-It knows no model beyond whether one was given whole or as a list, and opens nothing. Errors are ValueError or
-TypeError, and name the option.
+`TrainOptions` is the definition. The trainer checks its arguments against it; `relay train`, `simulate` and `plan`, run
+files and plan files take names, defaults and help from it. An option is added by one field here and by its use.
+
+It opens nothing, imports no torch and knows no model. Errors are ValueError or TypeError and name the option.
 """
 
 from __future__ import annotations
@@ -10,27 +12,26 @@ import difflib
 import functools
 import inspect
 import math
-import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from numbers import Real
-from typing import Any, ParamSpec, TypeVar
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
-import torch
-from torch import nn
+import msgspec
+from msgspec import Meta
 
 from hal.spec.units import parse_size
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What each precision computes in."""
-
-STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
-"""What each state dtype is stored in."""
+FIXED_SCALE = 65536.0
+"""The loss scale that "fixed" stands for: where a dynamic one begins."""
 
 RENAMED = {
     "active": "active_layers",
+    "clip": "clip_grad_norm",
     "facts": "metadata",
     "parameter_groups": "param_groups",
     "programs": "max_cached_programs",
@@ -38,98 +39,304 @@ RENAMED = {
 }
 """Former names of arguments, each with the present one. A former name is refused."""
 
-FIXED_SCALE = 65536.0
-"""What a loss scale given as "fixed" stays at: where a dynamic one begins."""
-
-_CHOICES: dict[str, Any] = {
-    "precision": COMPUTE,
-    "state_dtype": STATE_DTYPES,
-    "stash": ("device", "host"),
-    "on_nonfinite": ("stop", "skip", "log"),
-    "on_device_lost": ("raise", "retry"),
-}
-_POSITIVE = ("stall_timeout", "clip_grad_norm", "clip_grad_value")
-_COUNTS = ("microbatches", "slots", "max_cached_programs", "layers_per_slot", "batch", "sequence")
+Count = Annotated[int, Meta(ge=1)]
+Positive = Annotated[float, Meta(gt=0)]
+Size = Annotated[int | str, Meta(extra={"kind": "size"})]
+Scale = Annotated[float | str, Meta(extra={"kind": "loss scale"})]
+Segments = Annotated[bool | Annotated[int, Meta(ge=0)], Meta(extra={"kind": "recompute"})]
+PythonObject = Annotated[Any, Meta(extra={"kind": "object"})]
 
 
-def check(options: Mapping[str, Any]) -> None:
-    """Raise ValueError for an option, of those given, that is not among its choices or out of its range."""
-    for name, choices in _CHOICES.items():
-        if name in options and options[name] not in choices:
-            if (name, options[name]) == ("on_device_lost", "repeat"):
-                raise ValueError("on_device_lost='repeat' is called 'retry' now.")
-            raise ValueError(f"{name}={options[name]!r} is not one of {', '.join(map(repr, choices))}")
-    for name in _POSITIVE:
-        value = options.get(name)
-        if value is not None and not (isinstance(value, Real) and value > 0):
-            raise ValueError(f"{name}={value!r} must be a number above 0, or None")
-    for name in _COUNTS:
-        value = options.get(name, 1)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
-    recompute = options.get("recompute", True)
-    if not isinstance(recompute, int) or recompute < 0:
-        raise ValueError(f"recompute={recompute!r} must be True, False, or the number of segments that recompute")
-    seed = options.get("seed", 0)
-    if not isinstance(seed, int) or not 0 <= seed < 2**64:
-        raise ValueError(f"seed={seed!r} must be a whole number from 0 to 2**64 - 1")
-    fixed_scale(options.get("loss_scale", "dynamic"))
+class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a `relay.Trainer` takes besides the model and its loss."""
+
+    device: Annotated[str, Meta(description="The device, by a name that `relay devices` lists.")] = "cpu"
+    optimizer: Annotated[
+        PythonObject,
+        Meta(
+            description="`relay.AdamW`, `Adam`, `SGD`, `LAMB` or `Lion` with its hyperparameters, or "
+            "`functools.partial(torch.optim.X, ...)`. None is `relay.AdamW()`."
+        ),
+    ] = None
+    microbatches: Annotated[Count, Meta(description="Pieces that a batch is cut into along its first dimension.")] = 4
+    precision: Annotated[
+        Literal["fp32", "bf16", "fp16"],
+        Meta(
+            description="What the device computes in. bf16 and fp16 compute as PyTorch's autocast does, with master "
+            "weights and optimizer states in fp32 on the host; fp16 has a loss scale."
+        ),
+    ] = "fp32"
+    loss_scale: Annotated[
+        Scale,
+        Meta(
+            description="The loss scale of fp16. 'dynamic' stores all gradients of a step on the host until they are "
+            "known to be finite, and skips the step otherwise. A power of two ('fixed' is 65536) updates each layer at "
+            "once, and an overflow is an error."
+        ),
+    ] = "dynamic"
+    stash: Annotated[
+        Literal["device", "host"],
+        Meta(
+            description="Where the inputs of layers wait for the backward pass. With 'host' the peak of device memory "
+            "does not depend on the number of layers."
+        ),
+    ] = "device"
+    slots: Annotated[
+        Count, Meta(description="Layers on the device at a time. With 1 no layer loads while another computes.")
+    ] = 2
+    layers_per_slot: Annotated[
+        Count,
+        Meta(description="Consecutive layers that share a slot: fewer and larger transfers, larger slots."),
+    ] = 1
+    recompute: Annotated[
+        Segments,
+        Meta(
+            description="How many segments run their forward again in the backward pass: all (True), none (False), or "
+            "the first so many. The embedding is a segment, then the layers of each slot. The others save what their "
+            "backward needs in the stash. No result changes."
+        ),
+    ] = True
+    clip_grad_norm: Annotated[
+        Positive | None,
+        Meta(
+            description="Clip the gradients' global norm to this value, as torch.nn.utils.clip_grad_norm_ does. All "
+            "gradients of a step are stored on the host until the norm is known."
+        ),
+    ] = None
+    clip_grad_value: Annotated[
+        Positive | None, Meta(description="Clip each gradient element to this absolute value.")
+    ] = None
+    param_groups: Annotated[
+        PythonObject,
+        Meta(
+            description="Mappings with `params` (name patterns such as '*.bias', or the parameters themselves) and the "
+            "hyperparameters in which they differ from the optimizer's."
+        ),
+    ] = ()
+    state_dtype: Annotated[
+        Literal["fp32", "bf16", "int8"], Meta(description="What the optimizer's moments are stored in on the host.")
+    ] = "fp32"
+    capacity: Annotated[
+        Size | None, Meta(description="Device memory to stay within, in bytes or such as '256MB'. None is all of it.")
+    ] = None
+    host_memory: Annotated[
+        Size | None,
+        Meta(description="Host memory to stay within, in bytes or such as '512GB'. None sets no limit."),
+    ] = None
+    pinned_memory: Annotated[
+        Size | None,
+        Meta(description="Page-locked host memory to stay within, in bytes or such as '64GB'. None sets no limit."),
+    ] = None
+    shared_inputs: Annotated[
+        tuple[str, ...],
+        Meta(description="Names of inputs of a whole model that every micro-batch gets whole."),
+    ] = ()
+    buckets: Annotated[
+        PythonObject, Meta(description="A `relay.Buckets` that pads sequences to a few lengths.")
+    ] = None
+    seed: Annotated[
+        Annotated[int, Meta(ge=0, extra={"kind": "seed"})],
+        Meta(description="Decides every dropout mask, and in `relay train` the first weights and the data, too."),
+    ] = 0
+    max_cached_programs: Annotated[
+        Count,
+        Meta(description="Shapes of batches and modes whose programs stay compiled; the least recently used go first."),
+    ] = 32
+    on_nonfinite: Annotated[
+        Literal["stop", "skip", "log"],
+        Meta(
+            description="What a NaN or infinite loss does. 'stop' raises NonFiniteLoss with nothing applied; 'skip' "
+            "applies nothing and goes on; 'log' applies it as plain PyTorch would. The last two write to the log."
+        ),
+    ] = "stop"
+    on_device_lost: Annotated[
+        Literal["raise", "retry"],
+        Meta(description="'retry' opens a lost device again and repeats the step, once."),
+    ] = "raise"
+    stall_timeout: Annotated[
+        Positive | None,
+        Meta(
+            description="Seconds after which a step that does not end has what it waits for written to the log. None "
+            "does not watch."
+        ),
+    ] = None
 
 
-def list_of_modules(
-    model: nn.Module | Sequence[nn.Module], loss: Callable[..., torch.Tensor] | None
-) -> list[nn.Module] | None:
-    """The modules of a model given as a list, or as a Sequential with a loss beside it; None for a whole model."""
-    if isinstance(model, nn.Module) and not (isinstance(model, (nn.Sequential, nn.ModuleList)) and loss is not None):
-        if loss is not None:
-            raise ValueError("loss= goes with a list of modules; a whole model gives its loss in output.loss")
-        return None
-    modules: list[nn.Module] = list(model)
-    if not modules or loss is None:
-        raise ValueError("a list of modules needs at least one module, and loss=callable(output, targets)")
-    if not all(isinstance(module, nn.Module) for module in modules):
-        raise TypeError("model must be an nn.Module or a list of nn.Module")
-    return modules
+class Option(typing.NamedTuple):
+    """One option as commands, files and documents use it.
+
+    `kind` is "choice", "count" (whole numbers), "number", "size", "loss scale", "recompute", "seed", "text", "names" or
+    "object" (Python only). `allowed` describes the values in words.
+    """
+
+    name: str
+    annotation: Any
+    kind: str
+    default: Any
+    help: str
+    allowed: str
+    choices: tuple[str, ...] = ()
+
+    def check(self, value: Any) -> Any:
+        """The value, converted to the option's type. Raises ValueError for one that is not allowed.
+
+        Example: `OPTIONS["slots"].check(2)` returns 2, and `check(0)` raises "slots=0 must be a whole number of at
+        least 1".
+        """
+        if self.kind == "object":
+            return value
+        try:
+            converted = msgspec.convert(value, self.annotation)
+        except msgspec.ValidationError:
+            converted = math.nan
+        if isinstance(converted, float) and math.isnan(converted):
+            former = {("on_device_lost", "repeat"): "retry"}.get((self.name, value if isinstance(value, str) else ""))
+            hint = f" {value!r} is called {former!r} now." if former else ""
+            raise ValueError(f"{self.name}={value!r} must be {self.allowed}.{hint}")
+        if converted is not None and self.kind == "size":
+            try:
+                return parse_size(converted)
+            except ValueError as wrong:
+                raise ValueError(f"{self.name}={value!r}: {wrong}") from None
+        if self.kind == "loss scale":
+            fixed_scale(converted)
+        if self.kind == "seed" and converted >= 2**64:
+            raise ValueError(f"{self.name}={value!r} must be {self.allowed}.")
+        return converted
+
+    def read(self, text: str) -> Any:
+        """The value that a word of a command line stands for. Raises ValueError for one that is not allowed."""
+        words = {"recompute": {"all": True, "true": True, "none": False, "false": False}}.get(self.kind, {})
+        if text.strip().lower() in words:
+            return words[text.strip().lower()]
+        value: Any = text
+        try:
+            if self.kind in ("count", "recompute", "seed"):
+                value = int(text)
+            elif self.kind == "number" or (self.kind == "loss scale" and text not in ("dynamic", "fixed")):
+                value = float(text)
+        except ValueError:
+            raise ValueError(f"{text!r} must be {self.allowed}.") from None
+        return self.check(value)
+
+
+def options_of(struct: type[msgspec.Struct]) -> dict[str, Option]:
+    """The options that a Struct defines, by name, in order."""
+    hints = typing.get_type_hints(struct, include_extras=True)
+    fields = msgspec.structs.fields(struct)
+    return {field.name: _option(field.name, hints[field.name], field.default) for field in fields}
+
+
+def _option(name: str, annotation: Any, default: Any) -> Option:
+    found = {"help": "", "kind": "", "least": None, "above": None, "choices": (), "none": False}
+    _look(annotation, found)
+    kind, choices = found["kind"], found["choices"]
+    if choices:
+        kind, allowed = "choice", "one of " + ", ".join(map(repr, choices))
+    elif kind == "size":
+        allowed = "a size in bytes or such as '256MB'"
+    elif kind == "loss scale":
+        allowed = "'dynamic', 'fixed' or a power of two"
+    elif kind == "recompute":
+        allowed = "True, False, or the number of segments that recompute"
+    elif kind == "seed":
+        allowed = "a whole number from 0 to 2**64 - 1"
+    elif kind == "count":
+        allowed = f"a whole number of at least {found['least']}"
+    elif kind == "number":
+        allowed = "a number" if found["above"] is None else f"a number above {found['above']:g}"
+    else:
+        allowed = {"text": "a string", "names": "a list of names", "object": "an object"}[kind]
+    allowed += ", or None" if found["none"] else ""
+    return Option(name, annotation, kind, default, found["help"], allowed, choices)
+
+
+def _look(annotation: Any, found: dict[str, Any]) -> None:
+    """Collect what an annotation says: its kind, bounds, choices and help."""
+    origin = typing.get_origin(annotation)
+    if origin is Annotated:
+        inner, *metas = typing.get_args(annotation)
+        _look(inner, found)
+        for meta in metas:
+            found["help"] = meta.description or found["help"]
+            found["kind"] = (meta.extra or {}).get("kind", found["kind"])
+            found["least"] = found["least"] if meta.ge is None else meta.ge
+            found["above"] = found["above"] if meta.gt is None else meta.gt
+    elif origin is Literal:
+        found["choices"] = typing.get_args(annotation)
+    elif origin in (typing.Union, types.UnionType):
+        for part in typing.get_args(annotation):
+            _look(part, found)
+    elif annotation is type(None):
+        found["none"] = True
+    elif origin in (list, tuple):
+        found["kind"] = "names"
+    else:
+        kinds = {int: "count", float: "number", str: "text", bool: "flag"}
+        found["kind"] = found["kind"] or kinds.get(annotation, "object")
+
+
+class StepShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a step is given, for commands that make their own batches or simulate them."""
+
+    seq: Annotated[Count, Meta(description="Tokens in a sequence.")] = 1024
+    batch: Annotated[Count, Meta(description="Sequences in a step.")] = 8
+
+
+OPTIONS = options_of(TrainOptions)
+"""The options of training, by name."""
+
+STEP_OPTIONS = options_of(StepShape)
+"""The options of a step's batch, by name."""
+
+
+def checked(given: Mapping[str, Any], options: Mapping[str, Option] = OPTIONS) -> dict[str, Any]:
+    """The given values, each checked and converted. Raises ValueError for a value that is not allowed."""
+    return {name: options[name].check(value) for name, value in given.items()}
+
+
+def train_options(function: str, given: Mapping[str, Any]) -> TrainOptions:
+    """The options of a call of `function`. Raises TypeError for a name that is not known, ValueError for a value."""
+    refuse_unknown(function, given, OPTIONS)
+    if isinstance(given.get("shared_inputs"), str):
+        name = given["shared_inputs"]
+        raise ValueError(f"shared_inputs={name!r} must be a list of names: shared_inputs=[{name!r}].")
+    return TrainOptions(**checked(given))
+
+
+def takes_train_options(call: Callable[P, R]) -> Callable[P, R]:
+    """Give a function with `**options` the signature and the documentation of its options.
+
+    The documentation stands where its docstring has `{options}`.
+    """
+    signature = inspect.signature(call)
+    own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    further = [
+        inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=option.default)
+        for option in OPTIONS.values()
+    ]
+    call.__signature__ = signature.replace(parameters=[*own, *further])  # type: ignore[attr-defined]
+    return call
+
+
+def documentation(options: Mapping[str, Option] = OPTIONS) -> str:
+    """Every option with its default and help, as the `Args:` of a docstring."""
+    rows = [f"{option.name}: {option.help} Default: {option.default!r}." for option in options.values()]
+    return "\n".join(textwrap.fill(row, 112, initial_indent="    ", subsequent_indent="        ") for row in rows)
 
 
 def fixed_scale(scale: str | float) -> float:
-    """The number that a loss scale stays at; 1 for a dynamic one."""
+    """The number that a loss scale stays at; 1 for a dynamic one. Raises ValueError for one that is not allowed."""
     if scale == "dynamic":
         return 1.0
     if scale == "fixed":
         return FIXED_SCALE
-    if isinstance(scale, bool) or not isinstance(scale, Real) or not scale > 0 or math.frexp(scale)[0] != 0.5:
+    if isinstance(scale, (str, bool)) or not scale > 0 or math.frexp(scale)[0] != 0.5:
         raise ValueError(
-            f"loss_scale={scale!r} must be 'dynamic', 'fixed' (at {FIXED_SCALE:g}), or the power of two to fix it at: "
-            "so unscaling is exact"
+            f"loss_scale={scale!r} must be 'dynamic', 'fixed' (which is {FIXED_SCALE:g}), or a power of two: so "
+            "unscaling is exact."
         )
     return float(scale)
-
-
-def warn_of_unused(loss_scale: str | float, precision: str) -> None:
-    """Say where a loss scale is asked for that a precision has no use for."""
-    if precision != "fp16" and loss_scale != "dynamic":
-        warnings.warn(
-            f"loss_scale={loss_scale!r} has no effect with precision={precision!r}: only fp16 scales its loss.",
-            stacklevel=4,
-        )
-
-
-def shared_inputs(names: Sequence[str], whole: bool) -> tuple[str, ...]:
-    """The names of inputs that are not cut. Raises ValueError where there can be none."""
-    if isinstance(names, str):
-        raise ValueError(f"shared_inputs={names!r} must be a list of names: shared_inputs=[{names!r}]")
-    if names and not whole:
-        raise ValueError(
-            f"shared_inputs={list(names)!r} names inputs of a whole model, and a list of modules has inputs without "
-            "names. Leave it out, or give the model whole."
-        )
-    return tuple(names)
-
-
-def size_or_none(size: int | str | None) -> int | None:
-    """Bytes, where a limit is given."""
-    return None if size is None else parse_size(size)
 
 
 def refuse_renamed(function: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -151,12 +358,14 @@ def refuse_renamed(function: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def refuse_unknown(function: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raise TypeError for a keyword that is not known, with the one that it resembles."""
+    """Raise TypeError for a keyword that is not known, with its present name or the one that it resembles."""
     for name in given:
         if name not in known:
-            near = [one for one in known if one.startswith(name)] or difflib.get_close_matches(name, known, 1)
-            hint = f" Did you mean {near[0]!r}?" if near else f" It takes {', '.join(known)}."
-            raise TypeError(f"relay.{function}() takes no {name!r}.{hint}")
+            if RENAMED.get(name) in known:
+                raise TypeError(f"{function}() takes no {name!r}. It is called {RENAMED[name]!r} now.")
+            near = [each for each in known if each.startswith(name)] or difflib.get_close_matches(name, known, 1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"It takes {', '.join(known)}."
+            raise TypeError(f"{function}() takes no {name!r}. {hint}")
 
 
 def several(function: str, name: str, values: Any) -> tuple[Any, ...]:

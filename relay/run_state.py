@@ -32,12 +32,19 @@ from relay.errors import InconsistentState
 from relay.models.huggingface import save_pretrained
 from relay.optim.loss_scale import LossScale
 from relay.optim.optimizers import RelayOptimizer
+from relay.options import TrainOptions, fixed_scale
 from relay.partition.edit_layers import edit_blocks, inserted, names_by_tensor, removed, renames, reordered, replaced
 from relay.runtime.compiler import ModelCompiler
 from relay.runtime.grad_mode import as_if_alone
 from relay.runtime.session import Session
 
 logger = logging.getLogger("relay")
+
+SAVED_OPTIONS = (
+    "device", "microbatches", "precision", "stash", "slots", "state_dtype", "clip_grad_norm", "clip_grad_value",
+    "layers_per_slot", "recompute",
+)  # fmt: skip
+"""The options that a checkpoint shows to whoever looks into it; a resumed run may have others."""
 
 Grouping = Callable[[nn.Module], tuple[list[dict[str, Any]], dict[str, int]]]
 """From a model to its parameter groups, and each parameter's group by name."""
@@ -54,20 +61,18 @@ class RunState:
         optimizer: RelayOptimizer,
         grouping: Grouping,
         scale: LossScale | None,
-        fixed_scale: float,
-        seed: int,
-        options: dict[str, Any],
+        options: TrainOptions,
     ) -> None:
         self.optimizer = optimizer
+        self.options = options
         self.baseline_device_bytes = 0
         self._compiler = compiler
         self._session = session
         self._grouping = grouping
         self._scale = scale
-        self._fixed_scale = fixed_scale
-        self._seed = seed
+        self._seed = options.seed
+        self._fixed_scale = fixed_scale(options.loss_scale) if options.precision == "fp16" else 1.0
         self._step = 0
-        self._options = options
         self._saving: Saving | None = None
         self._last_saved = ""
 
@@ -166,7 +171,7 @@ class RunState:
             loss_scale=self._scale.state() if self._scale is not None else None,
             optimizer=session.server.optimizer.kind,
             groups=group_names(self._model, self.param_groups),
-            options=dict(self._options),
+            options={name: getattr(self.options, name) for name in SAVED_OPTIONS},
             user=states_of(user),
         )
         # Before the first step states may still have to find their place.

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import textwrap
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from time import perf_counter
 from typing import Any
@@ -21,9 +23,7 @@ from torch import nn
 from hal import registry
 from hal.errors import DeviceLost
 from hal.host import Host
-from relay import options
 from relay.capture import graphs_for
-from relay.data.buckets import Buckets
 from relay.eps.optimizer_state import as_spec, bind
 from relay.eps.server import Clipping, ParameterServer
 from relay.eps.store import LayerStore
@@ -32,9 +32,11 @@ from relay.metrics import Metrics
 from relay.optim.loss_scale import LossScale
 from relay.optim.optimizers import AdamW, RelayOptimizer
 from relay.optim.param_groups import split_into_groups
+from relay.options import documentation, refuse_renamed, takes_train_options, train_options
+from relay.precision import COMPUTE
 from relay.run_state import RunState
 from relay.runtime import run_step
-from relay.runtime.compiler import ModelCompiler, Ready
+from relay.runtime.compiler import ModelCompiler, Ready, list_of_modules
 from relay.runtime.grad_mode import as_if_alone
 from relay.runtime.session import Session
 from relay.runtime.trace import Trace
@@ -45,125 +47,90 @@ logger = logging.getLogger("relay")
 class Trainer(RunState):
     """Trains a model by relaying its layers through a device.
 
-    `model` is an `nn.Module` whose output has `.loss`, called as `model(**batch)`; or a list of modules, each called
-    with the output of the one before, with `loss(output, targets)` giving the mean over the samples. The trainer
-    takes the model's parameters over: they become views of its store, and always show the current weights.
+    The trainer takes the model's parameters over: they become views of its store, and always show the current weights.
 
-    `device` is a device string (`relay devices` lists them), `capacity` a limit in bytes (or `"256MB"`) on the
-    device memory used, `host_memory` one on the host's, and `pinned_memory` one on the page-locked part of that
-    (what crosses the link, on devices with a link). `microbatches` is how many pieces a batch is cut into,
-    `slots` how many layers the device holds at once, `stash` whether boundary activations stay on the `device` or
-    stream to the `host`. `seed` decides every dropout mask.
+    Example:
+        >>> trainer = relay.Trainer(model, optimizer=relay.AdamW(lr=1e-3), microbatches=4)
+        >>> trainer.step(batch).loss
 
-    `layers_per_slot` consecutive layers (repeated blocks of a whole model, modules of a list) share a slot: fewer and
-    larger transfers, and fewer values between them to stash. `recompute` True runs each segment's forward again in its
-    backward; False keeps what the backward needs in the stash instead; a number has that many segments recompute,
-    the first ones. Neither changes a bit of any result.
+    Args:
+        model: An `nn.Module` whose output has `.loss`, called as `model(**batch)`; or a list of modules, each called
+            with the output of the one before.
+        loss: For a list: `loss(output, targets)`, the mean over the samples.
 
-    `precision` `"bf16"` or `"fp16"` computes as PyTorch's autocast does, with master weights and optimizer state on
-    the host in fp32. fp16 has a loss scale: `"dynamic"` keeps all gradients of a step on the host until they are known
-    to be finite, and skips the step if not; a number (a power of two; `"fixed"` is 65536) is fixed, updates each layer
-    as soon as it may be, and an overflow is an error (`GradientOverflow`).
-    `state_dtype` is what the optimizer's moments are kept in:
-    `"fp32"`, `"bf16"` or `"int8"`. `clip_grad_norm` and `clip_grad_value` are exact, as torch.nn.utils' are.
-    `param_groups` are mappings with `params` (name patterns such as `"*.bias"`, or the parameters themselves)
-    and hyperparameters that differ from the optimizer's own. `shared_inputs` names inputs of a whole model that
-    every micro-batch gets whole, should their length be the batch's by chance.
+    Options, by keyword:
+{options}
 
-    Each shape of batch is compiled once. At most `max_cached_programs` compiled models (one for each shape and mode)
-    are kept, and the least recently used is dropped first. `buckets` pads sequences to a few lengths
-    (`relay.Buckets`), for steps and for evaluation.
-
-    `on_nonfinite` says what a NaN or infinite loss does: `"stop"` raises NonFiniteLoss with nothing applied, `"skip"`
-    applies nothing and goes on (`metrics.skipped`), `"log"` applies it as plain PyTorch would; both say so in the
-    log. `on_device_lost="retry"` opens a lost device again and repeats the step, once. `stall_timeout` is after how
-    long a step that does not end has what it waits for written to the log.
+    Raises:
+        TypeError, ValueError: An option that is not known or not allowed.
+        PartitionError: A model without a parameter that requires a gradient.
+        Unavailable: A device that is not here.
     """
 
-    @options.refuse_renamed("Trainer")
     @as_if_alone()
+    @takes_train_options
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
         loss: Callable[..., torch.Tensor] | None = None,
-        device: str | torch.device = "cpu",
-        optimizer: Any = None,
-        microbatches: int = 4,
-        precision: str = "fp32",
-        stash: str = "device",
-        clip_grad_norm: float | None = None,
-        slots: int = 2,
-        state_dtype: str = "fp32",
-        capacity: int | str | None = None,
-        seed: int = 0,
-        clip_grad_value: float | None = None,
-        param_groups: Sequence[Mapping[str, Any]] = (),
-        host_memory: int | str | None = None,
-        pinned_memory: int | str | None = None,
-        shared_inputs: Sequence[str] = (),
-        max_cached_programs: int = 32,
-        buckets: Buckets | None = None,
-        on_nonfinite: str = "stop",
-        on_device_lost: str = "raise",
-        stall_timeout: float | None = None,
-        loss_scale: str | float = "dynamic",
-        layers_per_slot: int = 1,
-        recompute: bool | int = True,
+        **options: Any,
     ) -> None:
-        chosen: dict[str, Any] = {
-            "device": str(device), "microbatches": microbatches, "precision": precision, "stash": stash, "slots": slots,
-            "state_dtype": state_dtype, "clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value,
-            "layers_per_slot": layers_per_slot, "recompute": recompute,
-        }  # fmt: skip
-        further = {
-            "seed": seed, "max_cached_programs": max_cached_programs, "on_nonfinite": on_nonfinite,
-            "on_device_lost": on_device_lost, "stall_timeout": stall_timeout, "loss_scale": loss_scale,
-        }  # fmt: skip
-        modules = options.list_of_modules(model, loss)
-        options.check(chosen | further)
-        options.warn_of_unused(loss_scale, precision)
+        if isinstance(options.get("device"), torch.device):
+            options["device"] = str(options["device"])
+        chosen = train_options("Trainer", options)
+        modules = list_of_modules(model, loss)
+        if chosen.shared_inputs and modules is not None:
+            raise ValueError(
+                f"shared_inputs={list(chosen.shared_inputs)!r} names inputs of a whole model, and a list of modules "
+                "has inputs without names. Leave shared_inputs out, or pass the whole model."
+            )
+        if chosen.precision != "fp16" and chosen.loss_scale != "dynamic":
+            warnings.warn(
+                f"loss_scale={chosen.loss_scale!r} has no effect with precision={chosen.precision!r}: only fp16 scales "
+                "its loss.",
+                stacklevel=3,
+            )
         compiler = ModelCompiler(
-            model if isinstance(model, nn.Module) else None, modules, loss, microbatches, options.COMPUTE[precision],
-            max_cached_programs, buckets, options.shared_inputs(shared_inputs, modules is None), layers_per_slot,
-            recompute,
+            model if isinstance(model, nn.Module) else None, modules, loss, chosen.microbatches,
+            COMPUTE[chosen.precision], chosen.max_cached_programs, chosen.buckets, chosen.shared_inputs,
+            chosen.layers_per_slot, chosen.recompute,
         )  # fmt: skip
         whole = compiler.model
         if not any(parameter.requires_grad for parameter in whole.parameters()):
             raise PartitionError("The model has no parameter that requires a gradient: there is nothing to train.")
-        half = precision == "fp16"
-        fixed_scale = options.fixed_scale(loss_scale) if half else 1.0
-        scale = LossScale() if half and loss_scale == "dynamic" else None
-        spec = as_spec(AdamW() if optimizer is None else optimizer)
+        half = chosen.precision == "fp16"
+        scale = LossScale() if half and chosen.loss_scale == "dynamic" else None
+        spec = as_spec(AdamW() if chosen.optimizer is None else chosen.optimizer)
         defaults = spec.defaults()
-        grouping = functools.partial(split_into_groups, groups=param_groups, defaults=defaults)
+        grouping = functools.partial(split_into_groups, groups=chosen.param_groups, defaults=defaults)
         groups, _ = grouping(whole)
-        limit = options.size_or_none(capacity)
-        opened = registry.open(str(device), limit)
-        host = opened.host(options.size_or_none(host_memory), options.size_or_none(pinned_memory))
-        clipping = Clipping(clip_grad_norm, clip_grad_value)
+        opened = registry.open(chosen.device, chosen.capacity)  # type: ignore[arg-type]
+        host = opened.host(chosen.host_memory, chosen.pinned_memory)  # type: ignore[arg-type]
+        clipping = Clipping(chosen.clip_grad_norm, chosen.clip_grad_value)
 
         def build(on: Host) -> tuple[LayerStore, ParameterServer]:
             store = LayerStore(on)
-            bound = bind(spec, on, store, state_dtype)
+            bound = bind(spec, on, store, chosen.state_dtype)
             _, group_of = grouping(compiler.model)  # which may be another by now
             order = [name for name, _ in compiler.model.named_parameters()]
             return store, ParameterServer(opened, on, store, bound, group_of, order, clipping, scale is not None)
 
         store, server = build(host)
-        session = Session(whole, opened, host, store, server, slots, stash, limit, build, precision, state_dtype)
-        session.stall_timeout = stall_timeout
+        session = Session(
+            whole, opened, host, store, server, chosen.slots, chosen.stash, chosen.capacity, build, chosen.precision,
+            chosen.state_dtype,
+        )  # fmt: skip
+        session.stall_timeout = chosen.stall_timeout
         compiler.device, (compiler.lowering, compiler.traced_for) = opened.info.name, graphs_for(opened.info)
         scheduled = RelayOptimizer(groups, defaults)
-        super().__init__(compiler, session, scheduled, grouping, scale, fixed_scale, seed, chosen)
-        self._on_nonfinite = on_nonfinite
-        self._on_device_lost = on_device_lost
+        super().__init__(compiler, session, scheduled, grouping, scale, chosen)
         # A trainer that is dropped unclosed would leave its queues' threads behind. At the end of the process they end
         # by themselves (`hal.worker`).
         weakref.finalize(self, _close_quietly, session).atexit = False
 
     # -- training ---------------------------------------------------------------------------------------------
 
-    @options.refuse_renamed("Trainer.step")
+    @refuse_renamed("Trainer.step")
     @as_if_alone()
     def step(self, batch: Any, active_layers: Sequence[int | str] | None = None) -> Metrics:
         """One optimizer step on a batch: `(inputs, targets)` for a list of modules, a mapping for a whole model.
@@ -178,7 +145,7 @@ class Trainer(RunState):
         try:
             return self._one_step(batch, active_layers)
         except DeviceLost:
-            if self._on_device_lost != "retry" or self._session.broken is not None:
+            if self.options.on_device_lost != "retry" or self._session.broken is not None:
                 raise
             self.reopen()
             return self._one_step(batch, active_layers)
@@ -195,7 +162,7 @@ class Trainer(RunState):
         # With a loss scale an infinite loss is an overflow like any other: the step is skipped.
         judge = self._judge if self._scale is None else None
         outcome = run_step.train_step(session, ready, groups, self._seed, self._step, self.loss_scale, judge)
-        if outcome.problem is not None and self._on_nonfinite != "skip":
+        if outcome.problem is not None and self.options.on_nonfinite != "skip":
             raise outcome.problem
         self._step += 1
         session.store.version += 1
@@ -215,11 +182,11 @@ class Trainer(RunState):
 
     def _judge(self, loss: float) -> None:
         problem = NonFiniteLoss(loss, self._step)
-        if self._on_nonfinite != "log":
+        if self.options.on_nonfinite != "log":
             raise problem
         logger.warning("The loss of step %d is %s; it is applied all the same.", self._step, loss)
 
-    @options.refuse_renamed("Trainer.evaluate")
+    @refuse_renamed("Trainer.evaluate")
     @as_if_alone()
     def evaluate(self, batch: Any, active_layers: Sequence[int | str] | None = None) -> Metrics:
         """The loss of a batch, forward only, in eval mode; of the `active_layers` alone, if given. Nothing changes."""
@@ -279,7 +246,7 @@ class Trainer(RunState):
         """
         session = self._session
         broken = session.broken
-        device = registry.open(str(self._options["device"]), session.capacity)
+        device = registry.open(self.options.device, session.capacity)
         session.reopen(device)
         session.broken = broken
         self._check_usable()
@@ -308,6 +275,9 @@ class Trainer(RunState):
         finally:
             for module, mode in modes.items():
                 module.training = mode
+
+
+Trainer.__doc__ = (Trainer.__doc__ or "").replace("{options}", textwrap.indent(documentation(), "    "))
 
 
 def _close_quietly(session: Session) -> None:

@@ -20,7 +20,7 @@ from relay.eps.torch_optimizer import TorchOptimizer
 from relay.optim import fused
 from relay.optim.int8_state import GROUP, Int8State, group_count
 from relay.optim.optimizers import HostOptimizer, State
-from relay.options import STATE_DTYPES
+from relay.precision import STATE_DTYPES
 
 LABELS = {
     "exp_avg": "first moments",

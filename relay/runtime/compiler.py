@@ -204,3 +204,19 @@ class ModelCompiler:
             except Unsupported as refused:
                 what = f"device {self.device!r} takes graphs of known ops only: {refused}"
                 raise Unsupported(what, op=refused.op, dtype=refused.dtype, device=self.device) from refused
+
+
+def list_of_modules(
+    model: nn.Module | Sequence[nn.Module], loss: Callable[..., torch.Tensor] | None
+) -> list[nn.Module] | None:
+    """The modules of a model given as a list, or as a Sequential with a loss beside it; None for a whole model."""
+    if isinstance(model, nn.Module) and not (isinstance(model, (nn.Sequential, nn.ModuleList)) and loss is not None):
+        if loss is not None:
+            raise ValueError("loss= goes with a list of modules; a whole model gives its loss in output.loss")
+        return None
+    modules: list[nn.Module] = list(model)
+    if not modules or loss is None:
+        raise ValueError("a list of modules needs at least one module, and loss=callable(output, targets)")
+    if not all(isinstance(module, nn.Module) for module in modules):
+        raise TypeError("model must be an nn.Module or a list of nn.Module")
+    return modules

@@ -28,7 +28,7 @@ from hal.random import RandomKey
 from hal.spec import COLUMNS
 from relay.capture import graphs_for
 from relay.optim.optimizers import AdamW
-from relay.options import COMPUTE
+from relay.precision import COMPUTE
 from relay.runtime.grad_mode import as_if_alone
 from relay.simulation.transformer_shape import ModelShape, compiled_model_of
 

@@ -22,11 +22,12 @@ from hal.errors import Unavailable
 from hal.event import Event
 from hal.spec import Machine
 from hal.spec.timeline import Timeline, VirtualBackend, VirtualDevice
-from relay import options
 from relay.eps.optimizer_state import bind
 from relay.eps.server import Clipping, ParameterServer
 from relay.eps.store import LayerStore
 from relay.optim.optimizers import AdamW
+from relay.options import OPTIONS, STEP_OPTIONS
+from relay.precision import COMPUTE
 from relay.runtime.memory_plan import kernel_workspace, slot_sizes
 from relay.runtime.schedule import Ran, Relay, TrainingStep
 from relay.runtime.session import Session
@@ -37,6 +38,9 @@ from relay.simulation.meta_model import MetaModel
 from relay.simulation.transformer_shape import ModelShape, ShapeError
 
 UNLIMITED = 10**18
+
+
+_ALLOWED = {**OPTIONS, **STEP_OPTIONS, "sequence": STEP_OPTIONS["seq"]}
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,9 @@ class RunShape:
     optimizer: Any = field(default_factory=AdamW)
 
     def __post_init__(self) -> None:
-        options.check(vars(self))
+        """Check each value against the trainer's option of that name; ValueError for one that is not allowed."""
+        for name, value in vars(self).items():
+            _ALLOWED[name].check(value)
 
     @property
     def tokens(self) -> int:
@@ -133,7 +139,7 @@ class SimulatedRun:
         `run` then says what runs: micro-batches as the batch is cut, no more layers a slot than the model has, and True
         for `recompute` where that many segments are all (the last, the head, has no forward of its own to repeat).
         """
-        compute = options.COMPUTE[run.precision]
+        compute = COMPUTE[run.precision]
         sizes = run.pieces()
         self._compiled = [
             shape.compiled(size, run.sequence, compute, run.layers_per_slot, run.recompute) for size in sizes

@@ -26,7 +26,7 @@ TRACING = (
 """torch's private tracing interfaces."""
 
 LAYERS = (
-    {"options", "errors", "metrics"},
+    {"options", "errors", "metrics", "precision"},
     {"graph"},
     {"optim", "capture"},
     {"eps", "data"},

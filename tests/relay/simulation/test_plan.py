@@ -15,7 +15,7 @@ from hal import ops, spec
 from hal.device import NATIVE, DeviceInfo
 from relay.cli import main
 from relay.models import GPT
-from relay.options import COMPUTE
+from relay.precision import COMPUTE
 from relay.simulation import calibrate as calibration
 from relay.simulation import plan as planning
 from relay.simulation.simulated_step import RunShape
