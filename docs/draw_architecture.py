@@ -86,21 +86,18 @@ def arrows(root: Path) -> dict[tuple[str, str], int]:
 
 
 def drawing(root: Path) -> str:
-    """The Mermaid text: a box a package, a node a folder with its number of files, an arrow for imports.
+    """The Mermaid text: a box a package, a node a folder, an arrow for imports.
 
     Inside relay an arrow that follows from others (a to b, b to c, so a to c) is left out.
     """
-    counts: dict[str, int] = {}
-    for file in files(root):
-        counts[folder_of(file)] = counts.get(folder_of(file), 0) + 1
+    nodes = sorted({folder_of(file) for file in files(root)} - {"relay/__init__.py"})
     counted = arrows(root)
     lines = ["```mermaid", "flowchart TD"]
     for package in PACKAGES:
         lines.append(f"  subgraph {package}_package [{package}]")
-        for node, count in sorted(counts.items()):
-            if node.split("/")[0] == package and node != "relay/__init__.py":
-                label = node if node.endswith(".py") else f"{node}/ ({count})"
-                lines.append(f'    {_name(node)}["{label}"]')
+        for node in nodes:
+            if node.split("/")[0] == package:
+                lines.append(f'    {_name(node)}["{node if node.endswith(".py") else node + "/"}"]')
         lines.append("  end")
     within = {(source, target) for source, target in counted if source.split("/")[0] == target.split("/")[0]}
     direct = {pair for pair in within if not pair[0].startswith("relay") or not _indirect(pair, within)}
