@@ -1,0 +1,72 @@
+"""Reductions and matrix products. Over the batch a sum or a mean is a term; anything else mixes samples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from relay.partition.batch_flow.labels import Count, Kind, Label
+from relay.partition.batch_flow.op_call import Labels, OpCall, alike
+
+LINEAR_SUMS = {"sum", "mean", "nansum", "count_nonzero"}
+
+
+def reduced(call: OpCall) -> Labels:
+    """Reductions. Over the batch a sum or a mean is a term; anything else takes samples together."""
+    source = call.operands[0]
+    label = call.label(source)
+    dims = call.dims(source)
+    if label.kind is Kind.TERMS:
+        if call.name in ("sum", "mean"):
+            return label.derived(call.given)
+        return alike(call, call.mixed("is not a sum, of numbers that come from all of the batch"))
+    if label.kind is not Kind.ROWS:
+        return alike(call, call.mixed("goes over the batch"))
+    if label.dim not in dims:
+        return call.shaped(label, "goes over the batch")
+    if call.name in LINEAR_SUMS:
+        return call.term(Count.SAMPLES if call.name == "mean" else Count.SUM)
+    return alike(call, call.mixed("goes over the batch"))
+
+
+FACTORS = {
+    "mm": (None, "self", "mat2"), "bmm": (None, "self", "mat2"), "matmul": (None, "self", "other"),
+    "mv": (None, "self", "vec"), "dot": (None, "self", "tensor"), "addmm": ("self", "mat1", "mat2"),
+    "baddbmm": ("self", "batch1", "batch2"), "addmv": ("self", "mat", "vec"), "linear": ("bias", "input", "weight"),
+}  # fmt: skip
+
+
+def product_of(call: OpCall) -> Labels:
+    """Matrix products. Over the batch they are sums; of two batches they put every sample together with every other."""
+    added, first, second = (call.arguments[name] if name else None for name in FACTORS[call.name])
+    one, two = call.label(first), call.label(second)
+    more = call.label(added)
+    if more.kind is not Kind.FREE:
+        return call.mixed("adds samples to a product")
+    if Kind.TERMS in (one.kind, two.kind):
+        if {one.kind, two.kind} == {Kind.TERMS, Kind.FREE} and added is None:
+            return Label(Kind.TERMS, given=call.given, terms=one.terms or two.terms)
+        return call.mixed("multiplies numbers that come from all of the batch")
+    places: list[tuple[bool, int]] = []
+    factors: tuple[tuple[Label, Any, int], ...] = ((one, first, 0), (two, second, 1))
+    for label, tensor, which in factors:
+        if label.kind is Kind.FREE:
+            continue
+        count = tensor.meta["val"].dim()
+        place = label.dim - count
+        if call.name == "linear" and which == 1:
+            place = {-1: -2, -2: -1}.get(place, place)
+        summed = place == -1 if which == 0 or count == 1 else place == -2
+        places.append((summed, place))
+    if len(places) == 1:
+        if places[0][0]:
+            return call.mixed("sums over the batch, each sample with a factor of its own")
+        return call.shaped(one if one.kind is Kind.ROWS else two, "takes samples together")
+    (summed, place), (other_summed, other_place) = places
+    if one.unit and two.unit and one.unit != two.unit:
+        return call.mixed("puts every sample together with every other")
+    if summed and other_summed:
+        return call.term(Count.SUM) if added is None else call.mixed("adds to a sum over the batch")
+    if summed or other_summed or place != other_place or place >= -2:
+        return call.mixed("puts every sample together with every other")
+    return call.shaped(replace(one, unit=one.unit or two.unit), "takes samples together")
