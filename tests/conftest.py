@@ -15,6 +15,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -55,12 +56,35 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+# How long an example takes depends on what else the machine does, and so does how long it takes to make one.
+hypothesis.settings.register_profile(
+    "no clocks", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("no clocks")
+
+
 def pytest_collection_finish() -> None:
-    """All is imported. Tracing makes and drops objects by the hundred thousand; to look for cycles among them, and
-    among all of PyTorch's, every few hundred would take a tenth of the time."""
+    """All is imported. Tracing makes and drops objects by the hundred thousand; to look for cycles among them every few
+    hundred would take a tenth of the time."""
+    gc.set_threshold(10_000)
+    freeze_the_heap()
+
+
+def freeze_the_heap() -> None:
+    """Collect what is garbage, and exempt the rest from later collections.
+
+    PyTorch's objects and the shared captures stay until the end, a million and more. Each full collection would go
+    through all of them again, for seconds.
+    """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def freeze_after_each_file() -> Iterator[None]:
+    """The captures that a file's tests made are kept for others."""
+    yield
+    freeze_the_heap()
 
 
 @pytest.fixture(autouse=True)

@@ -40,9 +40,7 @@ def in_turn(last: Sequence[Any], *others: Iterable[Any]) -> list[tuple[Any, ...]
     """The whole product of the other options, each case with one value of the last, in turn: with it every value meets
     every value (of two others, where the last has two values)."""
     places = itertools.product(*(list(enumerate(values)) for values in others))
-    return [
-        (*(value for _, value in case), last[sum(place for place, _ in case) % len(last)]) for case in places
-    ]
+    return [(*(value for _, value in case), last[sum(place for place, _ in case) % len(last)]) for case in places]
 
 
 def combinations(case: Mapping[str, Any], size: int) -> set[tuple[tuple[str, Any], ...]]:

@@ -1,8 +1,10 @@
 """The host's memory: a true ledger, refusals before anything is touched, page-locked pieces, nothing that grows."""
 
 import gc
+import json
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,11 @@ import relay
 from hal import registry
 from hal.errors import OutOfMemory
 from hal.page_lock import LockedMemory, Mlock
-from hal.slot import DeviceSlot, SlotContent
+from hal.slot import DeviceSlot
 from relay.eps import store
 from relay.models import GPT
 from tests.support import matrix, reference
+from tests.support.processes import ready_processes
 
 Build = Callable[..., relay.Trainer]
 
@@ -153,15 +156,6 @@ def test_the_documented_bytes_a_parameter_are_the_ledgers(build: Build, row: lis
 # **** page-locked memory ****
 
 
-def locked_bytes() -> int:
-    """What the kernel says this process has locked, leftovers of other tests aside."""
-    gc.collect()
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith("VmLck:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
 def can_lock(size: int) -> bool:
     memory = LockedMemory(Mlock(), None)
     with warnings.catch_warnings():
@@ -173,20 +167,6 @@ def can_lock(size: int) -> bool:
     return True
 
 
-CROSSING = {"rounded weights", "buffers", "gradients", "gradients in transit", "stash of boundary activations"}
-
-
-def crossing_bytes(trainer: relay.Trainer) -> int:
-    """Whole states, and of the weights those that a kernel takes as they are: a rounded one's master stays at home."""
-    compiled = trainer._compiler.ready(reference.text_batches(1)[0]).compiled[0]
-    taken = {
-        item for one in compiled.stages for item in zip((*one.parameters, *one.buffers), one.dtypes, strict=True)
-    }
-    weights = [tensor for name, tensor in trainer._model.named_parameters() if (name, tensor.dtype) in taken]
-    whole = sum(size for state, _, size in trainer.ledger.rows() if state in CROSSING)
-    return whole + sum(-(-tensor.nbytes // 64) * 64 for tensor in weights)
-
-
 needs_mlock = pytest.mark.skipif(not can_lock(1 << 20), reason="this system does not let a process lock 1 MiB")
 on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
@@ -194,18 +174,17 @@ on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="read
 @needs_mlock
 @on_linux
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1.0, "precision": "bf16", "stash": "host"}])
-def test_page_locked_memory_is_what_crosses_the_link_to_the_byte(build: Build, options: dict[str, Any]) -> None:
-    before = locked_bytes()
-    trainer = build(gpt(), device="cpu:discrete", **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        trainer.step(reference.text_batches(1)[0])
-    locked = trainer._session.host.page_locked
-    assert locked == crossing_bytes(trainer)
-    pieces = trainer._session.host._locked._pieces
-    assert sum(size for _, size in pieces.values()) == locked
-    # The kernel locks whole pages: less than one more for each piece, and no power of two above it.
-    assert locked <= locked_bytes() - before < locked + 4096 * len(pieces) + 4096
+def test_page_locked_memory_is_what_crosses_the_link_to_the_byte_and_is_given_back_with_the_trainer(
+    options: dict[str, Any],
+) -> None:
+    trainers = ready_processes.run_script("page_locked_memory.py", json.dumps(options))
+    assert len(trainers) == 3
+    for found in trainers:
+        assert found["counted"] == found["crossing"] > 0
+        # The kernel locks whole pages: less than one more for each piece, and no power of two above it.
+        locked = found["during"] - found["before"]
+        assert found["counted"] <= locked < found["counted"] + 4096 * found["pieces"] + 4096
+        assert found["after"] == found["before"] == trainers[0]["before"]
 
 
 @needs_mlock
@@ -246,20 +225,6 @@ def test_a_device_that_shares_the_hosts_memory_locks_nothing(build: Build) -> No
     assert trainer._session.host.page_locked == 0
 
 
-@needs_mlock
-@on_linux
-def test_what_was_locked_is_given_back_with_the_trainer() -> None:
-    gc.collect()
-    before = locked_bytes()
-    for _ in range(3):
-        with relay.Trainer(gpt(), device="cpu:discrete") as trainer:
-            trainer.step(reference.text_batches(1)[0])
-            assert locked_bytes() > before
-        del trainer
-        gc.collect()
-    assert locked_bytes() == before
-
-
 # **** whatever layers meet ****
 
 
@@ -275,15 +240,15 @@ def test_new_combinations_of_layers_without_end_leave_nothing_behind(
     layers = store.LayerStore(host)
     wanted = [("weight", torch.float32), ("bias", torch.float32)]
     layers.take_over(layer, [wanted])
+    made = []
     for number in range(100):
         gradients = [store.GradientField(*one) for one in wanted]
         content = layers.content(f"combination {number}", wanted, gradients, True)
+        made.append(weakref.ref(content))
         slot.load(content, number, device.queue("load"), layers.ready(content))
     held = sum(size for state, _, size in host.ledger.rows() if state == store.GRADIENTS)
     assert held == content.gradient_size
     gc.collect()
-    ours = {id(tensor) for tensor in content.tensors}
-    alive = [one for one in gc.get_objects() if type(one) is SlotContent and {id(t) for t in one.tensors} == ours]
-    assert len(alive) == 8
+    assert sum(content() is not None for content in made) == 8
     assert len(slot._views) == 8
     device.close()

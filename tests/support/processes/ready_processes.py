@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[3]
 OURS = ("hal", "backends", "relay")
 
 
@@ -44,6 +45,14 @@ def run(
         request = {"words": python, "folder": str(folder), "environment": dict(environment)}
         code = _Parent.here().ask(request | {"streams": [str(file) for file in files]}, timeout)
         return subprocess.CompletedProcess(words, code, *(file.read_text(encoding="utf-8") for file in files))
+
+
+def run_script(name: str, *arguments: str, timeout: float = 300) -> Any:
+    """Run a script of this folder in a process of its own; what it prints, read as JSON. Fails where it fails."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = run([sys.executable, str(Path(__file__).parent / name), *arguments], ROOT, environment, timeout)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def as_python(words: Sequence[str], environment: Mapping[str, str]) -> list[str] | None:
