@@ -24,7 +24,7 @@ from torch import fx, nn
 from hal import registry
 from hal.device import Device, KernelCall, View
 from hal.program import Kernel, Port, Program, Role
-from relay.capture import capture, graphs_for
+from relay.capture import CaptureRequest, capture, graphs_for
 from relay.models import GPT
 
 
@@ -96,7 +96,9 @@ def block_on(device: Device, size: Size) -> tuple[Callable[[], None], Callable[[
     block, x, seed = block_inputs(size)
     lowering, traced_for = graphs_for(device.info)
     captured = capture(
-        Segment(block), [x.requires_grad_()], lowering=lowering, device=traced_for, name="block", strides=False
+        CaptureRequest(
+            Segment(block), [x.requires_grad_()], lowering=lowering, device=traced_for, name="block", strides=False
+        )
     )
     program = captured.backward  # it holds the forward: a segment's backward recomputes
     assert program is not None

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hal import registry
 from hal.device import KernelCall
 from hal.program import Role
-from relay.capture import Lowering, capture
+from relay.capture import CaptureRequest, Lowering, capture
 from relay.models.gpt import Block
 
 GRADIENTS = (Role.PARAMETER_GRADIENT, Role.VALUE_GRADIENT)
@@ -56,7 +56,9 @@ def main() -> int:
     module = _BlockWithLoss(hidden, heads)
     stream = torch.randn(shape, requires_grad=True)
     weights = torch.randn(shape)
-    program = capture(module, [stream, weights], "block", ends_in_loss=True, lowering=Lowering.CORE).joint
+    program = capture(
+        CaptureRequest(module, [stream, weights], "block", ends_in_loss=True, lowering=Lowering.CORE)
+    ).joint
     assert program is not None
     device = registry.open(options.device)
     queue = device.queue("compute")

@@ -13,7 +13,8 @@ from relay.capture.fake_tensors import as_fake
 from relay.capture.guards.data_guards import Guard, GuardTracer
 from relay.capture.guards.functional_call import call_with
 from relay.capture.guards.messages import unlogged
-from relay.capture.layer_marks import layer_of_segment
+from relay.capture.random_ops import layer_of_segment
+from relay.capture.request import CaptureRequest
 from relay.capture.trace_for_device import graphs_for
 from relay.capture.trace_model import BLOCK, SET_GRAD_ENABLED, BlockCall, blocks_as_ops, run_fake, trace
 from relay.capture.traced_module import autocast
@@ -22,6 +23,7 @@ __all__ = [
     "BLOCK",
     "SET_GRAD_ENABLED",
     "BlockCall",
+    "CaptureRequest",
     "Captured",
     "Guard",
     "GuardTracer",

@@ -1,6 +1,6 @@
-"""What capture makes of a segment: its programs, and what belongs to them.
+"""The result of a capture: the programs of a segment, and what is needed to run them.
 
-Plain data: made by `joint`, read by `relay.runtime.stages`.
+Plain data, made by `relay.capture.capture` and read by `relay.runtime`.
 """
 
 from __future__ import annotations
@@ -18,36 +18,55 @@ from relay.capture.memory_order import Order
 class Captured:
     """The programs of a segment.
 
-    `backward` is None where nothing asks for a gradient. In a program's ports `index` counts the segment's own
-    parameters (each once, in the order of `parameter_names`), buffers, input values and output values.
-
-    A segment that ends in the loss also has `loss` (the loss and buffer updates alone) and `joint` (those and the
-    gradients, in one run: the last segment is not run twice).
-
-    `saved_bytes` is what plain training would keep of this segment between its forward and its backward, in bytes.
-    `saved` are what `backward` is given of the forward besides its inputs: own outputs, then tensors kept for it and
-    copies of buffers as the forward found them, which are further outputs (`index` counts on from the outputs).
-    `eager` is the segment as it is run where it could not be captured, `reads` what the module's code looked at.
-
-    Ports of values, their gradients and seeds have the shape of the memory that holds them; `output_orders`,
-    `seed_orders` and `gradient_orders` (of inputs) say in which order of dimensions where it is not as written.
-
-    `recut`, where the trace was kept, cuts the programs out of it under another name, for gradients of inputs in other
-    orders, or the other way as to keeping: what `capture` would have made, without tracing.
+    The `index` of a program's port counts the segment's parameters (each once, in the order of `parameter_names`), its
+    buffers, its input values or its output values, by the port's role. Ports of values, of their gradients and of seeds
+    have the shape of the contiguous memory that holds them.
     """
 
     parameter_names: tuple[tuple[str, ...], ...]
+    """All names of each parameter in the module."""
+
     buffer_names: tuple[str, ...]
+    """The name of each buffer in the module."""
+
     forward: Program
+    """From parameters, buffers and inputs to outputs, saved tensors and new values of buffers."""
+
     backward: Program | None
+    """The gradients of parameters and inputs. None if no gradient is wanted, or if the segment ends in the loss."""
+
     loss: Program | None
+    """For a segment that ends in the loss: the loss and the new values of buffers alone."""
+
     joint: Program | None
+    """For a segment that ends in the loss: what `loss` gives and the gradients, in one run."""
+
     output_requires_grad: tuple[bool, ...]
+    """For each output, whether a gradient flows back through it."""
+
     saved_bytes: int
+    """The bytes that autograd would save between this segment's forward and backward."""
+
     saved: tuple[Port, ...] = ()
+    """What `backward` takes of the forward besides the segment's inputs: some of the outputs, and then tensors saved
+    for it and copies of buffers as the forward found them. The latter are further outputs of `forward`, whose `index`
+    continues that of the outputs."""
+
     eager: EagerSegment | None = None
+    """The module as it is run, for a segment that runs eagerly."""
+
     reads: Reads | None = None
+    """The attributes that the module's code read while it was traced."""
+
     output_orders: Mapping[int, Order] = field(default_factory=dict)
+    """The memory orders of outputs, by number."""
+
     seed_orders: Mapping[int, Order] = field(default_factory=dict)
+    """The memory orders of seeds, which are gradients of outputs, by number of the output."""
+
     gradient_orders: Mapping[int, Order] = field(default_factory=dict)
+    """The memory orders of gradients of inputs, by number of the input."""
+
     recut: Callable[[str, Mapping[int, Order], bool], Captured] | None = None
+    """Cuts the programs out of the same trace for another (name, gradient_orders, save), as `capture` would for such a
+    request. None if the trace has not been kept."""

@@ -1,18 +1,18 @@
-"""The universal fallback: a segment that cannot be captured as a graph runs eagerly, op by op, at every visit.
+"""Programs for a segment that cannot be traced: Python runs its module at every visit, op by op.
 
-Its programs are graphs of one node, a call of Python (`eager_call`); only devices that execute Python over torch
-tensors (the CPU) can compile them, others name the call as an op they lack. Ops that depend on data may do as they
-like inside; what must be known beforehand are the shapes that come out, and those are found by running the module
-once, on made-up numbers. Invariant: the ports are those that a captured segment of the same module would have.
+Each program is a graph of one node, a call of Python (`relay.capture.eager_call`). Devices that execute PyTorch can
+compile it; others report the call as an op that they lack. Shapes inside the module may depend on data. The shapes of
+its outputs must not: they are found by running the module once on made-up numbers. Invariant: the ports are those that
+a traced segment of the same module would have.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,14 +26,18 @@ from relay.capture.guards.functional_call import call_with
 from relay.capture.guards.messages import changed_parameter, explain, name_of_program
 from relay.capture.guards.unsupported import hooks_wait
 from relay.capture.memory_order import Order, as_written, order_of, stored, stored_shape
+from relay.capture.request import CaptureRequest
+from relay.capture.traced_module import autocast
 
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True)
 class EagerPrograms:
-    """What `eager_programs` makes: programs by kind, which outputs ask for gradients, the bytes that autograd keeps,
-    the copies of buffers that the forward keeps for the backward (see `Captured.kept`), and how values lie."""
+    """The programs of a segment by kind, with what `Captured` holds besides them.
+
+    `wants` tells which outputs require a gradient. `saved` are copies of buffers, made by the forward for the backward.
+    """
 
     segment: EagerSegment
     programs: dict[str, Program | None]
@@ -44,7 +48,7 @@ class EagerPrograms:
 
 
 def made_up(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Real tensors of these shapes and dtypes: small numbers where they are floats, zeros elsewhere."""
+    """Real tensors of these shapes and dtypes: small random numbers for floating-point dtypes, zeros for others."""
     generator = torch.Generator().manual_seed(0)
     made = []
     for tensor in tensors:
@@ -57,9 +61,10 @@ def made_up(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def run_made_up(module: nn.Module, forward: Callable[..., Any], fill: Callable[[Any], Any], inputs: Any) -> Any:
-    """`forward` on made-up numbers of the inputs' shapes, nothing in the module changed: for the shapes it returns.
+    """Run `forward` on made-up numbers, for the shapes that it returns. Nothing in the module changes.
 
-    `fill` makes (args, kwargs) of the tensors.
+    `inputs` are tensors of the shapes and dtypes to use, and `fill` turns tensors into (args, kwargs). Raises whatever
+    `forward` raises.
     """
     with _disable_current_modes(), torch.random.fork_rng(devices=()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -79,24 +84,11 @@ def run_made_up(module: nn.Module, forward: Callable[..., Any], fill: Callable[[
             return call_with(Shell(), originals, states, ())
 
 
-def eager_programs(
-    module: nn.Module,
-    inputs: Sequence[torch.Tensor],
-    name: str,
-    ends_in_loss: bool,
-    compute: Callable[[], AbstractContextManager[Any]],
-    training: bool = True,
-    seeds: Mapping[int, torch.Tensor] | None = None,
-    gradients: Mapping[int, Order] | None = None,
-    strides: bool = True,
-    unreached: frozenset[int] = frozenset(),
-) -> EagerPrograms:
-    """The programs for `module(*inputs)`; `seeds`, `gradients`, `strides` and `unreached` as `capture` takes
-    them.
-
-    Raises whatever the module raises when run on made-up numbers.
-    """
-    segment = EagerSegment(module, compute)
+def eager_programs(request: CaptureRequest) -> EagerPrograms:
+    """The programs of a segment that runs eagerly. Raises whatever the module raises when run on made-up numbers."""
+    module, name, training, ends_in_loss = request.module, request.name, request.training, request.ends_in_loss
+    context = functools.partial(autocast, request.compute_dtype, request.device.type)
+    segment = EagerSegment(module, context)
     parameters, buffers = segment.tensors, segment.buffer_tensors
     saved_bytes = 0
 
@@ -109,7 +101,7 @@ def eager_programs(
         warnings.simplefilter("ignore")
         values = [
             as_written(stored(tensor, order_of(like)), order_of(like)).detach().requires_grad_(like.requires_grad)
-            for tensor, like in zip(made_up(inputs), inputs, strict=True)
+            for tensor, like in zip(made_up(request.inputs), request.inputs, strict=True)
         ]
         leaves = [
             tensor.requires_grad_(wanted) for tensor, wanted in zip(made_up(parameters), segment.trainable, strict=True)
@@ -122,12 +114,12 @@ def eager_programs(
                 if leaf._version != version:
                     raise changed_parameter(name, names[0])
         layouts = EagerLayouts({}, {}, {}, {})
-        wants = tuple(output.requires_grad and number not in unreached for number, output in enumerate(outputs))
-        if strides:
-            layouts = _layouts_of(values, outputs, wants, seeds or {}, gradients or {})
+        wants = tuple(output.requires_grad and number not in request.unreached for number, output in enumerate(outputs))
+        if request.strides:
+            layouts = _layouts_of(values, outputs, wants, request)
         if training:
             _try_backward(leaves, outputs, name)
-    # Which buffers a forward changes, data may decide too: in training all of them are written back.
+    # Data may also decide which buffers a forward changes, so in training all of them are written back.
     changing = any(part.training and part._buffers for part in module.modules())
     updates = list(range(len(after))) if changing else []
     differentiates = any(wants)
@@ -203,12 +195,11 @@ def _layouts_of(
     values: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
     wants: Sequence[bool],
-    seeds: Mapping[int, torch.Tensor],
-    gradients: Mapping[int, Order],
+    request: CaptureRequest,
 ) -> EagerLayouts:
-    """How everything lies; for that of the gradients a backward is run on made-up numbers."""
+    """The memory orders of all values. For those of gradients, a backward is run on made-up numbers."""
     asking = [number for number, wanted in enumerate(wants) if wanted]
-    taken = {number: seeds.get(number, outputs[number]) for number in asking}
+    taken = {number: request.seeds.get(number, outputs[number]) for number in asking}
     wanted = [number for number, value in enumerate(values) if value.requires_grad]
     found: Sequence[torch.Tensor | None] = ()
     if asking and wanted:
@@ -221,15 +212,12 @@ def _layouts_of(
         {number: order_of(value) for number, value in enumerate(values)},
         {number: order_of(output) for number, output in enumerate(outputs)},
         {number: order_of(seed) for number, seed in taken.items()},
-        {number: gradients.get(number, made.get(number, ())) for number in wanted if asking},
+        {number: request.gradient_orders.get(number, made.get(number, ())) for number in wanted if asking},
     )
 
 
 def _try_backward(leaves: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], name: str) -> None:
-    """Raise CaptureError where autograd cannot go back to the parameters: there are ops that it has no derivative of.
-
-    Found here, before a step, and not in its middle.
-    """
+    """Raise CaptureError now, and not in the middle of a step, if an op has no derivative."""
     asking = [output for output in outputs if output.requires_grad]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     if asking and wanted:
@@ -240,7 +228,7 @@ def _try_backward(leaves: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor
 
 
 def _read_in_training(module: nn.Module) -> set[int]:
-    """The buffers, by identity, that a forward may read: all but the statistics of BatchNorm in training."""
+    """The ids of the buffers that a forward may read: all except the statistics of BatchNorm in training."""
     return {
         id(buffer)
         for part in module.modules()

@@ -1,7 +1,8 @@
 """Reading a joint graph by its descriptors, and cutting the programs out of it.
 
-What each input and output of the graph is (a parameter, a buffer, a value, a seed, a gradient of which) stands in the
-descriptors that tracing gives it. A program is copied from what its results need of the graph and nothing else.
+The descriptors that tracing attaches to inputs and outputs of the graph tell what each is: a parameter, a buffer, a
+value, a seed, or the gradient of one of these. Invariant: a program holds the nodes that its results need, and no
+others.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from hal import ops
 from hal.program import Port, Program, Role
@@ -22,6 +23,7 @@ from relay.capture.cost import count_flops, count_moved, fingerprint, peak_of_te
 from relay.capture.guards.messages import changed_parameter, name_of_program, sparse_gradient
 from relay.capture.memory_order import Order, in_order, inverse, order_of, permuted, stored_shape
 from relay.capture.random_ops import ancestors, copy_nodes
+from relay.capture.request import CaptureRequest
 from relay.capture.saved_tensors import nodes_to_save
 from relay.errors import CaptureError
 
@@ -29,25 +31,16 @@ aten = torch.ops.aten
 
 
 class Extraction:
-    """Reads a joint graph by its descriptors and cuts the programs out of it."""
+    """The joint graph of a segment with its inputs and outputs sorted by kind, from which programs are cut."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        traced: fx.GraphModule,
-        name: str,
-        wants_gradients: bool,
-        compute: torch.dtype,
-        lowering: Lowering,
-        seeded: Mapping[int, Order],
-        strides: bool,
-    ) -> None:
+    def __init__(self, request: CaptureRequest, traced: fx.GraphModule) -> None:
         self.traced = traced
-        self.seeded = seeded
-        self.strides = strides
-        self.lowering = lowering
-        self.name = name
-        self.wants_gradients = wants_gradients
+        self.name = request.name
+        self.lowering = request.lowering
+        self.strides = request.keeps_strides
+        self.wants_gradients = request.wants_gradients
+        self.given_seed_orders = request.seed_orders
+        name, given_seeds = request.name, request.seed_orders
         self.parameters: list[list[tuple[str, fx.Node]]] = []
         self.buffers: list[tuple[str, fx.Node]] = []
         self.values: list[fx.Node] = []
@@ -61,8 +54,8 @@ class Extraction:
         by_tensor: dict[int, int] = {}
         for node in kinds.pop("ParamAOTInput", []):
             target = node.meta["desc"].target
-            # A tensor tied within the segment comes under several names: one parameter to us.
-            identity = id(module.get_parameter(target.removeprefix(prefix)))
+            # A tensor that is tied within the segment has several names, and is one parameter of the programs.
+            identity = id(request.module.get_parameter(target.removeprefix(prefix)))
             if identity not in by_tensor:
                 by_tensor[identity] = len(self.parameters)
                 self.parameters.append([])
@@ -70,7 +63,7 @@ class Extraction:
         for node in kinds.pop("BufferAOTInput", []):
             self.buffers.append((node.meta["desc"].target.removeprefix(prefix), node))
         plain = sorted(kinds.pop("PlainAOTInput", []), key=lambda node: node.meta["desc"].idx)
-        count = len(plain) - len(seeded) - (not wants_gradients)
+        count = len(plain) - len(given_seeds) - (not self.wants_gradients)
         self.values = plain[:count]
         for node in kinds.pop("TangentAOTInput", []):
             source = node.meta["desc"].output
@@ -79,31 +72,29 @@ class Extraction:
                 raise changed_parameter(name, mutated.target.removeprefix(prefix))
             if type(source).__name__ != "PlainAOTOutput":
                 raise CaptureError(
-                    f"layer {name!r} updates a buffer with something that requires a gradient. Detach it first: a "
-                    "buffer is state, and no gradient flows through it.",
+                    f"layer {name!r} assigns a tensor that requires a gradient to a buffer. Detach the tensor "
+                    "first: no gradient flows through a buffer.",
                     layer=name,
                 )
             self.seeds[source.idx] = node
-        # Where the seed was given its own place comes in unused.
-        self.seeds.update(zip(seeded, plain[count : count + len(seeded)], strict=True))
+        # A seed with an example is an input of the module; the one that the export makes for it is not used.
+        self.seeds.update(zip(given_seeds, plain[count : count + len(given_seeds)], strict=True))
         if kinds:
             raise CaptureError(
-                f"layer {name!r} has inputs of a kind that is not known here: {sorted(kinds)}", layer=name
+                f"layer {name!r} has inputs of kinds that Relay does not support: {sorted(kinds)}", layer=name
             )
-        if compute is not torch.float32:
+        if request.compute_dtype is not torch.float32:
             for names in self.parameters:
-                self._find_rounding([node for _, node in names], compute)
+                self._find_rounding([node for _, node in names], request.compute_dtype)
         self.outputs: dict[int, Any] = {}
         self.updates: dict[fx.Node, Any] = {}
         self.gradients: dict[fx.Node, Any] = {}
         self._read_outputs()
 
-    def _find_rounding(self, nodes: Sequence[fx.Node], compute: torch.dtype) -> None:
-        """Note the casts of a parameter that is used in no other way than rounded to the compute dtype."""
+    def _find_rounding(self, nodes: Sequence[fx.Node], dtype: torch.dtype) -> None:
+        """Store the casts of a parameter that is used only after a cast to `dtype`."""
         users = [user for node in nodes for user in node.users]
-        if users and all(
-            user.target is aten._to_copy.default and user.kwargs.get("dtype") is compute for user in users
-        ):
+        if users and all(user.target is aten._to_copy.default and user.kwargs.get("dtype") is dtype for user in users):
             self.rounded[nodes[0]] = users
 
     def _read_outputs(self) -> None:
@@ -111,7 +102,7 @@ class Extraction:
         placeholder_of = {node.meta["desc"]: node for node in self.traced.graph.nodes if node.op == "placeholder"}
         for value, description in zip(output.args[0], output.meta["desc"], strict=True):
             if description is None:
-                continue  # the gradient of an input that has none
+                continue  # an input without gradient
             kind = type(description).__name__
             if kind == "PlainAOTOutput":
                 self.outputs[description.idx] = value
@@ -120,15 +111,17 @@ class Extraction:
             elif kind == "GradAOTOutput":
                 self.gradients[placeholder_of[description.grad_of]] = value
             else:
-                raise CaptureError(f"layer {self.name!r} has an output of an unknown kind, {kind}", layer=self.name)
+                raise CaptureError(
+                    f"layer {self.name!r} has an output of a kind that Relay does not support: {kind}", layer=self.name
+                )
         for node in self.updates:
             description = node.meta["desc"]
             if type(description).__name__ == "ParamAOTInput":
                 raise changed_parameter(self.name, description.target.removeprefix("module."))
             if node not in [buffer for _, buffer in self.buffers]:
                 raise CaptureError(
-                    f"layer {self.name!r} changes one of its inputs in place. The relay keeps inputs for the "
-                    "recompute: clone the input before changing it.",
+                    f"layer {self.name!r} changes one of its inputs in place, but the recompute needs the input "
+                    "unchanged. Clone the input before changing it.",
                     layer=self.name,
                 )
         self._refuse_sparse()
@@ -144,14 +137,14 @@ class Extraction:
                     raise sparse_gradient(self.name, parameter)
 
     def named(self, name: str) -> Extraction:
-        """The same of a segment built alike."""
+        """The same graph under the name of another segment, which is built alike."""
         other = copy.copy(self)
         other.name = name
         return other
 
     def captured(self, asked: Mapping[int, Order], ends_in_loss: bool, save: bool) -> Captured:
-        """Cut out the programs. `asked` are the orders in which gradients of inputs are wanted."""
-        self.asked = asked
+        """Cut out the programs. `asked` maps inputs to the memory orders in which their gradients are wanted."""
+        self.asked_orders = asked
         outputs = [(node, self._stored_port(Role.VALUE, index, node)) for index, node in sorted(self.outputs.items())]
         updates = self._buffer_updates()
         gradients = self._gradient_results() if self.wants_gradients else []
@@ -185,7 +178,7 @@ class Extraction:
             saved=tuple(port for _, port in [*own, *extra]),
             saved_bytes=saved_bytes(self.traced.graph, forward, ancestors(wanted), states),
             output_orders={index: self._order(node) for index, node in self.outputs.items()},
-            seed_orders={index: self.seeded.get(index, self._order(node)) for index, node in seeds},
+            seed_orders={index: self.given_seed_orders.get(index, self._order(node)) for index, node in seeds},
             gradient_orders={
                 index: self._gradient_order(index, self.gradients[node])
                 for index, node in enumerate(self.values)
@@ -194,7 +187,7 @@ class Extraction:
         )
 
     def _buffers_to_save(self, gradients: Sequence[tuple[Any, ...]], saved: set[fx.Node]) -> list[fx.Node]:
-        """Buffers that the forward changes and the backward reads: it must find what the forward found."""
+        """Buffers that the forward changes and the backward reads, which needs the values from before the change."""
         needed = ancestors(gradients, saved) - saved
         return [
             node
@@ -209,23 +202,23 @@ class Extraction:
     def _read_of(
         self, saved: Sequence[fx.Node], seeds: Sequence[tuple[int, fx.Node]], gradients: Sequence[tuple[Any, Port]]
     ) -> list[fx.Node]:
-        """Those that the backward reads in the end: what random ops are given for its shape alone is not read."""
+        """The saved nodes that the backward program reads. A tensor of which only the shape is used is not read."""
         program = self._program("backward", seeds, gradients, saved, True)
         read = {port.index - len(self.values) for port in program.inputs if port.role is Role.VALUE}
         return [node for number, node in enumerate(saved) if number in read]
 
     def _order(self, node: fx.Node) -> Order:
-        """The order of a tensor's dimensions in memory; core graphs have no strides."""
+        """The memory order of a tensor; in core graphs, which have no strides, the order of its dimensions."""
         passed_on = node.op == "placeholder" or any(node is output for output in self.outputs.values())
         if self.lowering is Lowering.CORE or (passed_on and not self.strides):
             return ()
         return order_of(node.meta["val"])
 
     def _gradient_order(self, index: int, node: fx.Node) -> Order:
-        return self.asked.get(index, self._order(node)) if self.strides else ()
+        return self.asked_orders.get(index, self._order(node)) if self.strides else ()
 
     def _stored_port(self, role: Role, index: int, node: fx.Node, order: Order | None = None) -> Port:
-        """The port of a value in memory of its own."""
+        """The port of a value, with the shape of its memory."""
         port = self._port(role, index, node)
         return replace(port, shape=stored_shape(port.shape, self._order(node) if order is None else order))
 
@@ -240,7 +233,7 @@ class Extraction:
         results = []
         position = {node: number for number, node in enumerate(self.traced.graph.nodes)}
         for index, names in enumerate(self.parameters):
-            # Autograd adds up the uses of a tied parameter as they come, the last use first.
+            # Autograd sums the gradients of a tied parameter in the order of the backward, so the last use is first.
             uses = [self.gradients[node] for _, node in names if self.gradients.get(node) is not None]
             uses.sort(key=position.__getitem__)
             if uses:
@@ -311,7 +304,7 @@ class Extraction:
             order: Order = ()
             if port.role is Role.VALUE:
                 order = self._order(values[0])
-                if port.index >= len(self.outputs):  # kept for the backward
+                if port.index >= len(self.outputs):  # saved for the backward
                     early.append(len(outputs))
             elif port.role is Role.VALUE_GRADIENT:
                 order = self._gradient_order(port.index, values[0])
@@ -321,7 +314,7 @@ class Extraction:
         graph.output(tuple(outputs))
         graph.eliminate_dead_code()
         if drops_unread:
-            # What a backward that recomputes nothing does not read need not be brought.
+            # A backward that recomputes nothing does not read all values, and those need not be loaded.
             unread = [
                 position
                 for position, (node, port) in enumerate(zip(placeholders, ports, strict=True))
@@ -357,6 +350,6 @@ _TRAINING_FLAG = {aten._native_batch_norm_legit_functional.default: 5, aten.nati
 
 
 def _ignores_statistics(node: fx.Node) -> bool:
-    """Whether an op takes running statistics and does not look at them: BatchNorm in training."""
+    """Whether an op takes running statistics without reading them: BatchNorm in training."""
     flag = _TRAINING_FLAG.get(node.target)  # type: ignore[call-overload]
     return flag is not None and node.args[flag] is True

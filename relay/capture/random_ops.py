@@ -1,23 +1,43 @@
-"""Copying a traced graph's ops into a program, its random ops keyed.
+"""Copying the nodes of a traced graph into a program, with random ops replaced by counter-based ones.
 
-Random ops become calls of `hal.random` with a key. They are numbered in the joint graph's order, so that an op has the
-same number, hence the same mask, in every program that is cut out of it.
+Random ops become calls of `hal.random` with a key. They are numbered layer by layer in the order of the joint graph,
+needed or not. Invariant: an op has the same number, and so the same mask, in every program of its segment, and in
+whichever segment its layer is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx import traceback
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from hal import random as counter_random
-from relay.capture.layer_marks import layer_of
 from relay.errors import CaptureError
 
 aten = torch.ops.aten
+
+_LAYER = "relay_layer"
+
+
+def layer_of_segment(number: int) -> contextlib.AbstractContextManager[Any]:
+    """A context around the call of layer `number` of a segment. Ops traced in it carry the number; it has no other
+    effect."""
+    if get_proxy_mode() is None:
+        return contextlib.nullcontext()
+    context: contextlib.AbstractContextManager[Any] = traceback.annotate({_LAYER: number})
+    return context
+
+
+def layer_of(node: fx.Node) -> int:
+    """The number of the layer in whose call an op was traced; 0 for an op outside of `layer_of_segment`."""
+    number: int = node.meta.get("custom", {}).get(_LAYER, 0)
+    return number
 
 
 _RANDOM = {
@@ -31,8 +51,11 @@ _RANDOM = {
 def copy_nodes(
     source: fx.Graph, needed: set[fx.Node], graph: fx.Graph, environment: dict[fx.Node, Any], key: fx.Node, layer: str
 ) -> None:
-    """Copy the needed ops, with random ops keyed. These are numbered layer by layer, whether needed or not, so that an
-    op has the same number in every program of its segment, and in whichever segment its layer is."""
+    """Copy the `needed` nodes of `source` into `graph`, with random ops keyed by the node `key`.
+
+    `environment` maps nodes of `source` to nodes of `graph`, and is extended. `layer` is the layer's name in errors.
+    Raises CaptureError for a random op that has no counter-based form.
+    """
     counts: dict[int, int] = {}
     for node in source.nodes:
         target = node.target
@@ -46,8 +69,8 @@ def copy_nodes(
         number = of_layer * counter_random.OP_LIMIT + counts[of_layer]
         if draws and counts[of_layer] >= counter_random.OP_LIMIT:
             raise CaptureError(
-                f"layer {layer!r} draws random numbers more than {counter_random.OP_LIMIT} times; give it as several "
-                "layers.",
+                f"layer {layer!r} has more than {counter_random.OP_LIMIT} ops that draw random numbers. Split it into "
+                "several layers.",
                 layer=layer,
                 op=str(target),
             )
@@ -63,8 +86,8 @@ def copy_nodes(
             environment[node] = drawn
         elif draws:
             raise CaptureError(
-                f"layer {layer!r} draws random numbers by {target}, which has no counter-based form here. "
-                "Dropout, torch.rand, rand_like, randn and randn_like in float32 have one.",
+                f"layer {layer!r} draws random numbers by {target}, which has no counter-based form. Use dropout, or "
+                "torch.rand, rand_like, randn or randn_like in float32.",
                 layer=layer,
                 op=str(target),
             )
@@ -73,6 +96,7 @@ def copy_nodes(
 
 
 def draws_by_itself(node: fx.Node) -> bool:
+    """Whether an op draws random numbers from PyTorch's generator, given its arguments (dropout of 0 does not)."""
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded not in tags:
         return False
@@ -98,20 +122,20 @@ def _keyed_bernoulli(graph: fx.Graph, node: fx.Node, key: fx.Node, number: int) 
 
 
 def _keyed_dropout(graph: fx.Graph, source: fx.Node, node: fx.Node, key: fx.Node, number: int) -> tuple[Any, Any]:
-    """native_dropout as PyTorch computes it, with the mask drawn by us: (source * mask) * (1 / (1 - p))."""
+    """native_dropout as PyTorch computes it, with a keyed mask: (source * mask) * (1 / (1 - p))."""
     probability = float(node.args[1])  # type: ignore[arg-type]
     value = source.meta["val"]
     mask = graph.call_function(counter_random.keep_mask, (key, number, tuple(value.shape), probability))
     mask.meta = {"val": torch.empty(value.shape, dtype=torch.bool, device="meta")}
-    kept = graph.call_function(aten.mul.Tensor, (source, mask))
-    kept.meta = {"val": value}
-    scaled = graph.call_function(aten.mul.Scalar, (kept, 0.0 if probability == 1.0 else 1.0 / (1.0 - probability)))
+    masked = graph.call_function(aten.mul.Tensor, (source, mask))
+    masked.meta = {"val": value}
+    scaled = graph.call_function(aten.mul.Scalar, (masked, 0.0 if probability == 1.0 else 1.0 / (1.0 - probability)))
     scaled.meta = {"val": value}
     return scaled, mask
 
 
 def ancestors(wanted: Sequence[Sequence[fx.Node]], given: set[fx.Node] | None = None) -> set[fx.Node]:
-    """The nodes that these are made from, themselves included, and none beyond those that are `given`."""
+    """The `wanted` nodes and all nodes that they depend on. The search stops at nodes in `given`."""
     seen: set[fx.Node] = set()
     stack = [node for nodes in wanted for node in nodes]
     while stack:

@@ -1,8 +1,7 @@
 """A segment's module in the form in which it is traced.
 
-Tracing asks for something to differentiate, for outputs that share no memory, and for buffers that are changed in
-place; modules do as they like. Invariant: what comes out is what the module returns, to the bit, as is what flows
-back.
+The joint export requires something to differentiate, outputs that share no memory, and buffers that change in place;
+modules need not obey that. Invariant: outputs and gradients are those of the module, to the bit.
 """
 
 from __future__ import annotations
@@ -14,68 +13,67 @@ from typing import Any
 import torch
 from torch import nn
 
-from relay.capture.memory_order import Order, Seeded, as_written, order_in_memory
+from relay.capture.memory_order import Seeded, as_written, order_in_memory
+from relay.capture.request import CaptureRequest
 from relay.capture.trace_for_device import CPU, OnDevice
 
 
-def autocast(compute: torch.dtype, kind: str = "cpu") -> contextlib.AbstractContextManager[Any]:
-    """PyTorch's autocast to that dtype on devices of that type; nothing for float32."""
-    if compute is torch.float32:
+def autocast(dtype: torch.dtype, device_type: str = "cpu") -> contextlib.AbstractContextManager[Any]:
+    """PyTorch's autocast to `dtype` on devices of that type, or a context without effect for float32."""
+    if dtype is torch.float32:
         return contextlib.nullcontext()
-    return torch.autocast(kind, dtype=compute)
+    return torch.autocast(device_type, dtype=dtype)
 
 
-class Traced(nn.Module):
-    """The module as it is traced: under autocast if asked, with a spare output to differentiate if it has none."""
+class TracedModule(nn.Module):
+    """The module of a request as it is traced.
 
-    def __init__(
-        self,
-        module: nn.Module,
-        compute: torch.dtype,
-        has_spare: bool,
-        device: torch.device,
-        seeds: Mapping[int, Order],
-        strided: bool,
-        unreached: frozenset[int] = frozenset(),
-    ) -> None:
+    `forward` takes `CaptureRequest.arguments`. It returns the outputs, and one more if there is nothing else to
+    differentiate.
+    """
+
+    def __init__(self, request: CaptureRequest) -> None:
         super().__init__()
-        self.module = module
-        self.compute = compute
-        self.has_spare = has_spare
-        self.device = device
-        self.seeds = dict(seeds)
-        self.strided = strided
-        self.unreached = unreached
+        self.module = request.module
+        self.compute_dtype = request.compute_dtype
+        self.device = request.device
+        self.has_spare_input = not request.wants_gradients
+        self.seed_orders = request.seed_orders
+        self.keeps_strides = request.keeps_strides
+        self.unreached = request.unreached
 
     def forward(self, *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        spare = arguments[-1:] if self.has_spare else ()
+        spare = arguments[-1:] if self.has_spare_input else ()
         last = len(arguments) - len(spare)
-        inputs, seeds = arguments[: last - len(self.seeds)], arguments[last - len(self.seeds) : last]
-        # The backward is traced outside of autocast, as eager backward runs outside of it.
+        first_seed = last - len(self.seed_orders)
+        inputs, seeds = arguments[:first_seed], arguments[first_seed:last]
         buffers = dict(self.module.named_buffers())
         on_device = OnDevice(self.device) if self.device != CPU else contextlib.nullcontext()
-        with autocast(self.compute, self.device.type), on_device:
+        # The backward is traced outside of autocast, as PyTorch runs it outside of autocast.
+        with autocast(self.compute_dtype, self.device.type), on_device:
             outputs: tuple[torch.Tensor, ...] = self.module(*inputs)
-        self._take_in_assigned(buffers)
-        # Tracing gives an output that shares memory with an input or another output no gradient of its own.
+        self._copy_assigned_buffers(buffers)
+        # An output that shares memory with an input or another output would get no gradient of its own.
         taken = {id(tensor) for tensor in inputs}
         separate = []
         for output in outputs:
             shares = id(output) in taken or output._is_view()
-            if not self.strided:
+            if not self.keeps_strides:
                 own = output.clone(memory_format=torch.contiguous_format) if shares else output.contiguous()
             else:
                 own = output.clone() if shares or order_in_memory(output) is None else output
             separate.append(own)
             taken.add(id(output))
-        for (index, order), seed in zip(self.seeds.items(), seeds, strict=True):
+        for (index, order), seed in zip(self.seed_orders.items(), seeds, strict=True):
             separate[index] = Seeded.apply(separate[index], as_written(seed, order))
         for index in self.unreached:
             separate[index] = separate[index].detach()
-        return (*separate, *(one * 2 for one in spare))
+        return (*separate, *(tensor * 2 for tensor in spare))
 
-    def _take_in_assigned(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """A buffer that the forward replaced (`self.average = ...`) is changed in place, as the trace can see it."""
+    def _copy_assigned_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Copy tensors that the forward assigned to buffers (`self.average = ...`) into the buffers, as traces see
+        that.
+        """
         for name, buffer in buffers.items():
             owner, _, own_name = name.rpartition(".")
             module = self.module.get_submodule(owner)

@@ -15,7 +15,7 @@ from torch import nn
 
 from hal import registry
 from hal.program import Role
-from relay.capture import Lowering, capture
+from relay.capture import CaptureRequest, Lowering, capture
 
 
 class _Named(nn.Module):
@@ -45,7 +45,9 @@ def export_onnx(
     model.eval()
     try:
         segment = _Named(model, names, output)
-        found = capture(segment, list(example.values()), "model", lowering=Lowering.CORE, training=False)
+        found = capture(
+            CaptureRequest(segment, list(example.values()), "model", lowering=Lowering.CORE, training=False)
+        )
     finally:
         model.train(training)
     inner = "model."

@@ -17,7 +17,7 @@ from torch import nn
 from hal.device import Device
 from hal.program import Kernel, Program, Role
 from hal.slot import lay_out
-from relay.capture import Captured, Lowering, ObservedGradientPresence, capture
+from relay.capture import Captured, CaptureRequest, Lowering, ObservedGradientPresence, capture
 from relay.capture.memory_order import Order, as_written, order_of, stored_shape
 from relay.eps.store import GradientField, Wanted
 from relay.partition.find_blocks import plain_attributes, same_structure, tie_pattern
@@ -161,9 +161,21 @@ def build_compiled_model(
         if captured is None:
             ends_in_loss = last and partition.has_loss
             captured = capture(
-                segment.module, inputs, segment.name, ends_in_loss, compute, lowering, training, save, traced_for,
-                examples, gradients, unreached=unreached,
-            )  # fmt: skip
+                CaptureRequest(
+                    segment.module,
+                    inputs,
+                    segment.name,
+                    ends_in_loss=ends_in_loss,
+                    compute_dtype=compute,
+                    lowering=lowering,
+                    device=traced_for,
+                    training=training,
+                    save=save,
+                    seeds=examples,
+                    gradient_orders=gradients,
+                    unreached=unreached,
+                )
+            )
             if captured.eager is None:
                 captured = captures.add(segment, traced, cut, captured)
             elif presences is not None:

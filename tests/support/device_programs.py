@@ -16,7 +16,7 @@ from hal.device import Device, KernelCall
 from hal.event import Event
 from hal.program import Program, Role
 from hal.random import RandomKey
-from relay.capture import Captured, capture
+from relay.capture import Captured, CaptureRequest, capture
 from tests.support.cpu_devices import fetch, place
 
 GUARD = 256  # bytes
@@ -124,7 +124,7 @@ def module_and_inputs(which: str) -> tuple[nn.Module, list[torch.Tensor]]:
 @functools.cache
 def captured_from(which: str, save: bool = False) -> Captured:
     """Programs are the same for every device, so they are captured once."""
-    return capture(*module_and_inputs(which), which, save=save, strides=False)
+    return capture(CaptureRequest(*module_and_inputs(which), which, save=save, strides=False))
 
 
 def run_program(
@@ -163,7 +163,7 @@ def run_program(
 def failing_lookup(device: Device, wait: Sequence[Event] = ()) -> Event:
     """A kernel that fails within torch: it looks up a row that is not there."""
     module = Tuple(nn.Embedding(4, 2))
-    program = capture(module, [torch.tensor([0, 1])], "lookup").forward
+    program = capture(CaptureRequest(module, [torch.tensor([0, 1])], "lookup")).forward
     inputs = [place(device, module.inner.weight), place(device, torch.tensor([1, 4]))]
     output = place(device, torch.zeros(2, 2))
     return device.queue("compute").run(KernelCall(device.compile(program), inputs, [output]), wait)

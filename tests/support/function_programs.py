@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hal.program import Program
-from relay.capture import Lowering, capture
+from relay.capture import CaptureRequest, Lowering, capture
 
 
 class Of(nn.Module):
@@ -22,4 +22,4 @@ class Of(nn.Module):
 
 def core(function: Any, *inputs: Tensor) -> Program:
     """A function's forward as a core program."""
-    return capture(Of(function), inputs, "segment 7", lowering=Lowering.CORE).forward
+    return capture(CaptureRequest(Of(function), inputs, "segment 7", lowering=Lowering.CORE)).forward

@@ -16,7 +16,7 @@ from hal.event import Event
 from hal.host import Host
 from hal.registry import open as open_device
 from hal.slot import DeviceSlot, SlotContent, lay_out
-from relay.capture import capture
+from relay.capture import CaptureRequest, capture
 
 PATIENCE = 60  # seconds until a test that hangs is a failure
 FEATURES = 3
@@ -31,7 +31,7 @@ class Linear(nn.Module):
         return (self.inner(inputs),)
 
 
-CAPTURED = capture(Linear(), [torch.zeros(4, FEATURES)], "linear")
+CAPTURED = capture(CaptureRequest(Linear(), [torch.zeros(4, FEATURES)], "linear"))
 SHAPES = [((2, FEATURES), torch.float32), ((2,), torch.float32)]
 
 

@@ -86,9 +86,7 @@ def _average_pool(builder: Builder, call: Call) -> Any:
                 (height, width), call.spec.shape[-2:], stride, padding, kernel, strict=True
             )
         ]
-    result = builder.call(
-        aten.convolution.default, flat, weight, None, stride, padding, [1, 1], backward, further, 1
-    )
+    result = builder.call(aten.convolution.default, flat, weight, None, stride, padding, [1, 1], backward, further, 1)
     return builder.view(result, call.wanted.shape)
 
 

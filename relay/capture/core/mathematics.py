@@ -137,9 +137,7 @@ def _hypot(builder: Builder, call: Any) -> fx.Node:
     large, small = builder.call(aten.maximum.default, x, y), builder.call(aten.minimum.default, x, y)
     ratio = n.two("div", small, large)
     root = n.one("sqrt", n.with_number("add", n.two("mul", ratio, ratio), 1))
-    plain = builder.call(
-        aten.logical_or.default, n.with_number("eq", large, 0), n.with_number("eq", large, math.inf)
-    )
+    plain = builder.call(aten.logical_or.default, n.with_number("eq", large, 0), n.with_number("eq", large, math.inf))
     return n.where(plain, large, n.two("mul", large, root))
 
 

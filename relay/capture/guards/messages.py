@@ -109,6 +109,11 @@ def explain_eager(failure: Exception, layer: str, why: str) -> RelayError:
     )
 
 
+def described_layer(layer: str, ends_in_loss: bool) -> str:
+    """A layer in the subject of an error. The error may also come from the loss, if the layer ends in it."""
+    return f"layer {layer!r}" + (" (or the loss, which runs with it)" if ends_in_loss else "")
+
+
 _KINDS = {"joint": "forward, loss and backward", "loss": "forward and loss"}
 
 

@@ -15,7 +15,7 @@ from hal.conformance.gate import Gate
 from hal.device import Device
 from hal.errors import HalError, Unavailable
 from hal.registry import open as open_device
-from relay.capture import capture
+from relay.capture import CaptureRequest, capture
 from tests.support.cpu_devices import NAMES, fetch, opened, place
 from tests.support.device_programs import captured_from, module_and_inputs
 
@@ -41,7 +41,7 @@ def test_closing_finishes_queued_work_and_frees_everything(device: Device, gate:
 def test_closing_twice_is_harmless_and_use_after_it_is_an_error(device: Device) -> None:
     queue, view = device.queue("any"), place(device, torch.zeros(3))
     module, inputs = module_and_inputs("linear")
-    program = capture(module, inputs, "linear").forward
+    program = capture(CaptureRequest(module, inputs, "linear")).forward
     device.close()
     device.close()
     uses: list[Callable[[], object]] = [

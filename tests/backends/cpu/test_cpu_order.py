@@ -15,7 +15,7 @@ from hal.device import Device, Queue
 from hal.event import Event
 from hal.host import Host
 from hal.program import Role
-from relay.capture import capture
+from relay.capture import CaptureRequest, capture
 from tests.support.cpu_devices import error_of, fetch, opened, place, same_bits
 from tests.support.device_programs import captured_from, failing_lookup, module_and_inputs, numbers, run_program
 
@@ -145,7 +145,7 @@ def test_calls_that_do_not_wait_on_a_failed_one_are_not_touched(device: Device, 
 def test_a_kernel_runs_again_after_it_failed(device: Device) -> None:
     error_of(failing_lookup(device))
     module, inputs = module_and_inputs("embedding")
-    found = run_program(device, capture(module, inputs, "embedding").forward, module, inputs)
+    found = run_program(device, capture(CaptureRequest(module, inputs, "embedding")).forward, module, inputs)
     assert same_bits(found[Role.VALUE, 0], module(*inputs)[0].detach())
     error_of(failing_lookup(device))
 
@@ -185,7 +185,7 @@ def test_threads_that_ask_at_once_get_one_queue_and_one_kernel() -> None:
 
 def test_kernels_submitted_by_several_threads_give_the_bits_of_eager_torch(device: Device) -> None:
     module, inputs = module_and_inputs("mlp")
-    program = capture(module, inputs, "mlp").forward
+    program = capture(CaptureRequest(module, inputs, "mlp")).forward
     batches = [numbers(2, 3, 9) * (number + 1) for number in range(4)]
     expected = [module(batch)[0].detach() for batch in batches]
     found: dict[int, torch.Tensor] = {}

@@ -9,7 +9,7 @@ from torch import nn
 from hal.device import Device, KernelCall, View
 from hal.program import Program, Role
 from hal.random import RandomKey
-from relay.capture import capture
+from relay.capture import CaptureRequest, capture
 from tests.support.cpu_devices import NAMES, fetch, opened, place, same_bits
 from tests.support.device_programs import (
     MODULES,
@@ -59,7 +59,7 @@ def linear_backward(device: Device) -> tuple[Program, list[View], list[torch.Ten
     """A program with two gradients, its inputs on the device, and the gradients as torch has them."""
     module, inputs = module_and_inputs("linear")
     inputs[0].requires_grad_(False)
-    program = capture(module, inputs, "linear").backward
+    program = capture(CaptureRequest(module, inputs, "linear")).backward
     assert program is not None
     seed = numbers(7, 3)
     given = [*module.parameters(), *inputs, seed]
@@ -96,7 +96,7 @@ def test_wrong_counts_of_inputs_outputs_or_accumulations_are_value_errors(device
 
 def test_a_program_that_draws_needs_a_key(device: Device) -> None:
     module, inputs = Tuple(nn.Dropout(0.5)), [numbers(50)]
-    program = capture(module, inputs, "dropout").forward
+    program = capture(CaptureRequest(module, inputs, "dropout")).forward
     assert program.draws
     with pytest.raises(ValueError, match="without a key"):
         run_program(device, program, module, inputs)
@@ -104,7 +104,7 @@ def test_a_program_that_draws_needs_a_key(device: Device) -> None:
 
 def test_one_key_draws_the_same_numbers_on_every_device_and_another_key_others() -> None:
     module, inputs = Tuple(nn.Dropout(0.25)), [numbers(1000)]
-    program = capture(module, inputs, "dropout").forward
+    program = capture(CaptureRequest(module, inputs, "dropout")).forward
     results = {}
     for name in NAMES:
         with opened(name) as device:
@@ -121,18 +121,21 @@ def test_one_key_draws_the_same_numbers_on_every_device_and_another_key_others()
 def test_the_same_fingerprint_gives_the_same_kernel(device: Device) -> None:
     module, inputs = module_and_inputs("attention")
     other = Attention()
-    first, second = capture(module, inputs, "layer 0").forward, capture(other, inputs, "layer 1").forward
+    first, second = (
+        capture(CaptureRequest(module, inputs, "layer 0")).forward,
+        capture(CaptureRequest(other, inputs, "layer 1")).forward,
+    )
     assert first is not second
     assert first.fingerprint == second.fingerprint
     assert device.compile(first) is device.compile(second) is device.compile(first)
-    backward = capture(module, inputs, "layer 0").backward
+    backward = capture(CaptureRequest(module, inputs, "layer 0")).backward
     assert backward is not None
     assert device.compile(backward) is not device.compile(first)
 
 
 def test_the_same_kernel_serves_every_layer_built_alike(device: Device) -> None:
     first, inputs = module_and_inputs("attention")
-    program = capture(first, inputs, "layer").forward
+    program = capture(CaptureRequest(first, inputs, "layer")).forward
     for module in (first, Attention(), Attention()):
         found = run_program(device, program, module, inputs)[Role.VALUE, 0]
         assert same_bits(found, module(*inputs)[0].detach())

@@ -19,7 +19,7 @@ from hal.errors import DeviceLost, HalError, OutOfMemory, Unavailable, Unsupport
 from hal.ops import OPS
 from hal.program import Program
 from hal.random import RandomKey
-from relay.capture import Lowering, capture
+from relay.capture import CaptureRequest, Lowering, capture
 from tests.support import core_cases, reference
 from tests.support.function_programs import Of, core
 from tests.support.zoo import small_models
@@ -140,8 +140,8 @@ MODULES += ["lookups", "scattered", "lstm", "batch norm of images", "integers"]
 @pytest.mark.parametrize("which", MODULES)
 def test_modules_have_the_outputs_and_gradients_of_autograd(which: str) -> None:
     module, inputs = core_cases.module_of(which)
-    core_programs = capture(module, inputs, which, lowering=Lowering.CORE)
-    native = capture(module, inputs, which, strides=False)
+    core_programs = capture(CaptureRequest(module, inputs, which, lowering=Lowering.CORE))
+    native = capture(CaptureRequest(module, inputs, which, strides=False))
     given = core_cases.given_to(module, core_programs, inputs)
     pairs = [(core_programs.forward, native.forward), (core_programs.backward, native.backward)]
     for ours, theirs in pairs:
@@ -164,7 +164,7 @@ def test_draws_are_the_bits_that_every_backend_draws(device: Device, name: str) 
 
 def test_each_run_draws_with_its_own_key(device: Device) -> None:
     module = Of(lambda x: F.dropout(x, 0.5))
-    program = capture(module, [torch.ones(64)], "dropped", lowering=Lowering.CORE).forward
+    program = capture(CaptureRequest(module, [torch.ones(64)], "dropped", lowering=Lowering.CORE)).forward
     for step in range(3):
         key = RandomKey(9, step, 0, 0)
         found = results_of(program)

@@ -23,7 +23,7 @@ from hal.kit.program_builder import GraphBuilder
 from hal.memory import MemoryAccount
 from hal.program import Program
 from hal.random import RandomKey
-from relay.capture import capture
+from relay.capture import CaptureRequest, capture
 from relay.models import GPT
 from tests.support.stubs.stub_accelerator import StubAccelerator
 
@@ -50,7 +50,7 @@ def squares(draws: bool = False) -> Program:
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return (layer(x * x),)
 
-    return capture(Squares(), [torch.zeros(4)], "squares").forward
+    return capture(CaptureRequest(Squares(), [torch.zeros(4)], "squares")).forward
 
 
 def views(device: TorchDevice, count: int) -> list[View]:
@@ -147,7 +147,9 @@ def test_a_recording_that_fails_is_said_once_and_the_launches_are_plain(
 def test_the_memory_of_recordings_is_accounted_and_given_up_for_what_needs_it(
     device: TorchDevice, stub: StubAccelerator
 ) -> None:
-    program = capture(nn.Sequential(nn.Tanh(), nn.Tanh(), Tuple()), [torch.zeros(20_000)], "wide").forward
+    program = capture(
+        CaptureRequest(nn.Sequential(nn.Tanh(), nn.Tanh(), Tuple()), [torch.zeros(20_000)], "wide")
+    ).forward
     kernel, queue = device.compile(program), device.queue("compute")
     x, y = (device.alloc(80_000).view(0, (20_000,), torch.float32) for _ in range(2))
     queue.fill(x, 1.0)

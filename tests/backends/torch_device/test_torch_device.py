@@ -24,7 +24,7 @@ from hal.errors import DeviceLost, HalError, OutOfMemory, Unavailable, Unsupport
 from hal.host import Host
 from hal.kit import streams
 from hal.program import Kernel, Program
-from relay.capture import capture
+from relay.capture import CaptureRequest, capture
 from relay.models import GPT
 from tests.support.processes import packages
 from tests.support.stubs.stub_accelerator import StubAccelerator
@@ -186,7 +186,9 @@ def test_host_memory_that_crosses_is_registered_as_it_is(device: TorchDevice, st
 
 
 def test_a_dtype_it_does_not_have_is_refused_by_name(device: TorchDevice) -> None:
-    program = capture(nn.Linear(3, 3).double(), [torch.zeros(2, 3, dtype=torch.float64)], "precise").forward
+    program = capture(
+        CaptureRequest(nn.Linear(3, 3).double(), [torch.zeros(2, 3, dtype=torch.float64)], "precise")
+    ).forward
     with pytest.raises(Unsupported, match=r"precise.*float64"):
         device.compile(program)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from relay.capture import capture
+from relay.capture import CaptureRequest, capture
 from tests.support.stubs import fake_cuda
 
 pytestmark = pytest.mark.skipif(
@@ -121,7 +121,7 @@ def test_a_device_that_pytorch_does_not_find_has_portable_programs_and_a_reason(
         caplog.clear()
         with caplog.at_level(logging.WARNING, "relay"):
             example = torch.zeros(1, 2, 4, 8, requires_grad=True)
-            program = capture(Attention(), [example], "attends", device=torch.device(name)).forward
+            program = capture(CaptureRequest(Attention(), [example], "attends", device=torch.device(name))).forward
         assert [name for node in program.graph.nodes for name in [str(node.target)] if "softmax" in name]
         assert "attends" in caplog.text
         assert name in caplog.text

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hal.errors import Unsupported
-from relay.capture import capture
+from relay.capture import CaptureRequest, capture
 from tests.support.function_programs import core
 from tests.support.zoo import small_models
 
@@ -63,6 +63,6 @@ def test_an_export_names_ports_by_role_where_nobody_names_them(tmp_path: Path) -
 def test_a_program_that_is_not_core_is_refused_with_what_to_do(tmp_path: Path) -> None:
     from backends.onnx.device import export
 
-    program = capture(nn.Linear(3, 4), [torch.zeros(2, 3)], "layer").forward
+    program = capture(CaptureRequest(nn.Linear(3, 4), [torch.zeros(2, 3)], "layer")).forward
     with pytest.raises(Unsupported, match=r"aten\..*Lowering\.CORE"):
         export(program, tmp_path / "layer.onnx")

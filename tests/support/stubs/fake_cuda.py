@@ -26,7 +26,7 @@ from backends.torch_device.device import TorchDevice
 from hal import registry
 from hal.ops import calls, name_of
 from hal.program import Kernel, Program
-from relay.capture import capture
+from relay.capture import CaptureRequest, capture
 from relay.models import GPT
 from relay.simulation.transformer_shape import ModelShape, compiled_model_of
 
@@ -127,7 +127,7 @@ def both(
     os.environ["RELAY_FAKE_SDPA"] = str(preferred)
     compute = torch.bfloat16 if bf16 else torch.float32
     example = torch.zeros(2, 16, 32, requires_grad=True)
-    captured = capture(Of(module), [example], "layer", compute=compute, device=device, save=save)
+    captured = capture(CaptureRequest(Of(module), [example], "layer", compute_dtype=compute, device=device, save=save))
     assert captured.backward is not None
     return {"forward": describe(captured.forward), "backward": describe(captured.backward)}
 

@@ -15,7 +15,7 @@ from hal.errors import CompileError, Unsupported
 from hal.ops import OPS, Kind, calls, check, name_of
 from hal.program import Program, Role
 from hal.random import keep_mask
-from relay.capture import Lowering, capture
+from relay.capture import CaptureRequest, Lowering, capture
 from relay.models import GPT
 from tests.support import reference
 from tests.support.core_cases import CASES, CHIP, KEY, Of, assert_alike, given_to, module_of, real, run
@@ -27,8 +27,8 @@ aten = torch.ops.aten
 @pytest.mark.parametrize("case", CASES)
 def test_core_programs_on_numpy_give_what_autograd_gives(case: str) -> None:
     module, inputs = module_of(case)
-    core = capture(module, inputs, case, lowering=Lowering.CORE)
-    native = capture(module, inputs, case, strides=False)
+    core = capture(CaptureRequest(module, inputs, case, lowering=Lowering.CORE))
+    native = capture(CaptureRequest(module, inputs, case, strides=False))
     given = given_to(module, core, inputs)
     assert core.forward.inputs == native.forward.inputs
     assert core.forward.outputs == native.forward.outputs
@@ -64,7 +64,7 @@ def op_by_op(program: Program, given: dict[Role, Sequence[Tensor]]) -> list[Tens
 )
 def test_a_program_gives_on_the_oracle_what_pytorch_gives_op_by_op(case: str) -> None:
     module, inputs = module_of(case)
-    captured = capture(module, inputs, case, lowering=Lowering.CORE)
+    captured = capture(CaptureRequest(module, inputs, case, lowering=Lowering.CORE))
     given = given_to(module, captured, inputs)
     for program in (captured.forward, captured.backward):
         assert program is not None
@@ -80,7 +80,7 @@ def test_a_transformer_layer_has_no_copies_and_few_ops(which: str) -> None:
     tables = [torch.ones(small_models.LENGTH, small_models.HIDDEN // small_models.HEADS)] * 2
     further = {"gpt": [], "bert": [torch.zeros(2, 1, 1, small_models.LENGTH)], "llama": tables}[which]
     inputs = [torch.zeros(shape, requires_grad=True), *further]
-    captured = capture(Of(layer), inputs, which, lowering=Lowering.CORE)
+    captured = capture(CaptureRequest(Of(layer), inputs, which, lowering=Lowering.CORE))
     program = captured.backward
     assert program is not None
     names = [name_of(node.target) for node in calls(program.graph)]
@@ -93,7 +93,9 @@ def test_a_transformer_layer_has_no_copies_and_few_ops(which: str) -> None:
 
 
 def test_equal_ops_are_there_once() -> None:
-    captured = capture(Of(lambda x: x.exp() * 2 + x.exp() * 2), [real(3, 4)], "twice", lowering=Lowering.CORE)
+    captured = capture(
+        CaptureRequest(Of(lambda x: x.exp() * 2 + x.exp() * 2), [real(3, 4)], "twice", lowering=Lowering.CORE)
+    )
     names = [name_of(node.target) for node in calls(captured.forward.graph)]
     assert names == ["aten.exp.default", "aten.mul.Scalar", "aten.add.Tensor"]
 
@@ -103,7 +105,7 @@ def test_what_computes_nothing_is_not_there() -> None:
         y = x.clone().detach() + torch.zeros(()) * 2.0 * x.transpose(0, 1).transpose(0, 1).contiguous()
         return (y.view(4, 3).view(3, 4).expand(3, 4)[:] * 1.0).float() + torch.full((), 2.0) * 3.0
 
-    captured = capture(Of(idle), [real(3, 4)], "idle", lowering=Lowering.CORE)
+    captured = capture(CaptureRequest(Of(idle), [real(3, 4)], "idle", lowering=Lowering.CORE))
     names = [name_of(node.target) for node in calls(captured.forward.graph)]
     assert names == ["aten.mul.Scalar", "aten.add.Tensor", "aten.view.default", "aten.add.Scalar"] or names == [
         "aten.mul.Scalar",
@@ -114,7 +116,7 @@ def test_what_computes_nothing_is_not_there() -> None:
 
 def test_equal_layers_have_one_fingerprint_and_others_another() -> None:
     def fingerprint(layer: nn.Module) -> str:
-        program = capture(Of(layer), [real(2, 6, 8)], "layer", lowering=Lowering.CORE).backward
+        program = capture(CaptureRequest(Of(layer), [real(2, 6, 8)], "layer", lowering=Lowering.CORE)).backward
         assert program is not None
         return program.fingerprint
 
@@ -130,8 +132,8 @@ def drawn(program: Program) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("case", ["encoder layer", "multi-head attention", "attention with dropout"])
 def test_masks_have_the_same_numbers_in_every_program_and_lowering(case: str) -> None:
     module, inputs = module_of(case)
-    core = capture(module, inputs, case, lowering=Lowering.CORE)
-    native = capture(module, inputs, case, strides=False)
+    core = capture(CaptureRequest(module, inputs, case, lowering=Lowering.CORE))
+    native = capture(CaptureRequest(module, inputs, case, strides=False))
     assert core.backward is not None
     assert native.backward is not None
     assert drawn(core.forward) == drawn(native.forward) != []
@@ -150,7 +152,7 @@ class Constant(nn.Module):
 @pytest.mark.parametrize("name", ["cpu", "cpu:discrete", "numpy", "sim"])
 def test_a_program_without_inputs_runs(name: str) -> None:
     lowering = Lowering.CORE if name == "numpy" else Lowering.NATIVE
-    program = capture(Constant(), [], "constant", lowering=lowering).forward
+    program = capture(CaptureRequest(Constant(), [], "constant", lowering=lowering)).forward
     assert program.inputs == ()
     device = registry.open(name)
     queue = device.queue("compute")
@@ -165,7 +167,9 @@ def test_a_program_without_inputs_runs(name: str) -> None:
 def test_half_precision_programs_cast_in_the_open() -> None:
     layer = Of(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True))
     for compute in (torch.bfloat16, torch.float16):
-        captured = capture(layer, [real(2, 6, 8)], "layer", compute=compute, lowering=Lowering.CORE)
+        captured = capture(
+            CaptureRequest(layer, [real(2, 6, 8)], "layer", compute_dtype=compute, lowering=Lowering.CORE)
+        )
         for program in (captured.forward, captured.backward):
             assert program is not None
             check(program, CHIP)  # the operands of every op have one dtype
@@ -208,14 +212,14 @@ def test_an_op_outside_the_table_is_refused_with_its_layer_before_anything_runs(
 
 
 def test_a_device_may_lack_an_op_of_the_table() -> None:
-    program = capture(Of(torch.tanh), [real(3)], "layer 7", lowering=Lowering.CORE).forward
+    program = capture(CaptureRequest(Of(torch.tanh), [real(3)], "layer 7", lowering=Lowering.CORE)).forward
     check(program, CHIP)
     with pytest.raises(Unsupported, match=r"layer 7.*aten\.tanh\.default.*'chip'"):
         check(program, CHIP, frozenset({"aten.tanh.default"}))
 
 
 def test_a_malformed_program_is_refused() -> None:
-    program = capture(Of(torch.tanh), [real(3)], "layer", lowering=Lowering.CORE).forward
+    program = capture(CaptureRequest(Of(torch.tanh), [real(3)], "layer", lowering=Lowering.CORE)).forward
     node = calls(program.graph)[0]
     node.meta = {"val": torch.empty(4, device="meta")}
     with pytest.raises(CompileError, match="tanh"):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hal.errors import Unsupported
 from hal.ops import check
-from relay.capture import Captured, Lowering, capture
+from relay.capture import Captured, CaptureRequest, Lowering, capture
 from relay.errors import CaptureError
 from tests.support import core_cases, devices
 from tests.support.core_cases import Of, real, whole
@@ -210,7 +210,7 @@ CASES |= {
 def test_values_and_gradients_on_numpy_are_pytorchs(case: str) -> None:
     function, inputs = CASES[case]
     module = Of(function)
-    core = capture(module, inputs, case, lowering=Lowering.CORE)
+    core = capture(CaptureRequest(module, inputs, case, lowering=Lowering.CORE))
     for tensor in [*inputs, *module.parameters()]:
         tensor.grad = None
     (expected,) = module(*inputs)
@@ -239,7 +239,7 @@ def test_other_core_devices_give_what_numpy_gives(case: str, name: str) -> None:
     devices.require(name)
     function, inputs = CASES[case]
     module = Of(function)
-    core = capture(module, inputs, case, lowering=Lowering.CORE)
+    core = capture(CaptureRequest(module, inputs, case, lowering=Lowering.CORE))
     given = core_cases.given_to(module, core, inputs)
     for program in (core.forward, core.backward):
         assert program is not None
@@ -275,7 +275,7 @@ ODD_CASES: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
 def captured_at_odd_numbers(case: str) -> tuple[nn.Module, Captured, list[Tensor]]:
     function, inputs = ODD_CASES[case]
     inputs = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
-    return Of(function), capture(Of(function), inputs, case, lowering=Lowering.CORE), inputs
+    return Of(function), capture(CaptureRequest(Of(function), inputs, case, lowering=Lowering.CORE)), inputs
 
 
 @pytest.mark.parametrize("name", ["numpy", "onnx:cpu", "opencl"])
@@ -292,7 +292,7 @@ def test_nan_infinities_and_overflow_come_out_as_in_pytorch(case: str, name: str
 
 def test_the_gradient_of_a_median_goes_to_the_first_nan() -> None:
     x = AROUND.clone().requires_grad_()
-    core = capture(Of(lambda x: x.median(1)[0]), [x], "median", lowering=Lowering.CORE)
+    core = capture(CaptureRequest(Of(lambda x: x.median(1)[0]), [x], "median", lowering=Lowering.CORE))
     assert core.backward is not None
     x.median(1)[0].sum().backward()
     given = core_cases.given_to(Of(lambda x: x.median(1)[0]), core, [x])
@@ -307,7 +307,7 @@ def margins(x: Tensor) -> Tensor:
 
 
 def test_what_pytorch_takes_apart_wrongly_is_refused() -> None:
-    program = capture(Of(margins), [INSIDE], "margins", lowering=Lowering.CORE).forward
+    program = capture(CaptureRequest(Of(margins), [INSIDE], "margins", lowering=Lowering.CORE)).forward
     with pytest.raises(Unsupported, match="multilabel_margin_loss_forward"):
         check(program, core_cases.CHIP)
 
@@ -324,7 +324,7 @@ def test_what_pytorch_takes_apart_wrongly_is_refused() -> None:
 )
 def test_what_has_no_core_form_is_refused_by_name_before_it_runs(function: Callable[..., Any], op: str) -> None:
     def compile_both() -> None:
-        core = capture(Of(function), [INSIDE], "odd", lowering=Lowering.CORE)
+        core = capture(CaptureRequest(Of(function), [INSIDE], "odd", lowering=Lowering.CORE))
         for program in (core.forward, core.backward):
             assert program is not None
             check(program, core_cases.CHIP)
@@ -335,7 +335,7 @@ def test_what_has_no_core_form_is_refused_by_name_before_it_runs(function: Calla
 
 
 def test_what_pytorch_takes_apart_wrongly_is_right_where_pytorch_runs_it() -> None:
-    captured = capture(Of(margins), [INSIDE], "margins")
+    captured = capture(CaptureRequest(Of(margins), [INSIDE], "margins"))
     expected = margins(INSIDE)
     (gradient,) = torch.autograd.grad(expected, INSIDE)
     given = core_cases.given_to(nn.Identity(), captured, [INSIDE])
