@@ -1,17 +1,19 @@
 """Relay: train networks far larger than the accelerator's memory by relaying their layers through it.
 
-The public names. Everything else is reached through them. They are looked up on first use: importing torch takes
-seconds, and `relay --help` needs none of it.
+Here are the public names only, each imported on first use: importing torch takes seconds, and `relay --help` does not
+need it. Invariant: `import relay` fails at once where another `hal` or `backends` would be imported in place of ours.
 """
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hal.device import Device, Probe
-    from hal.registry import devices, open
+    from hal.registry import devices
     from relay.checkpoint_manager import Checkpoints, Terminated
     from relay.data.buckets import Buckets
     from relay.data.resumable import ResumableBatches, ShuffleSampler
@@ -65,7 +67,6 @@ _HOMES = {
     "devices": "hal.registry",
     "NoFeasiblePlan": "relay.simulation.plan",
     "Plan": "relay.simulation.plan",
-    "open": "hal.registry",
     "plan": "relay.simulation.plan",
     "simulate": "relay.simulation.simulate",
 }
@@ -101,10 +102,31 @@ __all__ = [
     "Trace",
     "Trainer",
     "devices",
-    "open",
     "plan",
     "simulate",
 ]
+
+
+def _refuse_hidden_packages() -> None:
+    """Raise ImportError where a user's own `hal` or `backends` comes before ours on the import path."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    for package in ("hal", "backends"):
+        ours = os.path.join(root, package)
+        spec = find_spec(package)
+        if spec is None or not os.path.isdir(ours):
+            continue
+        if spec.submodule_search_locations is not None:
+            found = next(iter(spec.submodule_search_locations))
+        else:
+            found = spec.origin or package
+        if not os.path.exists(found) or not os.path.samefile(found, ours):
+            raise ImportError(
+                f"Relay's own package {package!r} is hidden by {found!r}, which comes first on Python's import path. "
+                "Rename it, or start Python from another folder."
+            )
+
+
+_refuse_hidden_packages()
 
 
 def __getattr__(name: str) -> Any:

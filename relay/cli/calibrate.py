@@ -36,7 +36,7 @@ def calibrate(device: str, precision: str, out: Path | None, as_json: bool) -> N
     path = out if out is not None else Path(f"{device.replace(':', '-')}.json")
     if path.suffix != ".json" or not path.parent.is_dir():
         raise click.UsageError(f"--out {path}: expected a name that ends in .json, in a folder that is there.")
-    tables = measure(device, precision, tell=lambda text: click.echo(f"measuring {text}", err=True))
+    tables = measure(device, precision, on_progress=lambda text: click.echo(f"measuring {text}", err=True))
     for kind in ("device", "link", "host"):
         spec_of({"kind": kind, **tables[kind]}, f"what was measured of the {kind}")  # or nobody could use it
     write_whole(path, json.dumps(tables, indent=1))

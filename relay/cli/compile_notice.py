@@ -1,7 +1,7 @@
-"""What `relay train` says while it compiles: a word in the progress bar, or a line where there is no bar yet.
+"""The notice that `relay train` shows while the model is compiled: in the progress bar, or as a line.
 
-The trainer says so to the log (logger `relay`, level info); this turns it into something to look at. Invariant: the
-logger is afterwards as it was.
+The model compiler logs a record with the attribute `event="compile"` (logger `relay`, level info); this handler shows
+it. It compiles nothing. Invariant: the logger is afterwards as it was before.
 """
 
 from __future__ import annotations
@@ -12,34 +12,30 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-COMPILING = "compiling for "
-"""How the trainer's message begins."""
-
 
 class CompileNotice(logging.Handler):
-    """Shows the trainer's message in `bar`, or as a line by `tell` while there is none."""
+    """Shows records of compilation in `bar`, or passes them to `log` as a line while there is no bar."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
+    def __init__(self, log: Callable[[str], None]) -> None:
         super().__init__(logging.INFO)
-        self.tell = tell
+        self.log = log
         self.bar: tqdm | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Called by the logger."""
-        message = record.getMessage()
-        if not message.startswith(COMPILING):
+        """Called by the logger for each record."""
+        if getattr(record, "event", None) != "compile":
             return
         if self.bar is not None:
             self.bar.set_postfix_str("compiling", refresh=True)
         else:
-            self.tell(message)
+            self.log(record.getMessage())
 
 
 @contextmanager
-def compile_notices(tell: Callable[[str], None]) -> Iterator[CompileNotice]:
-    """While open, show when the trainer compiles."""
+def compile_notices(log: Callable[[str], None]) -> Iterator[CompileNotice]:
+    """Show records of compilation inside the `with` block."""
     logger = logging.getLogger("relay")
-    notice, level = CompileNotice(tell), logger.level
+    notice, level = CompileNotice(log), logger.level
     logger.addHandler(notice)
     if not logger.isEnabledFor(logging.INFO):
         logger.setLevel(logging.INFO)

@@ -1,6 +1,6 @@
-"""The command `relay plan`: how to run a model on a machine, chosen by simulating every combination.
+"""The command `relay plan`: the fastest options for a model on a machine, found by simulating candidates.
 
-It holds the options; the choice is made in `relay.simulation.plan`. Exit code 1 where nothing fits.
+This file holds the options; the search is in `relay.simulation.plan`. The exit code is 1 where nothing fits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from relay.checkpoint.atomic_file import write_whole
-from relay.cli.collecting import SeldomCollected
 from relay.cli.console import json_option, print_json
 from relay.cli.shared_options import (
     AT_LEAST_ONE,
@@ -23,7 +22,7 @@ from relay.cli.shared_options import (
 )
 
 
-@click.command(cls=SeldomCollected)
+@click.command()
 @model_options
 @precision_option
 @click.option(
@@ -31,13 +30,13 @@ from relay.cli.shared_options import (
     "state_dtypes",
     multiple=True,
     type=click.Choice(["fp32", "bf16", "int8"]),
-    help="Allow only these; may be given several times.",
+    help="A dtype of the optimizer's moments that the plan may use. May be repeated.  [default: all three]",
 )
 @click.option(
     "--slots",
     multiple=True,
     type=AT_LEAST_ONE,
-    help="Allow only so many layers on the device at a time; may be given several times.  [default: 1, 2 or 3]",
+    help="A number of slots that the plan may use. May be repeated.  [default: 1, 2 and 3]",
 )
 @clip_option
 @loss_scale_option
@@ -46,7 +45,10 @@ from relay.cli.shared_options import (
 @json_option
 @click.pass_context
 def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any) -> None:
-    """Choose micro-batches, slots, layers a slot, stash, recomputing and state dtype for the most tokens a second.
+    """Choose the options with which a model trains fastest on a machine.
+
+    The options are micro-batches, slots, layers a slot, stash, recomputing and the state dtype. Candidates are
+    simulated, so the machine need not be present.
 
     \b
     Examples:
@@ -59,9 +61,9 @@ def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any
     from relay.simulation.plan import plan as choose
 
     options["sequence"] = options.pop("seq")
-    for several in ("state_dtypes", "slots"):
-        if not options[several]:
-            del options[several]
+    for repeatable in ("state_dtypes", "slots"):
+        if not options[repeatable]:
+            del options[repeatable]
     try:
         chosen = choose(options.pop("model"), **options)
     except (ValueError, SpecError) as wrong:

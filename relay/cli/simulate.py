@@ -1,7 +1,8 @@
-"""The command `relay simulate`: what a run would need and cost on hardware that is not here.
+"""The command `relay simulate`: what a run needs and costs on hardware that is not present.
 
-It holds the options and nothing else: the answer is worked out by `relay.simulation`, and written by
-`relay.simulation.report`. Exit code 1, with both ledgers, where the run does not fit.
+This file holds the options and the sweep over them. The simulation is in `relay.simulation.simulate`, its report in
+`relay.simulation.report`. Invariant: no option that is given is ignored. The exit code is 1, with both ledgers, where
+the run does not fit.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hal.spec.units import parse_count
-from relay.cli.collecting import SeldomCollected
 from relay.cli.console import json_option, print_json
 from relay.cli.shared_options import (
     AT_LEAST_ONE,
@@ -26,7 +26,8 @@ from relay.cli.shared_options import (
 )
 
 if TYPE_CHECKING:
-    from relay.simulation.host_cache import HostSides
+    from relay.simulation.host_cache import HostCache
+    from relay.simulation.simulate import Simulation
 
 
 class Count(click.ParamType):
@@ -47,34 +48,51 @@ SWEPT = (
 )  # fmt: skip
 
 
-@click.command(cls=SeldomCollected)
+@click.command()
 @model_options
-@click.option("--microbatches", default=None, type=AT_LEAST_ONE, help="Pieces of a batch.  [default: one a sequence]")
+@click.option("--microbatches", type=AT_LEAST_ONE, help="Micro-batches in a batch.  [default: one per sequence]")
 @precision_option
-@click.option("--state-dtype", default="fp32", show_default=True, type=click.Choice(["fp32", "bf16", "int8"]))
-@click.option("--stash", default="host", show_default=True, type=click.Choice(["device", "host"]))
+@click.option(
+    "--state-dtype",
+    default="fp32",
+    show_default=True,
+    type=click.Choice(["fp32", "bf16", "int8"]),
+    help="The dtype of the optimizer's moments on the host.",
+)
+@click.option(
+    "--stash",
+    default="host",
+    show_default=True,
+    type=click.Choice(["device", "host"]),
+    help="Where the inputs of the layers wait for the backward.",
+)
 @click.option("--slots", default=2, show_default=True, type=AT_LEAST_ONE, help="Layers on the device at a time.")
 @clip_option
 @layers_per_slot_option
 @recompute_option
 @loss_scale_option
 @machine_options
-@click.option("--tokens", type=Count(), help="Tokens of the whole run, such as 1e9 or 300G, for days and kWh.")
-@click.option("--trace", type=click.Path(), help="Write the step for https://ui.perfetto.dev.")
+@click.option("--tokens", type=Count(), help="Tokens of the whole run, such as 1e9 or 300G, to report days and kWh.")
+@click.option("--trace", type=click.Path(), help="Write the step to this file, for https://ui.perfetto.dev.")
 @click.option(
     "--sweep",
     multiple=True,
     metavar="OPTION=A,B,...",
-    help=f"Vary an option; give it twice for a heat map. One of {', '.join(SWEPT)}.",
+    help="Report tokens a second for several values of an option. Give it twice for a heat map over two options. "
+    f"OPTION is one of {', '.join(SWEPT)}.",
 )
-@click.option("--out", default="sweep", show_default=True, help="Name of the sweep's .csv and .png.")
-@click.option("--presets", is_flag=True, help="List the presets and end.")
+@click.option(
+    "--out", default="sweep", show_default=True, help="The name of the .csv and .png files that --sweep writes."
+)
+@click.option("--presets", is_flag=True, help="List the presets and the models, and exit.")
 @json_option
 @click.pass_context
 def simulate(context: click.Context, as_json: bool, **options: Any) -> None:
-    """Predict a run on hardware you do not have: does it fit, how fast, how many joules, what would help.
+    """Predict a training run on hardware that you do not have.
 
-    The real schedule and parameter server run on a virtual clock; nothing is computed and no memory is taken.
+    Reports whether the run fits in memory, its speed, its energy, its bottleneck, and what would make it faster. The
+    schedule and the parameter server of a real run are simulated on a virtual clock; nothing is computed and no memory
+    is taken.
 
     \b
     Examples:
@@ -86,21 +104,41 @@ def simulate(context: click.Context, as_json: bool, **options: Any) -> None:
     """
     from hal.spec import SpecError
 
+    _refuse_ignored(context)
     try:
         if options["presets"]:
             _list_presets(as_json)
         elif options["sweep"]:
-            _sweep(options, as_json)
+            _sweep(context, options, as_json)
         else:
-            _one(context, options, as_json)
+            _report(context, options, as_json)
     except (ValueError, SpecError) as wrong:
         raise click.UsageError(str(wrong), context) from wrong
 
 
-def _one(context: click.Context, options: dict[str, Any], as_json: bool) -> None:
+def _is_given(context: click.Context, name: str) -> bool:
+    return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+
+def _refuse_ignored(context: click.Context) -> None:
+    """Raise UsageError for options that would have no effect beside the others."""
+    given = [name for name in context.params if name != "as_json" and _is_given(context, name)]
+    if "presets" in given and len(given) > 1:
+        raise click.UsageError("--presets lists the presets and simulates nothing. Leave the other options out.",
+        context)
+    if "sweep" in given:
+        for name, what in (("trace", "writes a single step"), ("tokens", "reports a single run")):
+            if name in given:
+                raise click.UsageError(f"--{name} {what}, and --sweep simulates many. Leave one of them out.", context)
+    elif "out" in given:
+        raise click.UsageError("--out names the files of a sweep, and there is no --sweep. Leave it out.", context)
+
+
+def _report(context: click.Context, options: dict[str, Any], as_json: bool) -> None:
+    """Simulate one run and print its report."""
     from relay.simulation import report
 
-    found = _simulate(options, sensitivity=True, record=options["trace"] is not None, must_fit=False)
+    found = _simulation(options, sensitivity=True, record=options["trace"] is not None, must_fit=False)
     if options["trace"] is not None and found.fits:
         report.write_trace(found, options["trace"])
     if as_json:
@@ -108,13 +146,15 @@ def _one(context: click.Context, options: dict[str, Any], as_json: bool) -> None
     else:
         click.echo(report.as_text(found, options["tokens"]))
     if not found.fits:
+        if options["trace"] is not None:
+            click.echo("No trace was written, because the run does not fit.", err=True)
         context.exit(1)
 
 
-def _simulate(options: dict[str, Any], **more: Any) -> Any:
-    from relay.simulation.simulate import simulate as ask
+def _simulation(options: dict[str, Any], **more: Any) -> Simulation:
+    from relay.simulation.simulate import simulate as simulate_step
 
-    return ask(
+    return simulate_step(
         options["model"],
         **{name: options[name] for name in ("config", "layers", "hidden", "heads", "ffn", "vocabulary", "tied")},
         **{name: options[name] for name in ("device", "link", "host", "software", "host_memory", "capacity")},
@@ -126,24 +166,30 @@ def _simulate(options: dict[str, Any], **more: Any) -> Any:
     )
 
 
-def _sweep(options: dict[str, Any], as_json: bool) -> None:
+def _sweep(context: click.Context, options: dict[str, Any], as_json: bool) -> None:
+    """Simulate every combination of the swept values, and write the table and the map."""
     from relay.simulation import report
-    from relay.simulation.host_cache import HostSides
+    from relay.simulation.host_cache import HostCache
 
     axes = [_axis(text) for text in options["sweep"]]
     if len(axes) > 2 or len({name for name, _ in axes}) < len(axes):
         given = ", ".join(name for name, _ in axes)
-        raise ValueError(f"--sweep is for one or two different options; received {given}.")
+        raise ValueError(f"--sweep takes one or two different options; received {given}.")
+    twice = [name for name, _ in axes if _is_given(context, name)]
+    if twice:
+        raise ValueError(f"{' and '.join(twice)}: given as an option and swept too. Leave one of them out.")
     _check_parts(options, axes)
     if len(axes) == 1:
         axes.insert(0, ("stash", [options["stash"]]))
     (first, rows), (second, columns) = axes
-    sides = HostSides()
+    host_cache = HostCache()
     impossible: list[str] = []
-    speeds = [[_speed(options, {first: row, second: column}, sides, impossible) for column in columns] for row in rows]
+    speeds = [
+        [_speed(options, {first: row, second: column}, host_cache, impossible) for column in columns] for row in rows
+    ]
     if len(impossible) == len(rows) * len(columns):
-        raise ValueError(f"None of these combinations can be. {impossible[-1]}")
-    rows, columns = [_word(value) for value in rows], [_word(value) for value in columns]
+        raise ValueError(f"None of these combinations is possible. {impossible[-1]}")
+    rows, columns = [_as_option(value) for value in rows], [_as_option(value) for value in columns]
     names = tuple([str(value) for value in values] for values in (rows, columns))
     table, picture = report.write_sweep(options["out"], (first, second), (names[0], names[1]), speeds)
     if as_json:
@@ -157,29 +203,31 @@ def _sweep(options: dict[str, Any], as_json: bool) -> None:
         click.echo(f"written: {table}, {picture}", err=True)
 
 
-def _word(value: Any) -> Any:
-    """A swept value as the option has it: 'all' and 'none' for what --recompute makes of them."""
+def _as_option(value: Any) -> Any:
+    """A swept value as it is written on the command line: `all` and `none` for the booleans of --recompute."""
     return {True: "all", False: "none"}[value] if isinstance(value, bool) else value
 
 
-def _speed(options: dict[str, Any], varied: dict[str, Any], sides: HostSides, impossible: list[str]) -> float:
-    """Tokens a second; NaN for a combination that does not fit or cannot be (bf16 where there is none), which is said
-    and put among the `impossible`."""
+def _speed(options: dict[str, Any], varied: dict[str, Any], host_cache: HostCache, impossible: list[str]) -> float:
+    """Tokens a second; NaN for a combination that does not fit or is impossible.
+
+    The reason for an impossible one (such as bf16 on a device without it) is printed and added to `impossible`.
+    """
     from hal.spec import SpecError
     from relay.simulation.transformer_shape import ShapeError
 
     try:
-        found = _simulate({**options, **varied}, sides=sides, must_fit=None)
+        found = _simulation({**options, **varied}, host_cache=host_cache, must_fit=None)
     except (SpecError, ShapeError) as wrong:
-        which = ", ".join(f"{name}={_word(value)}" for name, value in varied.items())
+        combination = ", ".join(f"{name}={_as_option(value)}" for name, value in varied.items())
         impossible.append(str(wrong))
-        click.echo(f"left out: {which}: {wrong}", err=True)
+        click.echo(f"left out: {combination}: {wrong}", err=True)
         return float("nan")
     return found.tokens_per_second if found.fits else float("nan")
 
 
 def _check_parts(options: dict[str, Any], axes: list[tuple[str, list[Any]]]) -> None:
-    """A part that is not in the catalogue is a mistake, not a combination that cannot be. SpecError names it."""
+    """Raise SpecError for a device, link or host that does not exist: a mistake, not an impossible combination."""
     from hal.spec import load
 
     for kind in ("device", "link", "host"):
@@ -189,10 +237,11 @@ def _check_parts(options: dict[str, Any], axes: list[tuple[str, list[Any]]]) -> 
 
 
 def _axis(text: str) -> tuple[str, list[Any]]:
+    """The parameter and the values of one --sweep."""
     name, equals, values = text.partition("=")
     if not equals or name not in SWEPT or not values:
         raise ValueError(f"--sweep {text!r} should be OPTION=A,B,... with one of {', '.join(SWEPT)}.")
-    parameter = next(one for one in simulate.params if f"--{name}" in one.opts)
+    parameter = next(parameter for parameter in simulate.params if f"--{name}" in parameter.opts)
     assert parameter.name is not None
     return parameter.name, [parameter.type.convert(value, parameter, None) for value in values.split(",")]
 

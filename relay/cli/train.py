@@ -1,8 +1,8 @@
-"""The command `relay train`: a byte-level GPT on text, through the Trainer.
+"""The command `relay train`: train a byte-level GPT on text.
 
-It holds the options, the run file and the closing summary. It does not train: that is `relay.cli.training_run`,
-and what that does with a `relay.Trainer`, any script can do. Invariant: an option means and allows the same
-in a run file as on the command line.
+This file holds the options, the run file and the summary at the end. The training is in `relay.cli.training_run`, which
+uses `relay.Trainer` as any script could. Invariant: an option has the same meaning and the same limits in a run file as
+on the command line.
 """
 
 import math
@@ -30,15 +30,20 @@ else:
     import tomli as tomllib
 
 SAMPLE_BYTES = 300
+_DEFAULT = " (the default)"
 BY_DEFAULT = click.core.ParameterSource.DEFAULT
 
 
 @click.command()
 @click.argument("run_file", required=False, metavar="[RUN.TOML]", type=click.Path(path_type=Path))
-@click.option("--data", type=click.Path(), help="A text file or a folder of them.  [default: Python's own library]")
-@click.option("--layers", default=6, show_default=True, type=AT_LEAST_ONE, help="How many blocks.")
-@click.option("--hidden", default=128, show_default=True, type=AT_LEAST_ONE, help="Width of the model.")
-@click.option("--heads", default=4, show_default=True, type=AT_LEAST_ONE, help="Attention heads; divides --hidden.")
+@click.option(
+    "--data",
+    type=click.Path(),
+    help="A text file, or a folder of text files.  [default: the sources of Python's standard library]",
+)
+@click.option("--layers", default=6, show_default=True, type=AT_LEAST_ONE, help="Number of layers.")
+@click.option("--hidden", default=128, show_default=True, type=AT_LEAST_ONE, help="Hidden size.")
+@click.option("--heads", default=4, show_default=True, type=AT_LEAST_ONE, help="Attention heads. Must divide --hidden.")
 @click.option("--seq", default=128, show_default=True, type=AT_LEAST_ONE, help="Bytes in a sequence.")
 @click.option("--batch", default=16, show_default=True, type=AT_LEAST_ONE, help="Sequences in a step.")
 @click.option(
@@ -46,36 +51,36 @@ BY_DEFAULT = click.core.ParameterSource.DEFAULT
     default=4,
     show_default=True,
     type=AT_LEAST_ONE,
-    help="Pieces a batch is cut into on the device.",
+    help="Micro-batches that a batch is cut into.",
 )
-@click.option("--steps", default=300, show_default=True, type=AT_LEAST_ONE, help="Training steps.")
+@click.option("--steps", default=300, show_default=True, type=AT_LEAST_ONE, help="Steps of the whole run.")
 @click.option(
     "--lr",
     default=2e-3,
     show_default=True,
     type=click.FloatRange(min=0, min_open=True),
-    help="Highest learning rate: warmed up to it, then a cosine down to a tenth.",
+    help="The highest learning rate. The rate is warmed up to it, then falls to a tenth along a cosine.",
 )
 @click.option(
     "--dropout",
     default=0.0,
     show_default=True,
     type=click.FloatRange(0, 1, max_open=True),
-    help="Share dropped.",
+    help="Probability of dropout.",
 )
 @click.option(
     "--precision",
     default="fp32",
     show_default=True,
     type=click.Choice(["fp32", "bf16", "fp16"]),
-    help="Numbers on the device and on the way to it.",
+    help="The dtype of the arithmetic on the device, and of weights and activations on the link.",
 )
 @click.option(
     "--state-dtype",
     default="fp32",
     show_default=True,
     type=click.Choice(["fp32", "bf16", "int8"]),
-    help="What the optimizer's moments are kept in on the host.",
+    help="The dtype of the optimizer's moments on the host.",
 )
 @click.option(
     "--clip",
@@ -87,51 +92,58 @@ BY_DEFAULT = click.core.ParameterSource.DEFAULT
     default="device",
     show_default=True,
     type=click.Choice(["device", "host"]),
-    help="Where activations between layers wait; with host the device's peak is the same for any depth.",
+    help="Where the inputs of the layers wait for the backward. With host the peak of the device is the same for any "
+    "number of layers.",
 )
 @click.option(
     "--slots",
     default=2,
     show_default=True,
     type=AT_LEAST_ONE,
-    help="Layers on the device at a time; with 1 nothing loads while one computes.",
+    help="Layers on the device at a time. With 1 no layer is loaded while another computes.",
 )
 @layers_per_slot_option
 @recompute_option
 @loss_scale_option
-@click.option("--capacity", type=Size(), help="Device memory to keep within, such as 256MB.  [default: all of it]")
-@click.option("--device", default="cpu", show_default=True, help="A name from `relay devices`.")
+@click.option("--capacity", type=Size(), help="Device memory to use at most, such as 256MB.  [default: all]")
+@click.option("--device", default="cpu", show_default=True, help="The device, as `relay devices` lists it.")
 @click.option(
     "--seed",
     default=0,
     show_default=True,
     type=click.IntRange(0, 2**63 - 1),
-    help="Of weights, data, dropout.",
+    help="Seed of the weights, the batches and the dropout.",
 )
-@click.option("--out", default=DEFAULT_FOLDER, show_default=True, type=click.Path(), help="Folder for the result.")
+@click.option("--out", default=DEFAULT_FOLDER, show_default=True, type=click.Path(), help="The folder of the run.")
 @click.option(
     "--trace",
     type=click.Path(dir_okay=False),
-    help="Write what ran when, for a few steps, to this file (open it at ui.perfetto.dev).",
+    help="Write the timeline of a few steps to this file, for https://ui.perfetto.dev.",
 )
 @click.option(
     "--checkpoint-every",
     type=AT_LEAST_ONE,
-    help="Save all that a run consists of every so many steps, in the background.  [default: never]",
+    help="Save a checkpoint every so many steps, in the background.  [default: never]",
 )
-@click.option("--keep-last", default=2, show_default=True, type=AT_LEAST_ONE, help="Checkpoints that are kept.")
 @click.option(
-    "--resume/--no-resume", default=False, help="Go on from the newest whole checkpoint in --out, if there is one."
+    "--keep-last",
+    default=2,
+    show_default=True,
+    type=AT_LEAST_ONE,
+    help="Newest checkpoints that are not deleted. Goes with --checkpoint-every.",
 )
-@click.option("--sample/--no-sample", default=True, show_default=True, help="Let the model write some text at the end.")
-@click.option("--plan", type=click.Path(path_type=Path), help="A run file as `relay plan --out` writes it.")
+@click.option(
+    "--resume/--no-resume", default=False, help="Continue from the newest whole checkpoint in --out, if there is one."
+)
+@click.option("--sample/--no-sample", default=True, show_default=True, help="Print text that the trained model writes.")
+@click.option("--plan", type=click.Path(path_type=Path), help="A run file that `relay plan --out` wrote.")
 @json_option
 @click.pass_context
 def train(context: click.Context, run_file: Path | None, plan: Path | None, as_json: bool, **options: Any) -> None:
     """Train a byte-level GPT on text, relaying its layers through a device.
 
-    RUN.TOML may give any of the options by name, such as `layers = 12`; the command line wins over it. Paths
-    in it are read from the current folder, as on the command line.
+    RUN.TOML may hold any of the options by name, such as `layers = 12`. Options on the command line take precedence.
+    Paths are relative to the current folder.
 
     \b
     Examples:
@@ -143,7 +155,7 @@ def train(context: click.Context, run_file: Path | None, plan: Path | None, as_j
     """
     cautions: list[Callable[[dict[str, Any]], str | None]] = []
     by_default = [name for name in options if context.get_parameter_source(name) is BY_DEFAULT]
-    origins = dict.fromkeys(options, "") | dict.fromkeys(by_default, " (the default)")
+    origins = dict.fromkeys(options, "") | dict.fromkeys(by_default, _DEFAULT)
     for file in (plan, run_file):
         if file is not None:
             chosen = _from_file(context, file, cautions)
@@ -164,9 +176,9 @@ def train(context: click.Context, run_file: Path | None, plan: Path | None, as_j
 def _from_file(
     context: click.Context, run_file: Path, cautions: list[Callable[[dict[str, Any]], str | None]]
 ) -> dict[str, Any]:
-    """The options that the file gives and the command line does not, checked as the command line's are.
+    """The options in the file that are not on the command line, checked like options on the command line.
 
-    Where the file says for which model it was planned, `cautions` gets what tells whether options build that one.
+    For a file with a planned model, a function that compares options with that model is added to `cautions`.
     """
     with run_file.open("rb") as file:
         try:
@@ -209,7 +221,7 @@ def _caution_of(context: click.Context, run_file: Path, table: Any) -> Callable[
 
 
 def _is_of_kind(value: Any, kind: click.ParamType) -> bool:
-    """TOML has types, and click would quietly cut 4.5 layers down to 4."""
+    """Whether a TOML value has the type of the option: click alone would turn 4.5 layers into 4."""
     if isinstance(kind, Recompute):
         return isinstance(value, (bool, int, str))
     if isinstance(kind, LossScale):
@@ -226,12 +238,14 @@ def _is_of_kind(value: Any, kind: click.ParamType) -> bool:
 
 
 def _check_together(options: dict[str, Any], origins: dict[str, str]) -> None:
-    """Raise UsageError for options that do not go with each other. `origins` says in words where each came from."""
+    """Raise UsageError for options that contradict each other. `origins` names where each value came from."""
     for name in ("lr", "dropout", "clip"):
         if options[name] is not None and not math.isfinite(options[name]):
             raise click.UsageError(f"--{name} must be a finite number; received {options[name]}.")
     if options["data"] is not None and not str(options["data"]).strip():
         raise click.UsageError("--data is empty. Name a file or a folder, or leave it out for Python's own library.")
+    if options["checkpoint_every"] is None and origins["keep_last"] != _DEFAULT:
+        raise click.UsageError("--keep-last goes with --checkpoint-every, which is not given. Add it, or leave it out.")
     if options["hidden"] % options["heads"]:
         raise click.UsageError(
             f"--hidden must be a multiple of --heads; received {options['hidden']}{origins['hidden']} and "
@@ -240,47 +254,63 @@ def _check_together(options: dict[str, Any], origins: dict[str, str]) -> None:
     if options["batch"] < options["microbatches"]:
         raise click.UsageError(
             f"--batch {options['batch']}{origins['batch']} cannot be cut into --microbatches "
-            f"{options['microbatches']}{origins['microbatches']}: every piece takes at least one sequence. Give a "
-            "larger batch or fewer micro-batches."
+            f"{options['microbatches']}{origins['microbatches']}: every micro-batch needs at least one sequence. Give "
+            "a larger batch or fewer micro-batches."
         )
 
 
 def _run(options: dict[str, Any]) -> dict[str, Any]:
-    """Train and let the model write; the result as `--json` prints it."""
+    """Train, and sample from the model. Returns the result as `--json` prints it."""
     from relay.cli.sample import DEFAULT_PROMPT, generate
     from relay.cli.training_run import train_gpt
     from relay.models import gpt_folder
 
-    result = train_gpt(options, tell=lambda text: click.echo(text, err=True))
+    result = train_gpt(options, log=lambda text: click.echo(text, err=True))
     if options["sample"]:
         try:
             model = gpt_folder.load(Path(options["out"]))
             written = generate(model, DEFAULT_PROMPT.encode(), SAMPLE_BYTES, seed=options["seed"])
         except KeyboardInterrupt as stop:
             raise RunStopped(
-                f"interrupted while sampling: the run is done, and saved in '{result['weights']}'"
+                f"interrupted while sampling: the training is done, and the model is saved in '{result['weights']}'"
             ) from stop
         result["sample"] = DEFAULT_PROMPT + written.decode(errors="replace")
     return result
 
 
 def _summary(result: dict[str, Any]) -> str:
+    """The summary at the end of a run. Lines about the steps are left out where no step was run."""
     from hal.spec.units import format_size
 
-    peak, plain = result["device_peak_bytes"], result["baseline_device_bytes"]
-    share = f"1/{plain / peak:.0f}" if plain >= 2 * peak else f"{peak / plain:.0%}"
-    lines = [
-        "",
-        f"training loss   {result['loss_first']:.3f} -> {result['loss_last']:.3f} nats a byte",
-        f"held-out loss   {result['held_out_before']:.3f} -> {result['held_out_after']:.3f} nats a byte",
-        f"device memory   {format_size(peak)} at its peak, {share} of the {format_size(plain)}"
-        " that plain training would have needed",
-        f"host memory     {format_size(result['host_bytes'])}",
-        f"time            {result['seconds']:.1f} s, {result['tokens_per_second']:,.0f} tokens/s; busy:"
-        f" compute {result['compute_seconds']:.1f} s, transfer {result['transfer_seconds']:.1f} s,"
-        f" optimizer {result['optimizer_seconds']:.1f} s",
-        f"weights         {result['weights']} ({result['parameters']:,} parameters)",
-    ]
+    lines = [""]
+    before, after = f"{result['held_out_before']:.3f}", f"{result['held_out_after']:.3f}"
+    if result["steps_now"]:
+        lines += [
+            f"training loss   {result['loss_first']:.3f} -> {result['loss_last']:.3f} nats a byte",
+            f"held-out loss   {before} -> {after} nats a byte",
+            f"device memory   {_device_memory(result['device_peak_bytes'], result['baseline_device_bytes'])}",
+            f"host memory     {format_size(result['host_bytes'])}",
+            f"time            {result['seconds']:.1f} s, {result['tokens_per_second']:,.0f} tokens/s; busy:"
+            f" compute {result['compute_seconds']:.1f} s, transfer {result['transfer_seconds']:.1f} s,"
+            f" optimizer {result['optimizer_seconds']:.1f} s",
+        ]
+    else:
+        lines += [
+            f"steps           all {result['steps']} were done before; none was run",
+            f"held-out loss   {after} nats a byte",
+        ]
+    lines.append(f"weights         {result['weights']} ({result['parameters']:,} parameters)")
     if "sample" in result:
-        lines += ["", "It now writes like this (more with `relay sample`):", "", result["sample"]]
+        lines += ["", "The model now writes (`relay sample` writes more):", "", result["sample"]]
     return "\n".join(lines)
+
+
+def _device_memory(peak: int, plain: int) -> str:
+    """The peak of the device as a share of what plain training would need there."""
+    from hal.spec.units import format_size
+
+    if peak <= 0 or plain <= 0:
+        used = format_size(peak) if peak > 0 else "not reported by the device"
+        return f"{used}; plain training would have needed {format_size(plain)}"
+    share = f"1/{plain / peak:.0f}" if plain >= 2 * peak else f"{peak / plain:.0%}"
+    return f"{format_size(peak)} at its peak, {share} of the {format_size(plain)} that plain training would have needed"

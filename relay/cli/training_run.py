@@ -1,8 +1,8 @@
-"""One run of `relay train`: model, data, trainer, progress.
+"""One run of `relay train`: the model, the data, the trainer, the progress bar and the checkpoints.
 
-It decides nothing that the options do not say, and prints nothing but the progress bar. Invariants: the run
-is a pure function of its options and the text, with the same losses every time on one machine; and whatever
-can be found wrong is found before the first step, a folder that cannot be written included.
+Options are parsed in `relay.cli.train`. Nothing is printed here but the progress bar; lines go to `log`. Invariants:
+the losses of a run depend on its options and the text alone; and every error that can be found before the first step is
+raised before it, also for a folder that cannot be written.
 """
 
 import math
@@ -27,14 +27,18 @@ from relay.models import GPT, gpt_folder
 
 HELD_OUT_BATCHES = 8
 CHECKPOINTS = "checkpoints"
-"""The folder for them inside the folder of a run."""
+"""The folder of the checkpoints inside the folder of a run."""
 
-TRACE_FROM = 3  # the first steps compile and allocate
+TRACE_FROM = 3  # the steps before it compile and allocate
 TRACED_STEPS = 4
+_NO_SECONDS = dict.fromkeys(("seconds", "compute_seconds", "transfer_seconds", "optimizer_seconds"), 0.0)
 
 
 def learning_rate(step: int, steps: int, highest: float) -> float:
-    """Linear warm-up over the first tenth (100 steps at most), then a cosine down to a tenth of `highest`."""
+    """The learning rate of a step: linear warm-up over the first tenth (at most 100 steps), then a cosine.
+
+    The cosine falls from `highest` to a tenth of it.
+    """
     warm_up = max(1, min(100, steps // 10))
     if step < warm_up:
         return highest * (step + 1) / warm_up
@@ -42,11 +46,11 @@ def learning_rate(step: int, steps: int, highest: float) -> float:
     return highest * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def train_gpt(options: dict[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
-    """Train as the options of `relay train` say and save the model in the folder `out`.
+def train_gpt(options: dict[str, Any], log: Callable[[str], None]) -> dict[str, Any]:
+    """Train a GPT with the options of `relay train` and save it in the folder `out`.
 
-    Returns the figures of the run. `tell` is given lines for the user before the training starts. Raises RunStopped
-    where Ctrl-C or SIGTERM ends it, once the last checkpoint is written.
+    Returns the figures of the run. `log` receives lines for the user. Resuming a run that has ended trains nothing and
+    saves the model again. Raises RunStopped where Ctrl-C or SIGTERM ends the run, after the last checkpoint is written.
     """
     data = TextData(load_text(options["data"]), options["seq"], options["batch"], options["seed"])
     configuration = {"vocabulary": 256, "sequence": options["seq"], "tied": True}
@@ -71,11 +75,11 @@ def train_gpt(options: dict[str, Any], tell: Callable[[str], None]) -> dict[str,
         seed=options["seed"],
     )
     run = {name: options[name] for name in ("seq", "batch", "seed", "steps", "lr")} | {"text_bytes": len(data.text)}
-    with closing(trainer), compile_notices(tell) as notice:
+    with closing(trainer), compile_notices(log) as notice:
         trainer.prepare(data.batch(0))
-        tell(f"{parameters:,} parameters in {options['layers']} layers; {len(data.text):,} bytes of text")
-        tell("Host memory:")
-        tell(str(trainer.ledger))
+        log(f"{parameters:,} parameters in {options['layers']} layers; {len(data.text):,} bytes of text")
+        log("Host memory:")
+        log(str(trainer.ledger))
         folder = Path(options["out"])
         gpt_folder.prepare(folder)
         checkpoints = relay.Checkpoints(
@@ -86,15 +90,23 @@ def train_gpt(options: dict[str, Any], tell: Callable[[str], None]) -> dict[str,
             metadata={"run": run, "model": configuration},
         )
         _begin(checkpoints, run, options["resume"])
-        if trainer.steps:
-            tell(f"Going on after step {trainer.steps}.")
+        ended = trainer.steps >= options["steps"]
+        if ended:
+            log(f"This run has ended: all of its {options['steps']} steps are done. No step is run.")
+            if options["trace"] is not None:
+                log(f"No trace is written to '{options['trace']}', because no step is run.")
+        elif trainer.steps:
+            log(f"Continuing after step {trainer.steps}.")
         held_out = data.held_out(HELD_OUT_BATCHES)
         saving = checkpoints if options["checkpoint_every"] is not None else None
         try:
-            before = _mean_loss(trainer, held_out)
-            with saving or nullcontext():
-                figures = _train(trainer, data, options["steps"], options["lr"], saving, options["trace"], notice)
-            after = _mean_loss(trainer, held_out)
+            before = after = _mean_loss(trainer, held_out)
+            if ended:
+                figures = _figures(options["steps"], [], _NO_SECONDS, 0, 0, 0)
+            else:
+                with saving or nullcontext():
+                    figures = _train(trainer, data, options["steps"], options["lr"], saving, options["trace"], notice)
+                after = _mean_loss(trainer, held_out)
             gpt_folder.save(folder, trainer.state_dict(), configuration)
         except KeyboardInterrupt as stop:
             raise RunStopped(_stopped("interrupted", trainer.steps, checkpoints)) from stop
@@ -112,25 +124,25 @@ def train_gpt(options: dict[str, Any], tell: Callable[[str], None]) -> dict[str,
 
 
 def _stopped(how: str, steps: int, checkpoints: "relay.Checkpoints") -> str:
-    """What of a run that was stopped after `steps` is saved, where, and how to go on."""
+    """The message for a run that was stopped after `steps`: what is saved, where, and how to continue."""
     saved = checkpoints.steps()
     if not saved:
         return (
-            f"{how} after step {steps}: nothing was saved. A run with --checkpoint-every is saved on the way, and goes "
-            "on with --resume."
+            f"{how} after step {steps}: nothing was saved. With --checkpoint-every a run is saved as it goes, and "
+            "--resume continues it."
         )
     where = f"'{checkpoints.path_of(saved[0])}'"
     lost = f"; the {steps - saved[0]} steps after it are lost" if steps > saved[0] else ""
-    return f"{how} after step {steps}: the run is saved in {where}{lost}. Go on with the same command and --resume."
+    return f"{how} after step {steps}: the run is saved in {where}{lost}. The same command with --resume continues it."
 
 
 def _begin(checkpoints: "relay.Checkpoints", run: dict[str, Any], resume: bool) -> None:
-    """Load the newest whole checkpoint if asked to. Raises CheckpointError where it is of another run."""
+    """Load the newest whole checkpoint if `resume` is set. Raises CheckpointError where it belongs to another run."""
     if not resume:
         if checkpoints.steps():
             raise CheckpointError(
-                f"there are checkpoints of an earlier run, the last after step {checkpoints.steps()[0]}. Go on from it "
-                "with --resume, or give another --out.",
+                f"there are checkpoints of an earlier run, the last after step {checkpoints.steps()[0]}. Continue that "
+                "run with --resume, or give another --out.",
                 file=str(checkpoints.folder),
             )
         return
@@ -141,8 +153,8 @@ def _begin(checkpoints: "relay.Checkpoints", run: dict[str, Any], resume: bool) 
     for name, value in run.items():
         if saved.get(name) != value:
             raise CheckpointError(
-                f"the run began with {saved.get(name)!r}, this one asks for {value!r}. What decides the batches and "
-                "the schedule must stay as it was.",
+                f"the run was started with {saved.get(name)!r}; received {value!r}. Options that decide the batches "
+                "and the schedule must not change. Give the same value, or start another run with another --out.",
                 file=str(path),
                 field=f"user.run.{name}",
             )
@@ -158,13 +170,12 @@ def _train(
     trace_file: str | None,
     notice: CompileNotice,
 ) -> dict[str, Any]:
-    tokens_a_step = data.batch_size * (data.window - 1)
     losses: list[float] = []
-    seconds = dict.fromkeys(("seconds", "compute_seconds", "transfer_seconds", "optimizer_seconds"), 0.0)
+    seconds = dict(_NO_SECONDS)
     device_peak = host_bytes = 0
-    # A terminal is redrawn often; a log file gets a line now and then.
+    # A terminal is redrawn often; a log file gets a line every ten seconds.
     pause = 0.3 if sys.stderr.isatty() else 10.0
-    begin = min(trainer.steps, steps)
+    begin = trainer.steps
     with tqdm(total=steps, initial=begin, desc="training", unit="step", dynamic_ncols=True, mininterval=pause) as bar:
         notice.bar = bar
         for step in range(begin, steps):
@@ -191,12 +202,20 @@ def _train(
     notice.bar = None
     if trace_file is not None and losses:
         trace.write(trace_file)
+    tokens = len(losses) * data.batch_size * (data.window - 1)
+    return _figures(steps, losses, seconds, tokens, device_peak, host_bytes)
+
+
+def _figures(
+    steps: int, losses: list[float], seconds: dict[str, float], tokens: int, device_peak: int, host_bytes: int
+) -> dict[str, Any]:
+    """The figures of the steps that were run. Losses are NaN where no step was run."""
     return {
         "steps": steps,
-        "steps_now": steps - begin,
+        "steps_now": len(losses),
         "loss_first": losses[0] if losses else math.nan,
         "loss_last": losses[-1] if losses else math.nan,
-        "tokens_per_second": len(losses) * tokens_a_step / seconds["seconds"] if losses else 0.0,
+        "tokens_per_second": tokens / seconds["seconds"] if seconds["seconds"] > 0 else 0.0,
         "device_peak_bytes": device_peak,
         "host_bytes": host_bytes,
         **seconds,
@@ -204,5 +223,5 @@ def _train(
 
 
 def _mean_loss(trainer: "relay.Trainer", batches: list[dict[str, torch.Tensor]]) -> float:
-    """Each batch has the same number of tokens, so the mean of the means is the mean."""
+    """The mean loss over all tokens: batches have equal numbers of tokens, so it is the mean of their losses."""
     return sum(float(trainer.evaluate(batch).loss) for batch in batches) / len(batches)

@@ -186,7 +186,7 @@ class ModelCompiler:
         """Partition and capture for the shapes of one piece. Tracing is not made for several threads at once."""
         shapes = ", ".join("x".join(map(str, tensor.shape)) or "1" for tensor in tensors)
         purpose = "training" if training else "evaluation"
-        logger.info("compiling for %s on micro-batches of %s", purpose, shapes)
+        logger.info("compiling for %s on micro-batches of %s", purpose, shapes, extra={"event": "compile"})
         with _RECORDING, undisturbed(self.model), watching_draws(), unlogged():
             if self.modules is None:
                 partition = partition_model(self.model, tensors, batch.tree, self._compute, active)

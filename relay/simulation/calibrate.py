@@ -1,11 +1,13 @@
-"""Measuring a real device through the HAL, so that the simulator can speak of it: `relay calibrate`.
+"""`relay calibrate`: measure a real device through the HAL and describe it for the simulator.
 
-Kernels of transformer layers of several shapes are timed, and the constants of the simulator's cost model are fitted
-to them, relative errors weighted alike: seconds = call + ops x launch + (flops + products x ramp) / rate + attention
-flops / its rate + other bytes / bandwidth. Transfers each way and both at once, host memory and an optimizer step
-alone and beside transfers are timed as they are. The answer is a table that `hal.spec` reads.
+The kernels of transformer layers of several shapes are timed, and the constants of the simulator's cost model are
+fitted to the times by least squares of relative errors: seconds = call + ops x launch + (flops + products x ramp) /
+rate + attention flops / attention rate + other bytes / bandwidth. Transfers in each direction and both at once, host
+memory, and an optimizer step alone and during transfers are timed directly. The result is a table that `hal.spec`
+reads.
 
-Figures are medians of runs in turn, since machines drift. It changes nothing on the device and knows no vendor.
+Figures are medians of interleaved runs, because the speed of a machine drifts. Invariant: the device is used through
+the HAL alone, and nothing on it is changed.
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ from relay.runtime.grad_mode import as_if_alone
 from relay.simulation.transformer_shape import ModelShape, compiled_model_of
 
 SHAPES = ((96, 128, 4), (128, 128, 2), (192, 128, 1), (224, 128, 4), (256, 64, 4), (384, 128, 2), (448, 128, 2))
-"""(hidden, sequence, sequences) of the layers that are timed: small for a GPU's taste, quick on a CPU."""
+"""(hidden, sequence, sequences) of the timed layers: small for a GPU, quick on a CPU."""
 
 LARGE = ((1024, 512, 4), (2048, 1024, 2), (4096, 1024, 2))
-"""Those that are timed besides on devices with memory of their own."""
+"""Further layers that are timed on devices with memory of their own."""
 
 HOST_DEVICES = ("cpu", "numpy")
-"""Backends that compute on the host even where they keep a memory apart."""
+"""Backends that compute on the host, even with a memory of their own."""
 
 CHUNK = 32 * 2**20
 REPEATS = 5
@@ -49,44 +51,49 @@ REPEATS = 5
 def calibrate(
     name: str,
     precision: str = "fp32",
-    tell: Callable[[str], None] = lambda text: None,
+    on_progress: Callable[[str], None] = lambda text: None,
     rounds: int = REPEATS,
     between: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Any]:
-    """The description of a device here, of its link, and of this host: {"device": ..., "link": ..., "host": ...}.
+    """Measure a device, its link and this host: {"device": ..., "link": ..., "host": ..., "kernels_mean_error": ...}.
 
-    Kernels and host work are timed in `rounds`, with a call of `between` after each: whatever it measures shares the
-    machine's ups and downs with the calibration. `clock` other than the wall's replaces the device's own measurement
-    too: `time.process_time` for a device on the host's cores, where others keep the machine busy.
+    Arguments:
+        name: The device, as `relay devices` lists it.
+        precision: "fp32", "bf16" or "fp16".
+        on_progress: Called with the name of each part before it is measured.
+        rounds: How often kernels and host work are timed.
+        between: Called after each round. What it measures is subject to the same drift of the machine.
+        clock: Any clock but `time.perf_counter` also replaces the times that the device reports: `time.process_time`
+            suits a device on the host's cores while other processes keep the machine busy.
 
-    Raises Unavailable where there is no such device, Unsupported where it lacks what a transformer needs.
+    Raises Unavailable for a device that is not present, and Unsupported for one without an op of a transformer.
     """
     device = registry.open(name)
     try:
         discrete = not device.info.unified
-        tell("kernels of layers")
+        on_progress("kernels of layers")
         large = discrete and name.partition(":")[0] not in HOST_DEVICES
         programs = _programs(SHAPES + (LARGE if large else ()), precision, device.info)
         runs = [_Prepared(device, program, clock) for program in programs]
         hosts = _HostWork(device, clock)
-        for one in runs:
-            one.run()
+        for prepared in runs:
+            prepared.run()
         times: list[list[float]] = []
         host_times: list[tuple[float, float, float]] = []
         for _ in range(rounds):
-            times.append([one.run() for one in runs])
+            times.append([prepared.run() for prepared in runs])
             host_times.append(hosts.run())
             between()
-        for one in runs:
-            one.free()
+        for prepared in runs:
+            prepared.free()
         constants = fit(programs, [statistics.median(column) for column in zip(*times, strict=True)])
         copying, stepping, task = (statistics.median(column) for column in zip(*host_times, strict=True))
         memory, optimizer = 2 * CHUNK / copying, hosts.moved / stepping
-        tell("transfers")
+        on_progress("transfers")
         down, up, both, latency = _transfers(device)
         beside = _optimizer_beside_transfers(device, optimizer) if discrete else optimizer
-        # What both draw on holds at least what each was seen to draw; less where they disturb each other.
+        # The shared memory gives at least what each user drew alone, or less where transfers slow the optimizer down.
         shared = max(memory, optimizer, constants["bandwidth"] if not discrete else 0.0)
         if discrete and beside < optimizer:
             shared = min(shared, beside + down)
@@ -138,7 +145,7 @@ def calibrate(
 
 
 def _programs(shapes: Sequence[tuple[int, int, int]], precision: str, info: DeviceInfo) -> list[Program]:
-    """Forward and backward of a layer, the embedding and the head, for each shape, in the lowering of the device."""
+    """The kernels of a layer, of the embedding and of the head, for each shape, in the graphs that the device takes."""
     found = []
     lowering, traced_for = graphs_for(info)
     for hidden, sequence, sequences in shapes:
@@ -148,12 +155,12 @@ def _programs(shapes: Sequence[tuple[int, int, int]], precision: str, info: Devi
             shape, sequences, sequence, compute, lowering=lowering, traced_for=traced_for
         ).stages
         for stage in (compiled[0], compiled[1], compiled[-1]):
-            found += [one.program for one in (stage.forward, stage.backward) if one is not None]
+            found += [part.program for part in (stage.forward, stage.backward) if part is not None]
     return found
 
 
 class _Prepared:
-    """A program with memory to run in."""
+    """A compiled program with its buffers."""
 
     def __init__(self, device: Device, program: Program, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -174,7 +181,7 @@ class _Prepared:
         return self._queue.write(view, torch.randint(0, 256, view.shape, generator=generator).to(view.dtype))
 
     def run(self) -> float:
-        """Seconds of one run: the device's own measurement, or the wait where it has none."""
+        """Seconds of one run: as the device reports them, or the time waited where it reports none."""
         key = RandomKey(0, 0, 0, 0) if self._program.draws else None
         start = self._clock()
         event = self._queue.run(KernelCall(self._kernel, self._inputs, self._outputs, key=key))
@@ -188,10 +195,10 @@ class _Prepared:
 
 
 def fit(programs: Sequence[Program], seconds: Sequence[float]) -> dict[str, float]:
-    """The cost model's constants, by least squares of relative errors with no constant below zero; `error` is the
-    mean relative error of what was fitted.
+    """The constants of the cost model, by least squares of relative errors with no constant below zero.
 
-    Where times are too noisy to tell arithmetic from launches, arithmetic is all that is fitted beside a call.
+    `error` is the mean relative error of the fit. Where times are too noisy to separate arithmetic from launches, only
+    arithmetic and the call are fitted.
     """
     rows = []
     for program in programs:
@@ -223,13 +230,13 @@ def fit(programs: Sequence[Program], seconds: Sequence[float]) -> dict[str, floa
         "rate": 1 / product,
         "ramp": ramp / product,
         "attention": max(product / max(attention, product), COLUMNS["device"]["attention"].low),
-        "bandwidth": 1 / max(moved, 1e-13),  # at most what a description may say
+        "bandwidth": 1 / max(moved, 1e-13),  # the upper bound of a description
         "error": float(np.mean(np.abs(predicted / target - 1))),
     }
 
 
 def _non_negative(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Least squares with no negative solution: columns that come out negative are taken out, the worst first."""
+    """Least squares without negative solutions: columns with a negative solution are dropped, the worst first."""
     scale = np.abs(matrix).max(axis=0)
     scale[scale == 0] = 1.0
     kept = list(range(matrix.shape[1]))
@@ -244,7 +251,7 @@ def _non_negative(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> N
 
 
 def _transfers(device: Device) -> tuple[float, float, float, float]:
-    """Bytes a second down, up, and both at once together; seconds that a tiny transfer takes."""
+    """Bytes a second down, up, and in both directions together; seconds of a tiny transfer."""
     host = device.host()
     buffers = [device.alloc(CHUNK, "calibration") for _ in range(2)]
     down_view, up_view = (buffer.view(0, (CHUNK,), torch.uint8) for buffer in buffers)
@@ -276,7 +283,7 @@ def _transfers(device: Device) -> tuple[float, float, float, float]:
 
 
 class _HostWork:
-    """What is timed on the host: a copy in its memory, an optimizer step, and an empty task."""
+    """The work that is timed on the host: a copy in memory, an optimizer step, and an empty task."""
 
     def __init__(self, device: Device, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -286,7 +293,7 @@ class _HostWork:
         self.run()
 
     def run(self) -> tuple[float, float, float]:
-        """Seconds of each, once."""
+        """Seconds of one copy, one step and one empty task."""
         copying = _timed(lambda: [self._host.run(self._copy)], self._clock)
         stepping = _timed(lambda: [self._host.run(self._step)], self._clock)
         return copying, stepping, _timed(lambda: [self._host.run(_nothing)], self._clock)
@@ -296,7 +303,7 @@ class _HostWork:
 
 
 def _optimizer_beside_transfers(device: Device, alone: float) -> float:
-    """Bytes a second of an optimizer step while transfers run both ways."""
+    """Bytes a second of an optimizer step during transfers to the device."""
     host = device.host()
     step, moved = optimizer_step()
     buffer = device.alloc(CHUNK, "calibration")
@@ -316,9 +323,9 @@ def _optimizer_beside_transfers(device: Device, alone: float) -> float:
 
 
 def optimizer_step() -> tuple[Callable[[], None], int]:
-    """What the parameter server does with layers of 12 x 256^2: the norms, then AdamW in fp32; and its bytes.
+    """The work of the parameter server for layers of 12 x 256^2: gradient norms, then AdamW in fp32; and its bytes.
 
-    Six layers, so that they do not stay in a cache from one step to the next.
+    There are six layers, so that they do not stay in a cache from one step to the next.
     """
     hidden = 256
     shapes = [(3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden)] * 6

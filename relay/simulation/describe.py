@@ -1,11 +1,13 @@
-"""The model that a simulation or a plan is asked for: a name, a configuration, or numbers, and what to say of it.
+"""The model that a simulation or a plan is asked for: by name, by `config.json`, or by sizes.
 
-It finds out which model is meant and how long its positions reach; what it costs is worked out elsewhere. Invariant:
-one model is meant, and nothing that was given is ignored.
+It finds the model and the notes that belong to it. What the model costs is worked out elsewhere.
+
+Invariant: exactly one model is meant, and no argument is ignored: arguments that contradict each other are refused.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,22 +15,24 @@ from relay.simulation.hf_config import read_configuration
 from relay.simulation.meta_model import MetaModel
 from relay.simulation.transformer_shape import BYTES, LEARNED_POSITIONS, MODELS, VOCABULARY, ModelShape, ShapeError
 
+USUAL_HEAD_SIZE = 128
+
 
 @dataclass(frozen=True)
 class DescribedModel:
-    """A model, the length of its table of learned positions (0 where it has none or any), and what was guessed."""
+    """A model, the length of its table of learned positions (0 for none), and the assumptions made about it."""
 
     shape: ModelShape | MetaModel
     positions: int = 0
     notes: tuple[str, ...] = ()
 
     def notes_at(self, sequence: int) -> tuple[str, ...]:
-        """What is to be said of it in sequences of that many tokens."""
+        """The notes for sequences of that many tokens."""
         if not 0 < self.positions < sequence:
             return self.notes
         longer = (
-            f"The model has {self.positions} learned positions and is given sequences of {sequence}: as it is it "
-            "cannot run these. What is counted is one with a table as long as that."
+            f"The model has {self.positions} learned positions and cannot run sequences of {sequence} as it is. The "
+            "simulated model has a table of positions that is long enough."
         )
         return (*self.notes, longer)
 
@@ -39,19 +43,21 @@ def describe(
     layers: int | None = None,
     hidden: int | None = None,
     heads: int | None = None,
-    vocabulary: int = VOCABULARY,
-    ffn: int = 0,
+    vocabulary: int | None = None,
+    ffn: int | None = None,
     tied: bool | None = None,
 ) -> DescribedModel:
-    """The model meant: a name, a Hugging Face `config.json`, or numbers. ShapeError for none or several of these, and
-    for numbers beside a model that has its own; TypeError for what is none of these.
+    """The model of that name (`model`), of a Hugging Face `config.json` (`config`), or of these sizes.
 
-    `tied` (of numbers) says whether embedding and head are one matrix; where it is not given they are with a vocabulary
-    of 256, which is the model of `relay train`, and are two with any other.
+    Defaults of the sizes: heads of about 128 that divide `hidden`, a vocabulary of 50257, a feed-forward network of
+    4 x `hidden`, and one matrix for embedding and head (`tied`) with a vocabulary of 256, which is the model of
+    `relay train`, and two with any other.
+
+    Raises ShapeError where no model or more than one is meant, and where sizes are given beside a model that has its
+    own; TypeError for a `model` of another type.
     """
-    numbers = {"layers": layers, "hidden": hidden, "heads": heads, "ffn": ffn or None, "tied": tied}
-    numbers["vocabulary"] = None if vocabulary == VOCABULARY else vocabulary
-    _refuse_clashes({"model": model, "config": config}, numbers)
+    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "vocabulary": vocabulary, "ffn": ffn, "tied": tied}
+    _refuse_clashes({"model": model, "config": config}, sizes)
     if isinstance(model, (ModelShape, MetaModel)):
         return DescribedModel(model)
     if model is not None:
@@ -67,24 +73,38 @@ def describe(
         return DescribedModel(read.shape, read.positions, read.notes)
     if layers is None or hidden is None:
         raise ShapeError("A model by shape needs both layers and hidden.")
+    vocabulary = VOCABULARY if vocabulary is None else vocabulary
     tied = vocabulary == BYTES if tied is None else tied
-    if heads is None:
-        heads = max(1, hidden // 128) if isinstance(hidden, int) else 1
-    return DescribedModel(ModelShape(layers, hidden, heads, vocabulary, ffn, tied=tied))
+    heads = default_heads(hidden) if heads is None else heads
+    return DescribedModel(ModelShape(layers, hidden, heads, vocabulary, 0 if ffn is None else ffn, tied=tied))
 
 
-def _refuse_clashes(whole: dict[str, Any], numbers: dict[str, Any]) -> None:
-    """Raise ShapeError unless one model is meant."""
+def default_heads(hidden: int) -> int:
+    """The number of heads that divides `hidden` with a head size nearest to 128, by ratio."""
+    if not isinstance(hidden, int) or hidden < 1:
+        return 1  # refused with its own message by ModelShape
+    divisors = [count for count in range(1, math.isqrt(hidden) + 1) if hidden % count == 0]
+    counts = {*divisors, *(hidden // count for count in divisors)}
+    return min(counts, key=lambda count: abs(math.log(hidden / count / USUAL_HEAD_SIZE)))
+
+
+def loss_scale_notes(loss_scale: str | float, precision: str) -> tuple[str, ...]:
+    """The note for a loss scale that has no effect."""
+    if precision == "fp16" or loss_scale == "dynamic":
+        return ()
+    return (f"loss_scale={loss_scale!r} has no effect in {precision}: only fp16 scales its loss.",)
+
+
+def _refuse_clashes(whole: dict[str, Any], sizes: dict[str, Any]) -> None:
+    """Raise ShapeError unless exactly one model is meant."""
     given = [name for name, value in whole.items() if value is not None]
-    beside = [name for name, value in numbers.items() if value is not None]
+    beside = [name for name, value in sizes.items() if value is not None]
     if len(given) > 1:
-        raise ShapeError(f"{' and '.join(given)} both say which model is meant. Leave one out.")
+        raise ShapeError(f"{' and '.join(given)} both name a model. Leave one out.")
     if given and beside:
         raise ShapeError(
-            f"{given[0]} says which model is meant, and {' and '.join(beside)} would make it another. Leave "
+            f"{given[0]} names a model with sizes of its own, and {' and '.join(beside)} would change them. Leave "
             f"{given[0]} out, or {' and '.join(beside)}."
         )
-    if not given and numbers["layers"] is None and numbers["hidden"] is None:
-        raise ShapeError(
-            f"Say which model: one of a name ({', '.join(MODELS)}), a config.json, or layers and hidden."
-        )
+    if not given and sizes["layers"] is None and sizes["hidden"] is None:
+        raise ShapeError(f"Which model? Give one of a name ({', '.join(MODELS)}), a config.json, or layers and hidden.")

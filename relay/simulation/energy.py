@@ -1,10 +1,10 @@
-"""Where a simulated step's energy goes: one model of power, summed over a timeline or drawn along it.
+"""The energy of a simulated step: one model of power, summed over a timeline or drawn along it.
 
-A device draws its idle watts all the time and its busy watts while it computes; a host its idle watts all the time and
-its busy watts while a host task runs or something crosses the link, whose far end it is. Nothing is measured here, and
-board power is not the power drawn: see `relay.simulation.ENERGY_ERROR`.
+A device draws its idle watts all the time and its busy watts while it computes. A host draws its idle watts all the
+time and its busy watts while a host task runs or the link carries data, because the host is at one end of the link.
+Nothing is measured here.
 
-Invariant: what `power` says, integrated over the step, is `joules`.
+Invariant: the integral of `power` over the step equals `joules`.
 """
 
 from __future__ import annotations
@@ -12,41 +12,44 @@ from __future__ import annotations
 from hal.spec import Machine
 from hal.spec.timeline import Timeline
 
+ENERGY_ERROR = 0.37
+"""Energy from board power is wrong by up to this share either way: published comparisons are 27 to 37 % off."""
+
 
 def joules(machine: Machine, timeline: Timeline) -> float:
-    """Energy of device and host from a timeline's first moment to its last."""
-    return idle(machine) * timeline.now + _swing(machine, timeline.busy["compute"], timeline.beside)
+    """Energy of device and host from the start to the end of a timeline."""
+    return idle(machine) * timeline.now + _above_idle(machine, timeline.busy["compute"], timeline.beside)
 
 
 def joules_waiting(machine: Machine, timeline: Timeline) -> float:
-    """The part of `joules` that is spent while nothing computes."""
-    still = timeline.now - timeline.busy["compute"]
-    return idle(machine) * still + _swing(machine, 0.0, timeline.beside_alone)
+    """The part of `joules` that is spent while the device computes nothing."""
+    waiting = timeline.now - timeline.busy["compute"]
+    return idle(machine) * waiting + _above_idle(machine, 0.0, timeline.beside_alone)
 
 
 def power(machine: Machine, timeline: Timeline) -> list[tuple[float, float]]:
-    """Seconds and the watts that are drawn from then on, from 0 to the end of a recorded timeline."""
-    computing: dict[float, int] = {0.0: 0, timeline.now: 0}
-    beside: dict[float, int] = {}
+    """The power over a recorded timeline: pairs of seconds and the watts that are drawn from then on."""
+    compute_changes: dict[float, int] = {0.0: 0, timeline.now: 0}
+    other_changes: dict[float, int] = {}
     for span in (*timeline.spans, *timeline.unfinished):
-        lane = computing if span.lane == "compute" else beside
-        for at, change in ((span.start, 1), (span.end, -1)):
-            lane[at] = lane.get(at, 0) + change
+        changes = compute_changes if span.lane == "compute" else other_changes
+        for time, change in ((span.start, 1), (span.end, -1)):
+            changes[time] = changes.get(time, 0) + change
     found = []
-    computes = others = 0
-    for at in sorted({*computing, *beside}):
-        computes += computing.get(at, 0)
-        others += beside.get(at, 0)
-        found.append((at, idle(machine) + _swing(machine, float(computes > 0), float(others > 0))))
+    computing = others = 0
+    for time in sorted({*compute_changes, *other_changes}):
+        computing += compute_changes.get(time, 0)
+        others += other_changes.get(time, 0)
+        found.append((time, idle(machine) + _above_idle(machine, float(computing > 0), float(others > 0))))
     return found
 
 
 def idle(machine: Machine) -> float:
-    """Watts of device and host that do nothing."""
+    """Watts of device and host while both are idle."""
     return machine.device["power_idle"] + machine.host["power_idle"]
 
 
-def _swing(machine: Machine, device: float, host: float) -> float:
-    """What is drawn beyond idle by a device and a host that are busy for so long."""
-    times = (machine.device, device), (machine.host, host)
-    return sum((spec["power_busy"] - spec["power_idle"]) * busy for spec, busy in times)
+def _above_idle(machine: Machine, device: float, host: float) -> float:
+    """What device and host draw beyond idle when they are busy for that many seconds."""
+    busy_times = (machine.device, device), (machine.host, host)
+    return sum((spec["power_busy"] - spec["power_idle"]) * busy for spec, busy in busy_times)

@@ -1,10 +1,10 @@
-"""Hugging Face configurations read as shapes: a `config.json` says sizes, its `model_type` says what they are sizes of.
+"""Hugging Face configurations as shapes: a `config.json` holds the sizes, and its `model_type` the architecture.
 
-What a configuration leaves out (gates, whether embedding and head are one matrix, what positions see) is what the
-family of its `model_type` has by default in transformers, which need not be installed. What is no row of equal layers
-between an embedding and a head is refused, because it would be counted wrongly. It reads no weights and no code.
+What a configuration leaves out (gates, tied embedding and head, the attention mask) is the default of its `model_type`
+in transformers, which need not be installed. A model that is not a row of equal layers between an embedding and a head
+is refused, because its parameters would be counted wrongly. No weights and no code are read.
 
-Invariant: whatever was guessed, or is not counted, is among the notes.
+Invariant: the notes name every assumption and every part that is not counted.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from relay.simulation.transformer_shape import ModelShape, ShapeError
 
 @dataclass(frozen=True)
 class Family:
-    """What the models of one `model_type` have in common, and a configuration need not say.
+    """The architecture that models of one `model_type` share, and that a configuration may leave out.
 
     `gated`: three matrices in the feed-forward network. `tied`: embedding and head are one matrix. `learned`: a
-    trained table of positions, which ends somewhere. `causal`: positions do not see those after them.
+    trained table of positions of finite length. `causal`: a position attends only to itself and those before it.
     """
 
     gated: bool = False
@@ -50,7 +50,7 @@ _MEMBERS = {
     Family(): "bloom mpt falcon starcoder2 gpt_neox_japanese",
 }
 FAMILIES = {name: family for family, names in _MEMBERS.items() for name in names.split()}
-"""Families by `model_type`, with the defaults of transformers' configuration classes."""
+"""The family of each `model_type`, with the defaults of the configuration classes in transformers."""
 
 _NO_ROWS = {
     "is an encoder with a decoder": (
@@ -66,7 +66,7 @@ _NO_ROWS = {
         "wav2vec2-conformer wav2vec2-bert hubert wavlm unispeech unispeech-sat sew sew-d data2vec-audio "
         "data2vec-vision clap encodec bark moshi git"
     ),
-    "keeps a state instead of attending, in all of its layers or some": (
+    "has a recurrent state instead of attention, in all of its layers or some": (
         "mamba mamba2 falcon_mamba falcon_h1 rwkv xlstm recurrent_gemma jamba bamba zamba zamba2 nemotron_h lfm2 "
         "lfm2_moe qwen3_next qwen3_5 qwen3_5_text kimi_linear minimax olmo_hybrid granitemoehybrid"
     ),
@@ -80,7 +80,7 @@ _STATES = ("state_size", "ssm_state_size", "d_state", "mamba_d_state", "ssm_cfg"
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention", "global", "local")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _OTHER_WIDTHS = ("embedding_size", "word_embed_proj_dim")
-_GATED = ("silu", "swish", "swiglu")  # of a family that is not known
+_GATED = ("silu", "swish", "swiglu")  # activations that mean a gate, for an unknown model_type
 
 _NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
@@ -93,52 +93,50 @@ _NAMES = {
     "positions": ("max_position_embeddings", "n_positions", "max_seq_len"),
 }
 _REQUIRED = ("layers", "hidden", "heads", "vocabulary")
-_MULTI_QUERY = ("gpt_bigcode", "falcon")  # have one head of keys and values unless they say otherwise
+_MULTI_QUERY = ("gpt_bigcode", "falcon")  # one head of keys and values by default
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """The shape that a configuration describes. `positions` is the length of its table of learned positions, 0 where it
-    has none; `notes` say what had to be guessed."""
+    """The shape in a configuration, the length of its table of learned positions (0 for none), and the assumptions."""
 
     shape: ModelShape
     positions: int = 0
     notes: tuple[str, ...] = ()
 
 
-def shape_of_config(path: str | Path) -> ModelShape:
-    """The shape that a Hugging Face `config.json` describes. Raises ShapeError, as `read_configuration` does."""
-    return read_configuration(path).shape
-
-
 def read_configuration(path: str | Path) -> Configuration:
-    """What a Hugging Face `config.json` describes. ShapeError where it lacks something, or is of a kind of model that
-    is no row of equal layers."""
+    """Read a Hugging Face `config.json`.
+
+    Raises ShapeError where a size is missing or of the wrong type, and for a model that is not a row of equal layers.
+    """
     outer = _read(path)
     inner = outer.get("text_config") or {}
     if not isinstance(inner, dict):
         raise ShapeError(f"{path}: text_config should be an object; received {inner!r:.100}.")
     config = {**outer, **inner}
-    kinds = [str(one.get("model_type") or "").strip().lower() for one in (outer, inner)]
+    kinds = [str(table.get("model_type") or "").strip().lower() for table in (outer, inner)]
     _refuse_other_architectures(config, kinds, path)
     kind = kinds[1] or kinds[0]
     family = FAMILIES.get(kind)
     notes = []
     if family is None:
         family = _guessed(config, kind)
-        said = f"is of model_type {kind!r}, which is not known here" if kind else "says no model_type"
+        unknown = f"has the model_type {kind!r}, which is not known here" if kind else "has no model_type"
+        layers = "layers with gates, like those of Llama" if family.gated else "layers like those of GPT-2"
+        matrices = "one matrix" if family.tied else "two matrices"
+        attention = "causal" if family.causal else "bidirectional"
         notes.append(
-            f"{path} {said}. Taken for {'layers with gates, as Llama has' if family.gated else 'GPT-2-like layers'}, "
-            f"{'one matrix' if family.tied else 'two matrices'} for embedding and head where it does not say, and "
-            f"{'positions that do not see' if family.causal else 'positions that see'} those after them."
+            f"{path} {unknown}. Assumed: {layers}, {matrices} for embedding and head unless the file says otherwise, "
+            f"and {attention} attention."
         )
     parts = [part for part in ("vision", "audio") if f"{part}_config" in outer]
     if parts:
-        notes.append(f"{path} has a {' and an '.join(parts)} part too, which is not counted: only its text part is.")
+        notes.append(f"{path} has a {' and an '.join(parts)} part, which is not counted: only the text part is.")
     found = {field: _whole(config, names, path) for field, names in _NAMES.items()}
     for field in _REQUIRED:
         if field not in found or found[field] is None:
-            raise ShapeError(f"{path} does not say {field}: expected one of {', '.join(_NAMES[field])}.")
+            raise ShapeError(f"{path} has no {field}: expected one of {', '.join(_NAMES[field])}.")
     positions = found.pop("positions") or 0
     sizes = {field: value for field, value in found.items() if value is not None}
     if kind == "mpt" and isinstance(config.get("expansion_ratio"), int):
@@ -168,13 +166,13 @@ def _read(path: str | Path) -> dict[str, Any]:
 
 
 def _guessed(config: Mapping[str, Any], kind: str) -> Family:
-    """The family of a `model_type` that is not listed: gates by the activation, and an encoder by its name."""
+    """The family assumed for a `model_type` that is not listed: gates by the activation, an encoder by its name."""
     activation = config.get("hidden_act", config.get("activation_function", "gelu"))
     return Family(gated=activation in _GATED, causal="bert" not in kind)
 
 
 def _whole(config: Mapping[str, Any], names: tuple[str, ...], path: str | Path) -> int | None:
-    """The first of those keys that is there; None where none is, or all are null."""
+    """The first of those keys that has a value; None where all are missing or null."""
     name = next((name for name in names if config.get(name) is not None), None)
     if name is None:
         return None
@@ -185,7 +183,7 @@ def _whole(config: Mapping[str, Any], names: tuple[str, ...], path: str | Path) 
 
 
 def _flag(config: Mapping[str, Any], name: str, default: bool, path: str | Path) -> bool:
-    """True or false as the configuration says, or the default where it says nothing or null."""
+    """The flag in the configuration, or the default where it is missing or null."""
     value = config.get(name)
     if value is None:
         return default
@@ -195,13 +193,15 @@ def _flag(config: Mapping[str, Any], name: str, default: bool, path: str | Path)
 
 
 def _refuse_other_architectures(config: dict[str, Any], kinds: list[str], path: str | Path) -> None:
-    """Raise ShapeError for what a row of equal layers between an embedding and a head is not: it would be counted
-    wrongly, and mixtures of experts by a fraction."""
+    """Raise ShapeError for a model that is not a row of equal layers between an embedding and a head.
+
+    Its parameters would be counted wrongly; those of a mixture of experts by a large factor.
+    """
     found = next(_other_architectures(config, kinds), None)
     if found is not None:
         raise ShapeError(
-            f"{path} {found}, which is no plain transformer. relay.simulate(module, example=batch) takes any module, "
-            "on torch's meta device too."
+            f"{path} {found}, which is not a plain transformer. relay.simulate(module, example=batch) takes any "
+            "module, also on torch's meta device."
         )
 
 
@@ -222,11 +222,11 @@ def _other_architectures(config: Mapping[str, Any], kinds: list[str]) -> Iterato
     if "num_hidden_groups" in config:
         yield "uses the same layers several times"
     if any(config.get(name) is not None for name in _STATES):
-        yield "keeps a state instead of attending, in all of its layers or some"
+        yield "has a recurrent state instead of attention, in all of its layers or some"
     if config.get("kv_lora_rank") is not None:
-        yield "has keys and values of few dimensions that are projected up again (latent attention)"
+        yield "has latent attention: keys and values of few dimensions that are projected up again"
     kinds_of_layers = config.get("layer_types")
     if isinstance(kinds_of_layers, list):
-        strange = sorted({str(one) for one in kinds_of_layers} - set(_ATTENTION))
+        strange = sorted({str(kind) for kind in kinds_of_layers} - set(_ATTENTION))
         if strange:
             yield f"has layers of {', '.join(strange)}"

@@ -1,9 +1,10 @@
-"""What a simulated run has on its host, kept for the next run that has the same there.
+"""The host state of simulated runs, saved for the next run that needs the same state.
 
-Weights, optimizer states and where they lie do not depend on slots, stash, micro-batches or what is recomputed, and
-making them takes longer than most steps do. So choices that differ in these share them, one after another: each on a
-device of its own, beside which the host works for as long as the run lasts, as it would beside one that takes the
-place of a lost one. Invariant: a run that is given another's host side finds it as it would have made it itself.
+Weights, optimizer states and their layout do not depend on slots, stash, micro-batches or recomputing, and making them
+takes longer than most simulated steps. Runs that differ only in these options share one host state, one run after
+another, each on a device of its own.
+
+Invariant: a run with a shared host state gives the same figures as a run that made its own.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from relay.runtime.stages import CompiledModel, gradient_fields, wanted_of
 
 
 @dataclass(eq=False)
-class HostSide:
-    """A model's stay on a host: as a session has it, but for the session. `optimizer` is as the run was given it."""
+class HostState:
+    """A model on a host: its store, parameter server and layout. `optimizer` is the one that the run was given."""
 
     model: nn.Module
     optimizer: Any
@@ -34,45 +35,45 @@ class HostSide:
     server: ParameterServer
     groups: list[dict[str, Any]]
     contents: Sequence[SlotContent] = ()
-    plans: Sequence[GradientPlan] = ()
+    gradient_plans: Sequence[GradientPlan] = ()
 
     @functools.cached_property
     def parameters(self) -> int:
-        """Elements of all parameters."""
+        """The number of elements in all parameters."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def follow(self, device: Device) -> None:
-        """Work beside another device from now on. What ran beside the one before has ended."""
+        """Work with another device from now on. All work with the previous device has ended."""
         self.host.follow(device.host())
         self.server.follow(device)
         self.store.updated.clear()
 
 
-class HostSides:
-    """Those that no run uses at present, by what they were made for."""
+class HostCache:
+    """The host states that no run uses at present, by what they were made for."""
 
     def __init__(self) -> None:
-        self._idle: dict[Hashable, list[HostSide]] = {}
-        self._laid_out: dict[CompiledModel, Hashable] = {}
+        self._idle: dict[Hashable, list[HostState]] = {}
+        self._layouts: dict[CompiledModel, Hashable] = {}
 
-    def take(self, key: Hashable, optimizer: Any) -> HostSide | None:
-        """One made for that, or None where there is none to be had."""
+    def take(self, key: Hashable, optimizer: Any) -> HostState | None:
+        """An idle host state for that key and optimizer, removed from the cache; None where there is none."""
         idle = self._idle.get(key, [])
-        side = next((one for one in idle if one.optimizer == optimizer), None)
-        if side is not None:
-            idle.remove(side)
-        return side
+        state = next((state for state in idle if state.optimizer == optimizer), None)
+        if state is not None:
+            idle.remove(state)
+        return state
 
-    def give(self, key: Hashable, side: HostSide) -> None:
-        """Take one in of a run that has ended."""
-        self._idle.setdefault(key, []).append(side)
+    def give(self, key: Hashable, state: HostState) -> None:
+        """Put the host state of a run that has ended into the cache."""
+        self._idle.setdefault(key, []).append(state)
 
-    def laid_out(self, compiled: CompiledModel) -> Hashable:
-        """What of the stations decides how weights and gradients lie."""
-        found = self._laid_out.get(compiled)
+    def layout(self, compiled: CompiledModel) -> Hashable:
+        """The part of a compiled model that decides how weights and gradients lie in memory."""
+        found = self._layouts.get(compiled)
         if found is None:
             names = [stage.segment.name for stage in compiled.stages]
             rows = zip(names, wanted_of(compiled), gradient_fields(compiled), strict=True)
             found = tuple((name, tuple(wanted), tuple(gradients)) for name, wanted, gradients in rows)
-            self._laid_out[compiled] = found
+            self._layouts[compiled] = found
         return found

@@ -1,7 +1,8 @@
-"""Any `nn.Module` on torch's meta device, for runs in which no number is computed.
+"""Any `nn.Module` on torch's meta device, for simulated runs that compute no numbers.
 
-It is cut up and captured by the same code as a model that trains, over tensors that have shapes and no memory. The
-module itself is not changed. For models that are only numbers see `relay.simulation.transformer_shape`.
+The module is partitioned and captured by the same code as a model that trains, over tensors that have shapes but no
+memory. Models that are given as sizes are in `relay.simulation.transformer_shape`. Invariant: the module is not
+changed.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from relay.simulation.transformer_shape import ShapeError
 
 
 class MetaModel:
-    """`module`, called as `module(**batch)` with `.loss` in its output, and an `example` of a whole step's batch.
+    """A module, called as `module(**batch)`, whose output has a `.loss`, and an example of a step's batch.
 
-    Of the example only shapes and dtypes count. Dimension 0 is the sequences, dimension 1 of its first tensor the
-    tokens.
+    Only the shapes and dtypes of the example are used. Dimension 0 of its tensors counts the sequences, dimension 1 of
+    its first tensor the tokens.
     """
 
     def __init__(self, module: nn.Module, example: Mapping[str, torch.Tensor]) -> None:
@@ -41,7 +42,7 @@ class MetaModel:
         self._compiled: dict[tuple[Any, ...], CompiledModel] = {}
 
     def described(self) -> dict[str, Any]:
-        """What `--json` says of it."""
+        """The model as `--json` prints it."""
         return {"class": type(self.module).__name__, "layers": self.layers}
 
     def compiled(
@@ -52,7 +53,7 @@ class MetaModel:
         layers_per_slot: int = 1,
         recompute: bool | int = True,
     ) -> CompiledModel:
-        """The stations for training on that many sequences of the example."""
+        """The compiled model for training on that many sequences of the example."""
         key = sequences, compute, layers_per_slot, str(recompute)  # as keys 1 and True are one
         if key not in self._compiled:
             mode = fake_mode(allow_real_inputs=True)
@@ -65,16 +66,17 @@ class MetaModel:
             with mode:
                 partition = partition_model(module, leaves, tree, compute)
                 if not partition.has_loss:
-                    raise ShapeError(f"{type(self.module).__name__} gives no .loss for this example: has it labels?")
+                    name = type(self.module).__name__
+                    raise ShapeError(f"{name} returns no .loss for this example. Does the example hold labels?")
                 partition = merge_layers(partition, layers_per_slot)
                 self._compiled[key] = build_compiled_model(partition, True, False, compute, recompute=recompute)
         return self._compiled[key]
 
     def model(self, sequence: int) -> nn.Module:
-        """A copy on the meta device, for the layer store to take over."""
+        """A copy on the meta device, which the layer store takes over."""
         return copy.deepcopy(self.module).to("meta")
 
     def model_flops(self, sequence: int) -> float:
-        """FLOPs of forward and backward for a token: three times the captured forward's."""
+        """FLOPs of forward and backward per token: three times those of the captured forward."""
         stages = self.compiled(1, sequence, torch.float32).stages
         return 3.0 * sum(stage.captured.forward.flops for stage in stages) / self.sequence

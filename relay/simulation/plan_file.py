@@ -1,8 +1,8 @@
-"""The model that a plan was made for, as data in its run file, held against the one that `relay train` builds.
+"""The planned model as a table in a run file, and how it differs from the model that `relay train` builds.
 
-A plan's speeds and bytes are those of one model. `relay train` builds a GPT over bytes; where that is another model, or
-options on its command line make it one, whoever runs the file is told. It plans nothing and reads no files.
-Invariant: what `relay plan` says of a file and what `relay train` says when it is given that file is one text.
+The speeds and bytes of a plan hold for one model. `relay train` builds a GPT over bytes with the sizes on its command
+line; where that is another model, `relay plan` and `relay train` print a caution. Nothing is planned and no file is
+read here. Invariant: both commands print the same text.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 from relay.simulation.transformer_shape import BYTES, ModelShape
 
 TABLE = "planned"
-"""The table of a run file that holds the model."""
+"""The name of the table that holds the model in a run file."""
 
 
 def as_table(shape: ModelShape) -> dict[str, Any]:
-    """The model as the table's rows."""
+    """The rows of the table for that model."""
     return asdict(shape)
 
 
 def from_table(table: Any) -> ModelShape:
-    """The model again. Raises ValueError for a table that was not made by `as_table`."""
-    kinds = {one.name: {"int": int, "bool": bool}[str(one.type)] for one in fields(ModelShape)}
+    """The model in a table. Raises ValueError for a table that `as_table` did not make."""
+    kinds = {field.name: {"int": int, "bool": bool}[str(field.type)] for field in fields(ModelShape)}
     if not isinstance(table, Mapping) or {key: type(value) for key, value in table.items()} != kinds:
         expected = ", ".join(f"{name} ({kind.__name__})" for name, kind in kinds.items())
         raise ValueError(f"[{TABLE}] should hold {expected}, as `relay plan` writes it; received {table!r:.200}")
@@ -32,15 +32,15 @@ def from_table(table: Any) -> ModelShape:
 
 
 def caution(planned: ModelShape, layers: int, hidden: int, heads: int) -> str | None:
-    """What `relay train` with these sizes would train otherwise than it was planned; None for the planned model."""
+    """How the planned model differs from the one that `relay train` builds with these sizes; None where it does not."""
     differs = []
     if planned.vocabulary != BYTES or not planned.tied:
         head = "an embedding that the head shares" if planned.tied else "a head of its own"
         differs += [f"a vocabulary of {planned.vocabulary}", head]
     if planned.gated:
-        differs.append("layers with gates, as Llama has them")
+        differs.append("layers with gates, like those of Llama")
     if not planned.causal:
-        differs.append("positions that see those after them")
+        differs.append("attention to positions after each one")
     if planned.wide != 4 * planned.hidden:
         differs.append(f"feed-forward networks of {planned.wide}")
     if planned.key_heads != planned.heads:
@@ -54,6 +54,6 @@ def caution(planned: ModelShape, layers: int, hidden: int, heads: int) -> str | 
     return (
         f"This plan is for a model with {', '.join(differs)}. `relay train` would train another one with it: a GPT "
         f"over bytes (a vocabulary of {BYTES}, embedding and head shared) of {layers} layers x hidden {hidden} in "
-        f"{heads} heads, for which neither speed nor memory holds. Give the options to relay.Trainer for the model "
-        f"that was meant; or plan with --layers, --hidden, --heads and --vocab {BYTES} for `relay train`."
+        f"{heads} heads, for which the predicted speed and memory do not hold. Give the options to relay.Trainer with "
+        f"the planned model, or plan with --layers, --hidden, --heads and --vocab {BYTES} for `relay train`."
     )

@@ -1,6 +1,6 @@
-"""A simulation as people read it, as JSON, as a Perfetto trace, and as a heat map over two options.
+"""The report of a simulation: as text, as JSON, as a Perfetto trace, and a sweep as a table and a heat map.
 
-It writes down what `relay.simulation` found and works out nothing. matplotlib is imported where a map is drawn.
+The figures come from `relay.simulation.figures`; nothing is worked out here. matplotlib is imported only to draw a map.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ from hal.spec.timeline import LANES
 from hal.spec.units import format_binary_size, format_count, format_seconds, format_size
 from relay.checkpoint.atomic_file import write_whole
 from relay.simulation.energy import power
-from relay.simulation.simulate import FEWER_LAUNCHES, Simulation
+from relay.simulation.figures import SimulationFigures
 from relay.simulation.simulated_step import RunShape
 
+_FEWER_LAUNCHES = (
+    "launch (fewer, larger micro-batches launch less often; so do fused kernels, of which --software counts only the "
+    "memory traffic that they save)"
+)
 _TRACKS = {"down": "link down", "up": "link up", "compute": "compute", "host": "host optimizer"}
 _RUN = (
     "sequence", "batch", "microbatches", "precision", "state_dtype", "stash", "slots", "layers_per_slot", "recompute",
@@ -27,8 +31,8 @@ _RUN = (
 )  # fmt: skip
 
 
-def as_json(found: Simulation, tokens: float | None) -> dict[str, Any]:
-    """Every figure, SI units, by name."""
+def as_json(found: SimulationFigures, tokens: float | None) -> dict[str, Any]:
+    """Every figure by name, in SI units."""
     shape, run, memory = found.shape, found.run, found.memory
     answer: dict[str, Any] = {
         "fits": found.fits,
@@ -84,8 +88,8 @@ def as_json(found: Simulation, tokens: float | None) -> dict[str, Any]:
     return answer
 
 
-def tier(found: Simulation) -> str:
-    """The weakest footing that a decisive figure stands on."""
+def tier(found: SimulationFigures) -> str:
+    """The weakest source among the figures that decide the speed: calibrated, preset, or preset with assumptions."""
     machine, precision = found.machine, found.run.precision
     decisive: list[tuple[Spec, str]] = [
         (machine.device, f"achieved_{precision}"),
@@ -101,15 +105,15 @@ def tier(found: Simulation) -> str:
 
 
 def _of_segments(run: RunShape) -> str:
-    """What is said of layers a slot and recomputing, where it is not as usual."""
-    words = f" of {run.layers_per_slot} layers" if run.layers_per_slot > 1 else ""
+    """Layers a slot and recomputing as text, where they are not the defaults."""
+    text = f" of {run.layers_per_slot} layers" if run.layers_per_slot > 1 else ""
     if run.recompute is not True:
-        words += f", {run.recompute} segments recompute" if run.recompute else ", nothing recomputed"
-    return words
+        text += f", {run.recompute} segments recompute" if run.recompute else ", nothing recomputed"
+    return text
 
 
-def as_text(found: Simulation, tokens: float | None) -> str:
-    """The verdict first, then ledgers, then time and energy."""
+def as_text(found: SimulationFigures, tokens: float | None) -> str:
+    """The report as text: whether it fits, the ledgers, then time and energy."""
     machine, run, memory = found.machine, found.run, found.memory
     shape = found.shape
     lines = [
@@ -136,8 +140,8 @@ def as_text(found: Simulation, tokens: float | None) -> str:
     if memory.page_locked:
         lines.append(f"  of which page-locked {'':<17} {format_size(memory.page_locked):>10}")
     if run.precision == "fp16" and run.loss_scale != "dynamic":
-        held = 4 * memory.parameters
-        lines.append(f"  (fixed loss scale; a dynamic one holds all gradients: {format_size(held)} more)")
+        deferred = 4 * memory.parameters
+        lines.append(f"  (a dynamic loss scale would keep all gradients on the host: {format_size(deferred)} more)")
     if found.step is None:
         return "\n".join(lines)
     low, middle, high = found.joules_per_token
@@ -158,7 +162,7 @@ def as_text(found: Simulation, tokens: float | None) -> str:
             f" ({low:,.0f} to {high:,.0f})"
         )
     even = ", ".join(f"{what} {count:,.0f}" for what, count in found.break_even.items())
-    bottleneck = FEWER_LAUNCHES if found.bottleneck == "launch" else found.bottleneck
+    bottleneck = _FEWER_LAUNCHES if found.bottleneck == "launch" else found.bottleneck
     lines += [f"bottleneck      {bottleneck}", f"break-even      tokens a layer visit: {even}"]
     if found.sensitivity:
         gains = ", ".join(f"{what} {gain:.1%}" for what, gain in found.sensitivity.items())
@@ -167,9 +171,12 @@ def as_text(found: Simulation, tokens: float | None) -> str:
     return "\n".join(lines)
 
 
-def write_trace(found: Simulation, path: str | Path) -> None:
-    """Trace-event JSON for https://ui.perfetto.dev: a track a lane, counters for bytes in flight and for watts. Time
-    begins with the step, and the watts over the step add up to the joules of the report."""
+def write_trace(found: SimulationFigures, path: str | Path) -> None:
+    """Write the step as trace-event JSON for https://ui.perfetto.dev.
+
+    Each lane is a track; bytes in flight and watts are counters. Time starts with the step, and the integral of the
+    watts over the step is the energy of the report.
+    """
     spans = (*found.timeline.spans, *found.timeline.unfinished)
     track = {lane: number for number, lane in enumerate(LANES)}
     events: list[dict[str, Any]] = [
@@ -179,25 +186,28 @@ def write_trace(found: Simulation, path: str | Path) -> None:
     crossing: dict[float, int] = {}
     for span in spans:
         start, length = span.start * 1e6, (span.end - span.start) * 1e6
-        one = {"ph": "X", "pid": 0, "tid": track[span.lane], "name": span.label, "ts": start, "dur": length}
-        events.append({**one, "args": {"bytes": span.moved}})
+        event = {"ph": "X", "pid": 0, "tid": track[span.lane], "name": span.label, "ts": start, "dur": length}
+        events.append({**event, "args": {"bytes": span.moved}})
         if span.lane in ("down", "up"):
-            for at, change in ((span.start, span.moved), (span.end, -span.moved)):
-                crossing[at] = crossing.get(at, 0) + change
+            for time, change in ((span.start, span.moved), (span.end, -span.moved)):
+                crossing[time] = crossing.get(time, 0) + change
     moving = 0
-    for at in sorted(crossing):
-        moving += crossing[at]
-        events.append({"ph": "C", "pid": 0, "name": "bytes in flight", "ts": at * 1e6, "args": {"bytes": moving}})
-    for at, watts in power(found.machine, found.timeline):
-        events.append({"ph": "C", "pid": 0, "name": "watts", "ts": at * 1e6, "args": {"watts": watts}})
+    for time in sorted(crossing):
+        moving += crossing[time]
+        events.append({"ph": "C", "pid": 0, "name": "bytes in flight", "ts": time * 1e6, "args": {"bytes": moving}})
+    for time, watts in power(found.machine, found.timeline):
+        events.append({"ph": "C", "pid": 0, "name": "watts", "ts": time * 1e6, "args": {"watts": watts}})
     write_whole(path, json.dumps({"traceEvents": events}))
 
 
 def write_sweep(
     path: str | Path, axes: tuple[str, str], values: tuple[Sequence[str], Sequence[str]], speeds: list[list[float]]
 ) -> tuple[Path, Path | None]:
-    """Tokens a second over two options, as CSV and as a heat map (PNG). `speeds[row][column]`, NaN where it does not
-    fit. Returns both paths, None for the map's where there is no matplotlib to draw it."""
+    """Write tokens a second over two options as a table (CSV) and a heat map (PNG).
+
+    `speeds[row][column]` is NaN for a run that does not fit. Returns both paths; the map's is None where matplotlib is
+    not installed.
+    """
     stem = Path(path).with_suffix("")
     table, picture = stem.with_suffix(".csv"), stem.with_suffix(".png")
     with table.open("w", newline="", encoding="utf-8") as file:

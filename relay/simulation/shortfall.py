@@ -1,7 +1,7 @@
-"""Whether a run fits: what is too little, in words, and the smallest changes that would fit.
+"""Whether a run fits in memory: what is missing, as text, and the smallest changes that would fit.
 
-It measures with `relay.simulation.simulated_step` and runs no step. Invariant: what it says would fit was measured to
-fit.
+Memory is measured with `relay.simulation.simulated_step`; no step is run. Invariant: every suggested change was
+measured to fit.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Any
 
 from hal.spec import Machine
 from hal.spec.units import format_size
-from relay.simulation.host_cache import HostSides
+from relay.simulation.host_cache import HostCache
 from relay.simulation.meta_model import MetaModel
 from relay.simulation.simulated_step import Memory, RunShape, SimulatedRun
 from relay.simulation.transformer_shape import ModelShape
 
 
 def shortfalls(memory: Memory, device: int, host: int, unified: bool) -> tuple[str, ...]:
-    """What is too little for a run, in words; nothing where it fits."""
+    """What the memory lacks for a run, one sentence each; nothing where the run fits."""
     found = []
     if unified:
-        # One memory for both; what a slot would hold is the host's own.
+        # Device and host share one memory, and a slot would hold what the host has there anyway.
         together = memory.host_total + memory.device_total - memory.slots
         if together > host:
             found.append(
@@ -44,32 +44,33 @@ def shortfalls(memory: Memory, device: int, host: int, unified: bool) -> tuple[s
 
 
 def suggestions(
-    shape: ModelShape | MetaModel, run: RunShape, described: Machine, device: int, host: int, sides: HostSides
+    shape: ModelShape | MetaModel, run: RunShape, described: Machine, device: int, host: int, host_cache: HostCache
 ) -> tuple[str, ...]:
-    """The smallest changes that fit, of those that can be made: one alone where one does, else several together."""
+    """The smallest changes of options that fit, three at most: single ones where they suffice, else combinations."""
     changes: list[dict[str, Any]] = []
-    states: list[dict[str, Any]] = [{}, *({"state_dtype": kind} for kind in ("bf16", "int8"))]
-    places: list[dict[str, Any]] = [{}, {"stash": "host"}, {"microbatches": run.batch}]
-    places += [{"stash": "host", "microbatches": run.batch}, {"stash": "host", "microbatches": run.batch, "slots": 1}]
-    scales: list[dict[str, Any]] = [{}]
+    state_dtypes: list[dict[str, Any]] = [{}, *({"state_dtype": kind} for kind in ("bf16", "int8"))]
+    memory_choices: list[dict[str, Any]] = [{}, {"stash": "host"}, {"microbatches": run.batch}]
+    least: dict[str, Any] = {"stash": "host", "microbatches": run.batch}
+    memory_choices += [least, least | {"slots": 1}]
+    loss_scales: list[dict[str, Any]] = [{}]
     if run.precision == "fp16" and run.loss_scale == "dynamic":
-        scales.append({"loss_scale": "fixed"})
-    lesser = {"recompute": True, "layers_per_slot": 1}
-    segments: list[dict[str, Any]] = [{}]
-    if any(getattr(run, key) != value for key, value in lesser.items()):
-        segments.append(lesser)
-    for scale, segment in itertools.product(scales, segments):
-        for state in states:
-            for place in places:
-                together = {**scale, **segment, **state, **place}
+        loss_scales.append({"loss_scale": "fixed"})
+    smallest = {"recompute": True, "layers_per_slot": 1}
+    segment_choices: list[dict[str, Any]] = [{}]
+    if any(getattr(run, key) != value for key, value in smallest.items()):
+        segment_choices.append(smallest)
+    for loss_scale, segment in itertools.product(loss_scales, segment_choices):
+        for state in state_dtypes:
+            for memory_choice in memory_choices:
+                together = {**loss_scale, **segment, **state, **memory_choice}
                 change = {key: value for key, value in together.items() if getattr(run, key) != value}
                 if change and change not in changes:
                     changes.append(change)
     found: list[dict[str, Any]] = []
     for change in sorted(changes, key=len):
         if any(all(change.get(key) == value for key, value in other.items()) for other in found):
-            continue  # what already fits with less need not be told again
-        prepared = SimulatedRun(shape, replace(run, **change), described, sides)
+            continue  # a part of this change already fits
+        prepared = SimulatedRun(shape, replace(run, **change), described, host_cache)
         memory = prepared.memory()
         prepared.close()
         if not shortfalls(memory, device, host, described.device.unified):

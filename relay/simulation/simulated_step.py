@@ -1,11 +1,11 @@
 """One training step of a described model on a described machine: the real session, schedule and parameter server.
 
-Nothing here imitates them: a session is opened on a simulated device with numerics off, the step is submitted by
-`relay.runtime.schedule`, and what the virtual clock and the ledgers say is returned. What the figures mean is told in
-`relay.simulation`.
+A session is opened on a simulated device with numerics off, `relay.runtime.schedule` submits the step, and the virtual
+clock and the ledgers give the result. Nothing of the relay is imitated here. The figures that follow from the result
+are worked out in `relay.simulation.figures`.
 
-Invariant: memory is measured without a limit and compared afterwards, so that a run that does not fit has a whole
-ledger to show.
+Invariant: memory is measured without a limit and compared afterwards, so that a run that does not fit has a complete
+ledger.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from relay.runtime.schedule import Ran, Relay, TrainingStep
 from relay.runtime.session import Session
 from relay.runtime.stages import CompiledModel, recomputing
 from relay.runtime.stash import Key, Stash, device_bytes, kept_bytes
-from relay.simulation.host_cache import HostSide, HostSides
+from relay.simulation.host_cache import HostCache, HostState
 from relay.simulation.meta_model import MetaModel
 from relay.simulation.transformer_shape import ModelShape, ShapeError
 
@@ -45,11 +45,11 @@ _ALLOWED = {**OPTIONS, **STEP_OPTIONS, "sequence": STEP_OPTIONS["seq"]}
 
 @dataclass(frozen=True)
 class RunShape:
-    """How a model is to be trained: what `relay.Trainer` takes, by the same names and within the same limits.
+    """The options of a training run, with the names and the limits that `relay.Trainer` has.
 
-    `loss_scale` "dynamic" keeps all gradients of a fp16 step until they are known to be finite, a power of two,
-    or "fixed" for 65536, updates at once. `sequence` is tokens in a sequence, `batch` sequences in a step.
-    Raises ValueError where the trainer would.
+    With `loss_scale="dynamic"` all gradients of a step in fp16 wait on the host until they are known to be finite; with
+    a power of two, or "fixed" for 65536, each layer is updated at once. `sequence` is the number of tokens in a
+    sequence, `batch` the number of sequences in a step. Raises ValueError where the trainer would.
     """
 
     sequence: int = 1024
@@ -72,16 +72,16 @@ class RunShape:
 
     @property
     def tokens(self) -> int:
-        """Tokens in a step."""
+        """The number of tokens in a step."""
         return self.batch * self.sequence
 
     @property
-    def held(self) -> bool:
+    def defers_updates(self) -> bool:
         """Whether updates wait for the last gradient of the step."""
         return self.clip_grad_norm is not None or (self.precision == "fp16" and self.loss_scale == "dynamic")
 
     def pieces(self) -> list[int]:
-        """Sequences in each micro-batch, cut as the trainer cuts."""
+        """The number of sequences in each micro-batch, cut as the trainer cuts a batch."""
         if self.batch < self.microbatches:
             raise ShapeError(
                 f"A batch of {self.batch} cannot be cut into {self.microbatches} micro-batches. Give a larger batch, "
@@ -93,9 +93,10 @@ class RunShape:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the device by purpose, as accounted with the allocator's rounding, and on the host by state.
+    """Bytes on the device by purpose, with the allocator's rounding, and on the host by state and dtype.
 
-    `page_locked` is the part of the host's that crosses the link, in whole pages.
+    `page_locked` is the part of the host memory that crosses the link, in whole pages. `parameters` is the number of
+    elements in all parameters.
     """
 
     device: dict[str, int]
@@ -105,23 +106,23 @@ class Memory:
 
     @property
     def device_total(self) -> int:
-        """All bytes on the device."""
+        """The bytes on the device."""
         return sum(self.device.values())
 
     @property
     def slots(self) -> int:
-        """Bytes of the device's that are slots."""
+        """The bytes of the slots on the device."""
         return sum(size for what, size in self.device.items() if what.startswith("slots"))
 
     @property
     def host_total(self) -> int:
-        """All bytes on the host."""
+        """The bytes on the host."""
         return sum(size for _, _, size in self.host)
 
 
 @dataclass(frozen=True)
 class Step:
-    """A simulated step. `weight_bytes` and `gradient_bytes` are what crossed the link as such."""
+    """A simulated step. `weight_bytes` and `gradient_bytes` are the weights and gradients that crossed the link."""
 
     timeline: Timeline
     weight_bytes: int
@@ -129,15 +130,16 @@ class Step:
 
 
 class SimulatedRun:
-    """A model on a machine, ready for steps."""
+    """A model on a simulated machine, ready to run steps."""
 
     def __init__(
-        self, shape: ModelShape | MetaModel, run: RunShape, machine: Machine, sides: HostSides | None = None
+        self, shape: ModelShape | MetaModel, run: RunShape, machine: Machine, host_cache: HostCache | None = None
     ) -> None:
-        """`sides` are host sides of runs of this shape that have ended; this run's is among them after `close`.
+        """`host_cache` holds host states of earlier runs of this shape; `close` puts this run's into it.
 
-        `run` then says what runs: micro-batches as the batch is cut, no more layers a slot than the model has, and True
-        for `recompute` where that many segments are all (the last, the head, has no forward of its own to repeat).
+        The attribute `run` holds the options as they take effect: as many micro-batches as the batch is cut into, no
+        more layers a slot than the model has, and True for `recompute` where the number covers all segments (the last
+        segment, the head, never repeats its forward).
         """
         compute = COMPUTE[run.precision]
         sizes = run.pieces()
@@ -151,29 +153,29 @@ class SimulatedRun:
         layers = min(run.layers_per_slot, max(1, shape.layers))
         run = self.run = replace(run, microbatches=len(sizes), layers_per_slot=layers, recompute=repeats)
         self._device = _open(replace(machine, device=machine.device.with_values(memory=float(UNLIMITED))))
-        self._sides = HostSides() if sides is None else sides
-        self._side_key, self._side = self._host_side(shape)
-        side = self._side
-        self._server = side.server
-        parts = side.model, self._device, side.host, side.store, side.server
+        self._host_cache = HostCache() if host_cache is None else host_cache
+        self._state_key, self._state = self._host_state(shape)
+        state = self._state
+        self._server = state.server
+        parts = state.model, self._device, state.host, state.store, state.server
         self._session = Session(*parts, run.slots, run.stash, None)
-        if not side.contents:
-            side.contents = self._session.contents(self._compiled[0])
-            side.plans = self._session.gradient_plans(self._compiled[0])
-        self._contents, self._plans = side.contents, side.plans
+        if not state.contents:
+            state.contents = self._session.contents(self._compiled[0])
+            state.gradient_plans = self._session.gradient_plans(self._compiled[0])
+        self._contents, self._gradient_plans = state.contents, state.gradient_plans
         self._relay, self._stash = self._ready()
         self._number = 0
 
-    def _host_side(self, shape: ModelShape | MetaModel) -> tuple[Hashable, HostSide]:
-        """This run's side of the host, with what it was made for."""
+    def _host_state(self, shape: ModelShape | MetaModel) -> tuple[Hashable, HostState]:
+        """The host state of this run and its key in the cache."""
         run, device = self.run, self._device
         scaled = run.precision == "fp16" and run.loss_scale == "dynamic"
         decides = shape, run.sequence, run.state_dtype, run.clip_grad_norm, scaled, device.info.unified
-        key = (*decides, self._sides.laid_out(self._compiled[0]))
-        side = self._sides.take(key, run.optimizer)
-        if side is not None:
-            side.follow(device)
-            return key, side
+        key = (*decides, self._host_cache.layout(self._compiled[0]))
+        state = self._host_cache.take(key, run.optimizer)
+        if state is not None:
+            state.follow(device)
+            return key, state
         host = device.host(UNLIMITED)
         model = shape.model(run.sequence)
         order = [name for name, _ in model.named_parameters()]
@@ -188,10 +190,10 @@ class SimulatedRun:
             Clipping(run.clip_grad_norm),
             scaled,
         )
-        return key, HostSide(model, run.optimizer, host, store, server, [run.optimizer.defaults()])
+        return key, HostState(model, run.optimizer, host, store, server, [run.optimizer.defaults()])
 
     def memory(self) -> Memory:
-        """The whole requirement, known before any step."""
+        """The memory that the run needs, which is known before any step."""
         plans = self._stash.plans
         parameters, gradients = slot_sizes(self._contents)
         rows = {
@@ -206,15 +208,15 @@ class SimulatedRun:
         ledger = self._session.host.ledger.rows()
         host = [(state, str(dtype).removeprefix("torch."), size) for state, dtype, size in ledger]
         locked = self._session.host.page_locked
-        return Memory(rows, host, locked, self._side.parameters)
+        return Memory(rows, host, locked, self._state.parameters)
 
     def record(self) -> None:
-        """Keep a span of every call from now on."""
+        """Record a span of every call from now on."""
         self._device.record()
 
     def step(self) -> Step:
-        """One steady step: with held updates, the one after two others."""
-        for _ in range(2 if self.run.held else 0):
+        """A step in the steady state. Where updates are deferred that is the third step, else the first."""
+        for _ in range(2 if self.run.defers_updates else 0):
             self._step()
         before = self._device.timeline()
         ran = self._step()
@@ -223,15 +225,17 @@ class SimulatedRun:
         return Step(timeline, ran.weight_bytes, gradients)
 
     def close(self) -> None:
-        """Give the simulated device back, and what is on the host to the next run."""
+        """Close the simulated device and put the host state into the cache."""
         self._session.close()
-        self._sides.give(self._side_key, self._side)
+        self._host_cache.give(self._state_key, self._state)
 
     def _visited(self) -> list[tuple[Any, Any]]:
-        return list(zip(self._contents, self._plans, strict=True))
+        return list(zip(self._contents, self._gradient_plans, strict=True))
 
     def _ready(self) -> tuple[Relay, Stash]:
-        return self._session.make_ready(self._compiled, self._contents, self._plans, self._side.groups, "train")
+        return self._session.make_ready(
+            self._compiled, self._contents, self._gradient_plans, self._state.groups, "train"
+        )
 
     def _step(self) -> Ran:
         session, relay, stash = self._session, self._relay, self._stash
@@ -247,8 +251,8 @@ class SimulatedRun:
             return session.host.run(_nothing, [read], "verdict on the loss")
 
         step = TrainingStep(
-            self._compiled, self._contents, stash, 0, self._number, losses, self._plans, seeds, seeds_ready, verdict,
-            self._side.groups, 1.0,
+            self._compiled, self._contents, stash, 0, self._number, losses, self._gradient_plans, seeds, seeds_ready,
+            verdict, self._state.groups, 1.0,
         )  # fmt: skip
         with session.running(stash, [seeds_ready]) as ran:
             relay.train(step, ran)
@@ -267,7 +271,7 @@ class SimulatedRun:
 
 
 def plan_size(size: int, names: Sequence[str]) -> int:
-    """The bytes of a segment's gradients that go up: none where it has none."""
+    """The bytes of a segment's gradients that cross the link: 0 for a segment without trainable parameters."""
     return size if names else 0
 
 
@@ -284,4 +288,4 @@ def _simulator() -> VirtualBackend:
 
 
 def _nothing() -> None:
-    """What the verdict does where there are no numbers to judge."""
+    """The check of the loss, which has no numbers to check here."""

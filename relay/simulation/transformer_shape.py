@@ -1,8 +1,8 @@
-"""Models described by shape: transformers of any size, for runs in which no number is computed.
+"""Transformers described by their sizes, for simulated runs that compute no numbers.
 
-A shape is turned into segments as `relay.partition` would cut the model: embedding, repeated layers, head with the
-loss. The layers are real modules, captured by the real capture, over tensors that take no memory; layers built alike
-are captured once. It is not a model to train: see `relay.models` for that.
+A shape becomes segments as `relay.partition` would cut the model: embedding, repeated layers, head with the loss. The
+layers are real modules, captured by the real capture over tensors without memory; equal layers are captured once. A
+shape cannot be trained: models for that are in `relay.models`.
 
 B sequences, T positions, H hidden size, A heads, V vocabulary.
 """
@@ -29,24 +29,28 @@ from relay.runtime.stages import CPU, Captures, CompiledModel, build_compiled_mo
 
 
 class ShapeError(RelayError, ValueError):
-    """A shape that no model can have, or that is not known. The message says what is expected."""
+    """A shape that no model can have, or an unknown model. The message names what was expected."""
 
 
 BYTES = 256
-"""The vocabulary of the GPT over bytes that `relay train` trains, whose embedding and head are one matrix."""
+"""The vocabulary of the GPT over bytes that `relay train` trains, with one matrix for embedding and head."""
 
 VOCABULARY = 50257
-"""GPT-2's, of models by numbers that say nothing else."""
+"""The vocabulary of GPT-2: the default for a model given by its sizes."""
 
 _LEAST = {"layers": 1, "hidden": 1, "heads": 1, "vocabulary": 1, "ffn": 0, "kv_heads": 0, "head_size": 0}
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A transformer. `gated` is a layer as Llama has it: a feed-forward network of three matrices, RMSNorm, no biases.
-    Otherwise it is GPT-2's layer. Either has `kv_heads` below `heads` for grouped-query attention, and heads of
-    `head_size` where that is not hidden / heads; 0 is the usual. `tied` shares embedding and head. With `causal`
-    positions do not see those after them, and fused attention takes about half the time; an encoder's see all."""
+    """The sizes of a transformer.
+
+    With `gated` a layer is that of Llama: a feed-forward network of three matrices, RMSNorm, no biases. Otherwise it is
+    that of GPT-2. 0 means the default: `ffn` 4 x hidden, `kv_heads` as many as heads (fewer is grouped-query
+    attention), `head_size` hidden / heads. `tied` shares one matrix between embedding and head. `causal` attention
+    skips the positions after each one, so that fused kernels take about half the time; an encoder attends to all
+    positions.
+    """
 
     layers: int
     hidden: int
@@ -74,32 +78,32 @@ class ModelShape:
 
     @property
     def wide(self) -> int:
-        """Width of the feed-forward network."""
+        """The width of the feed-forward network."""
         return self.ffn or 4 * self.hidden
 
     @property
     def key_heads(self) -> int:
-        """Heads of keys and values."""
+        """The number of heads of keys and values."""
         return self.kv_heads or self.heads
 
     @property
     def depth(self) -> int:
-        """Width of a head."""
+        """The width of a head."""
         return self.head_size or self.hidden // self.heads
 
     @property
     def layer_matrices(self) -> int:
-        """Elements of one layer's matrices."""
+        """The number of elements in the matrices of one layer."""
         attention = 2 * self.hidden * self.depth * (self.heads + self.key_heads)
         return attention + (3 if self.gated else 2) * self.hidden * self.wide
 
     @property
     def title(self) -> str:
-        """In a few words."""
+        """The shape in a few words."""
         return f"{self.layers} layers x hidden {self.hidden}"
 
     def described(self) -> dict[str, Any]:
-        """What `--json` says of it: sizes as they are, where 0 stood for the usual too."""
+        """The shape as `--json` prints it, with every 0 replaced by the size that it stands for."""
         return asdict(self) | {"ffn": self.wide, "kv_heads": self.key_heads, "head_size": self.depth}
 
     def compiled(
@@ -111,7 +115,7 @@ class ModelShape:
         recompute: bool | int = True,
     ) -> CompiledModel:
         """See `compiled_model_of`."""
-        # Of a cache's keys 1 and True are one, so the number is worked out here.
+        # 1 and True are the same cache key, so the number is worked out first.
         count = recomputing(recompute, -(-self.layers // layers_per_slot) + 2)
         return compiled_model_of(self, sequences, sequence, compute, min(layers_per_slot, self.layers), count)
 
@@ -120,7 +124,7 @@ class ModelShape:
         return model_of(self, sequence)
 
     def model_flops(self, sequence: int) -> float:
-        """FLOPs of forward and backward for a token, recompute not counted (Chowdhery et al. 2022, appendix B)."""
+        """FLOPs of forward and backward per token, recompute not counted (Chowdhery et al. 2022, appendix B)."""
         matrices = self.layers * self.layer_matrices + self.hidden * self.vocabulary
         return 6.0 * matrices + 12.0 * self.layers * self.heads * self.depth * sequence
 
@@ -140,18 +144,18 @@ MODELS = {
     "llama-3-8b": ModelShape(32, 4096, 32, vocabulary=128256, ffn=14336, kv_heads=8, gated=True),
     "llama-3-70b": ModelShape(80, 8192, 64, vocabulary=128256, ffn=28672, kv_heads=8, gated=True),
 }
-"""Shapes by name, from the models' papers and configurations."""
+"""Shapes by name, from the papers and configurations of the models."""
 
 LEARNED_POSITIONS = {
     **dict.fromkeys(("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"), 1024),
     **dict.fromkeys(("gpt3-6.7b", "gpt3-13b", "gpt3-175b"), 2048),
     "bert-large": 512,
 }
-"""How long the tables of positions are, of those that have one."""
+"""The length of the table of learned positions, for the models that have one."""
 
 
 def _attended(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-    """(B, T, A S): attention where several heads of queries (B, A, T, S) share one of keys and values (B, K, T, S)."""
+    """(B, T, A S): attention in which query heads (B, A, T, S) share heads of keys and values (B, K, T, S)."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -160,7 +164,7 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor
 
 
 class GatedBlock(nn.Module):
-    """A layer as Llama has it: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+    """The layer of Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -200,7 +204,7 @@ class GatedBlock(nn.Module):
 
 
 class GroupedBlock(Block):
-    """GPT-2's layer with fewer heads of keys and values than of queries, or heads of a size of their own."""
+    """The layer of GPT-2 with fewer heads of keys and values than of queries, or with another head size."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__(shape.hidden, shape.heads, 0.0, shape.causal)
@@ -252,7 +256,7 @@ class _End(nn.Module):
 
 
 def model_of(shape: ModelShape, sequence: int) -> nn.Module:
-    """A module with the parameters of the whole model by name, on torch's meta device. It cannot be called."""
+    """A module that holds the parameters of the whole model by name, on the meta device. It cannot be called."""
     model = nn.Module()
     start, (layer,), end = _templates(shape, sequence)
     parts = [("embedding", start), *((f"layer_{n}", layer) for n in range(shape.layers)), ("head", end)]
@@ -277,10 +281,10 @@ def compiled_model_of(
     lowering: Lowering = Lowering.NATIVE,
     traced_for: torch.device = CPU,
 ) -> CompiledModel:
-    """The stations for training on a micro-batch of `sequences` x `sequence` tokens, captured in `compute`, in the
-    graphs that a device wants (`relay.capture.graphs_for`).
+    """The compiled model for training on a micro-batch of `sequences` x `sequence` tokens in the dtype `compute`.
 
-    The first `recompute` segments recompute their forward; all of them where no number is given.
+    `lowering` and `traced_for` choose the graphs for a device (`relay.capture.graphs_for`). The first `recompute`
+    segments recompute their forward; without a number, all do.
     """
     mode = fake_mode()
     with mode:
@@ -295,14 +299,14 @@ def compiled_model_of(
 
 @functools.lru_cache(maxsize=4)
 def _captures(shape: ModelShape, compute: torch.dtype, lowering: Lowering, traced_for: torch.device) -> Captures:
-    """What was captured of the shape's layers in that dtype and for that device, for whichever batches."""
+    """The captured layers of a shape in that dtype and for that device, shared by all sizes of batches."""
     return Captures(keeps_traces=True)
 
 
 def _templates(
     shape: ModelShape, sequence: int, mode: FakeMode | None = None, layers: int = 1
 ) -> tuple[_Start, list[_Layer], _End]:
-    """Modules for start and end, and as many for the layers as stand in one segment."""
+    """Modules for the start, the layers of one segment, and the end."""
     with mode or fake_mode():
         start, end = _Start(shape, sequence), _End(shape)
         repeated = [_Layer(shape) for _ in range(layers)]
@@ -332,7 +336,7 @@ def _partition(
             names["head.projection.weight"] = f"embedding.{words}"
         inputs = (0,) if index == 0 else (1 + index, 1) if index == last else (1 + index,)
         kind = "layer" if inner else None
-        alike = (module, kind or name)  # start and end too: other batches and other choices have the same ones
-        segments.append(Segment(index, name, module, inputs, (2 + index,), names, {}, alike, kind))
+        equal_key = (module, kind or name)  # also for start and end: other batches share the captures
+        segments.append(Segment(index, name, module, inputs, (2 + index,), names, {}, equal_key, kind))
     _, nothing = tensor_leaves(())
     return Partition(segments, values, (0, 1), True, (), nothing, None)

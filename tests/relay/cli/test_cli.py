@@ -114,7 +114,7 @@ def test_devices_does_not_show_a_simulated_one_as_it_does_hardware() -> None:
 # **** train ****
 
 
-def test_train_learns_saves_and_tells(tiny: list[str], tmp_path: Path) -> None:
+def test_train_learns_saves_and_prints_a_summary(tiny: list[str], tmp_path: Path) -> None:
     result = relay("train", *tiny, "--steps", 30, "--sample")
     assert result.exit_code == 0, result.stderr
     for part in (
@@ -144,7 +144,7 @@ def test_train_with_json_prints_one_object_with_the_figures(tiny: list[str]) -> 
     assert "sample" not in answer
 
 
-def test_compiling_is_said_to_the_log_and_shown_as_a_line_or_in_the_bar() -> None:
+def test_compiling_is_logged_and_shown_as_a_line_or_in_the_bar() -> None:
     """A step with a shape that was not there before compiles; one that repeats it does not."""
     lines: list[str] = []
     torch.manual_seed(0)
@@ -239,7 +239,7 @@ def test_options_that_cannot_be_meant_are_exit_code_2(extra: list[str], message:
     assert message in result.stderr
 
 
-def test_numbers_that_do_not_go_with_each_other_are_told_with_the_file_that_they_come_from(tmp_path: Path) -> None:
+def test_numbers_that_contradict_each_other_are_named_with_the_file_that_they_come_from(tmp_path: Path) -> None:
     plan, run_file = tmp_path / "plan.toml", tmp_path / "run.toml"
     plan.write_text("hidden = 96\nheads = 12\nmicrobatches = 8\n", encoding="utf-8")
     run_file.write_text("batch = 6\n", encoding="utf-8")
@@ -249,6 +249,12 @@ def test_numbers_that_do_not_go_with_each_other_are_told_with_the_file_that_they
     assert "received 30 and 4 (the default)" in relay("train", "--hidden", "30").stderr
     text = relay("train", run_file, "--plan", plan).stderr
     assert f"--batch 6 (from '{run_file}') cannot be cut into --microbatches 8 (from '{plan}')" in text
+
+
+def test_keep_last_without_checkpoints_to_keep_is_refused(tiny: list[str]) -> None:
+    result = relay("train", *tiny, "--keep-last", "3")
+    assert result.exit_code == 2
+    assert "--keep-last goes with --checkpoint-every" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -283,6 +289,40 @@ def test_the_learning_rate_warms_up_then_falls_to_a_tenth() -> None:
     assert max(rates) == rates[39] == 1.0
     assert rates[-1] == pytest.approx(0.1, abs=1e-3)
     assert learning_rate(0, 1, 1.0) == 1.0
+
+
+# **** the end of a run ****
+
+
+def test_resuming_a_run_that_has_ended_runs_no_step_and_saves_the_same_model(tiny: list[str], tmp_path: Path) -> None:
+    long = [*tiny, "--checkpoint-every", "2", "--resume"]
+    first = only_object(relay("train", *long, "--json"))
+    weights = (tmp_path / "out" / "model.safetensors").read_bytes()
+    (tmp_path / "out" / "model.safetensors").unlink()  # as after a power cut between the last checkpoint and the end
+    trace = tmp_path / "trace.json"
+    again = relay("train", *long, "--sample", "--trace", trace)
+    assert again.exit_code == 0, again.stderr
+    assert "This run has ended: all of its 3 steps are done." in again.stderr
+    assert "No trace is written" in again.stderr
+    assert not trace.exists()
+    assert "all 3 were done before; none was run" in again.stdout
+    assert "training loss" not in again.stdout
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights
+    answer = only_object(relay("train", *long, "--json"))
+    assert (answer["steps"], answer["steps_now"], answer["loss_last"]) == (3, 0, None)
+    assert answer["held_out_before"] == answer["held_out_after"] == first["held_out_after"]
+
+
+def test_a_device_that_reports_no_peak_is_summarised_without_a_share(
+    tiny: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from relay.cli import training_run
+
+    figures = only_object(relay("train", *tiny, "--json")) | {"device_peak_bytes": 0}
+    monkeypatch.setattr(training_run, "train_gpt", lambda options, log: figures)
+    result = relay("train", *tiny)
+    assert result.exit_code == 0, result.stderr
+    assert "device memory   not reported by the device; plain training would have needed" in result.stdout
 
 
 # **** sample and the folder ****

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 import relay
 from relay.cli import main
-from relay.simulation.hf_config import FAMILIES, read_configuration, shape_of_config
+from relay.simulation.hf_config import FAMILIES, read_configuration
 from relay.simulation.plan_file import caution
 from relay.simulation.transformer_shape import ModelShape, ShapeError
 
@@ -69,7 +69,7 @@ def test_grouped_queries_count_in_layers_without_gates(written: Any) -> None:
     config |= {"num_key_value_heads": 2, "intermediate_size": 12288, "vocab_size": 49152}
     config |= {"hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 16384}
     path = written(config)
-    assert shape_of_config(path).key_heads == 2
+    assert read_configuration(path).shape.key_heads == 2
     found = relay.simulate(config=str(path), device="h200-sxm", sequence=512, batch=1)
     assert found.memory.parameters == pytest.approx(3.03e9, rel=0.005)
 
@@ -104,7 +104,7 @@ def test_the_grouped_layer_is_the_usual_one_where_every_head_has_its_own_keys() 
     ],
 )
 def test_families_differ_in_how_many_heads_have_keys(config: dict[str, Any], heads: int, written: Any) -> None:
-    assert shape_of_config(written({**SMALL, **config})).key_heads == heads
+    assert read_configuration(written({**SMALL, **config})).shape.key_heads == heads
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_families_differ_in_how_many_heads_have_keys(config: dict[str, Any], hea
     ],
 )
 def test_gates_and_ties_follow_the_family(config: dict[str, Any], gated: bool, tied: bool, written: Any) -> None:
-    shape = shape_of_config(written({**SMALL, **config}))
+    shape = read_configuration(written({**SMALL, **config})).shape
     assert (shape.gated, shape.tied) == (gated, tied)
 
 
@@ -129,8 +129,8 @@ def test_gates_and_ties_follow_the_family(config: dict[str, Any], gated: bool, t
     ["t5", "T5", "bart", "whisper", "clip", "mamba", "mamba2", "jamba", "rwkv", "xlnet", "wav2vec2", "vit", "albert"],
 )
 def test_a_type_that_is_no_row_of_equal_layers_is_refused(kind: str, written: Any) -> None:
-    with pytest.raises(ShapeError, match="no plain transformer"):
-        shape_of_config(written({**SMALL, "model_type": kind}))
+    with pytest.raises(ShapeError, match="not a plain transformer"):
+        read_configuration(written({**SMALL, "model_type": kind}))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_type_that_is_no_row_of_equal_layers_is_refused(kind: str, written: An
     [
         ({"num_local_experts": 8.0}, "layers of 8 experts"),
         ({"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "layers of linear_attention"),
-        ({"state_size": 16}, "keeps a state"),
+        ({"state_size": 16}, "recurrent state"),
         ({"encoder_layers": 3, "decoder_layers": 3}, "an encoder with a decoder"),
         ({"kv_lora_rank": 512}, "latent attention"),
         ({"word_embed_proj_dim": 32}, "embeddings of 32 before layers of 64"),
@@ -157,18 +157,18 @@ def test_what_cannot_be_counted_is_refused_and_asked_wrongly(
 ) -> None:
     path = written({"model_type": "llama", **SMALL, **more})
     with pytest.raises(ShapeError, match=message):
-        shape_of_config(path)
+        read_configuration(path)
     assert CliRunner().invoke(main, ["simulate", "--config", str(path)]).exit_code == 2
 
 
-def test_what_was_guessed_is_said(written: Any) -> None:
-    assert "says no model_type" in read_configuration(written(SMALL)).notes[0]
+def test_assumptions_about_a_configuration_are_among_the_notes(written: Any) -> None:
+    assert "has no model_type" in read_configuration(written(SMALL)).notes[0]
     (note,) = read_configuration(written({**SMALL, "model_type": "novel", "hidden_act": "silu"})).notes
     assert "'novel', which is not known" in note
-    assert "gates, as Llama" in note
+    assert "gates, like those of Llama" in note
     path = written({"model_type": "llava", "vision_config": {}, "text_config": {"model_type": "llama", **SMALL}})
     (note,) = read_configuration(path).notes
-    assert "a vision part too, which is not counted" in note
+    assert "a vision part, which is not counted" in note
     command = [str(path), "--seq", "32", "--batch", "1", "--device", "t4"]
     assert note in CliRunner().invoke(main, ["simulate", "--config", *command]).stdout
     planned = CliRunner().invoke(main, ["plan", "--config", *command, "--state-dtype", "fp32", "--json"])

@@ -1,11 +1,11 @@
-"""Runs that share what is on the host say what each would say by itself."""
+"""Runs that share a host state give the figures that each gives alone."""
 
 from typing import Any
 
 import pytest
 
 import relay
-from relay.simulation.host_cache import HostSides
+from relay.simulation.host_cache import HostCache
 from relay.simulation.transformer_shape import ModelShape
 
 SHAPE = ModelShape(5, 64, 2, 256)
@@ -24,21 +24,21 @@ CHOICES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_run_beside_anothers_host_side_says_what_it_says_by_itself(precision: str) -> None:
+def test_a_run_with_a_shared_host_state_gives_the_figures_of_a_run_alone(precision: str) -> None:
     common: dict[str, Any] = {"device": "t4", "batch": 7, "microbatches": 2, "sequence": 16, "precision": precision}
-    sides = HostSides()
+    host_cache = HostCache()
     for choice in [*CHOICES, *reversed(CHOICES)]:
         alone = relay.simulate(SHAPE, **{**common, **choice}, record=True)
-        shared = relay.simulate(SHAPE, **{**common, **choice}, record=True, sides=sides)
+        shared = relay.simulate(SHAPE, **{**common, **choice}, record=True, host_cache=host_cache)
         assert (shared.memory, shared.step) == (alone.memory, alone.step), choice
-    assert sum(len(idle) for idle in sides._idle.values()) < len(CHOICES)
+    assert sum(len(idle) for idle in host_cache._idle.values()) < len(CHOICES)
 
 
 @pytest.mark.parametrize("stash", ["device", "host"])
-def test_a_run_says_the_same_whatever_was_simulated_before(stash: str) -> None:
+def test_a_run_gives_the_same_figures_whatever_was_simulated_before(stash: str) -> None:
     common: dict[str, Any] = {"device": "t4", "sequence": 16, "microbatches": 2, "recompute": False, "stash": stash}
     even, ragged = {"batch": 4}, {"batch": 5}
-    before = {number: relay.simulate(SHAPE, **common, **one) for number, one in enumerate((even, ragged))}
-    for number, one in enumerate((even, ragged)):
-        again = relay.simulate(SHAPE, **common, **one)
+    before = {number: relay.simulate(SHAPE, **common, **batch) for number, batch in enumerate((even, ragged))}
+    for number, batch in enumerate((even, ragged)):
+        again = relay.simulate(SHAPE, **common, **batch)
         assert (again.memory, again.step) == (before[number].memory, before[number].step)

@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 import relay
+from hal import spec
 from relay.cli import main
 from relay.models import GPT
 from relay.simulation.report import as_text
@@ -139,10 +140,11 @@ def test_a_plan_asked_wrongly_says_so_in_its_own_name(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model", "gpt2", "--layers", "3"], "model says which model is meant, and layers would"),
-        (["--model", "gpt2", "--vocab", "300", "--untied"], "and tied and vocabulary would"),
-        (["--model", "gpt2", "--config", "c.json"], "model and config both say"),
-        (["--config", "c.json", "--hidden", "64"], "config says which model is meant, and hidden would"),
+        (["--model", "gpt2", "--layers", "3"], "model names a model with sizes of its own, and layers would"),
+        (["--model", "gpt2", "--vocab", "300", "--untied"], "and vocabulary and tied would"),
+        (["--model", "gpt2", "--vocab", "50257"], "and vocabulary would change them"),
+        (["--model", "gpt2", "--config", "c.json"], "model and config both name a model"),
+        (["--config", "c.json", "--hidden", "64"], "config names a model with sizes of its own, and hidden would"),
         (["--model", "gpt2", "--device", "v100-sxm2-16gb", "--precision", "bf16"], "does not compute in bf16"),
         (["--model", "gpt2", "--device", "nothing.toml"], "cannot be read"),
     ],
@@ -152,6 +154,40 @@ def test_what_is_asked_wrongly_exits_with_two(command: str, options: list[str], 
     result = invoke(command, *options)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sweep", "batch=1,2", "--trace", "step.json"], "--trace writes a single step"),
+        (["--sweep", "batch=1,2", "--tokens", "1e9"], "--tokens reports a single run"),
+        (["--sweep", "batch=1,2", "--batch", "4"], "batch: given as an option and swept too"),
+        (["--out", "table"], "--out names the files of a sweep"),
+        (["--presets"], "--presets lists the presets"),
+    ],
+)
+def test_an_option_that_would_have_no_effect_is_refused(options: list[str], message: str) -> None:
+    result = invoke("simulate", "--model", "gpt2", *options)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_loss_scale_without_effect_is_noted() -> None:
+    assert relay.simulate(**TINY, loss_scale="fixed").notes == (
+        "loss_scale='fixed' has no effect in fp32: only fp16 scales its loss.",
+    )
+    assert relay.simulate(**{**TINY, "precision": "fp16"}, loss_scale="fixed").notes == ()
+
+
+def test_parts_beside_a_whole_machine_and_an_example_without_a_module_are_refused() -> None:
+    whole = {**TINY, "device": spec.machine("t4")}
+    for part in ({"link": "pcie-4-x16"}, {"host": "generic"}, {"software": "fused"}):
+        with pytest.raises(spec.SpecError, match="is a whole Machine"):
+            relay.simulate(**whole, **part)
+        with pytest.raises(spec.SpecError, match="is a whole Machine"):
+            relay.plan(**whole, **part)
+    with pytest.raises(ValueError, match=r"example= is for an nn\.Module"):
+        relay.simulate(**TINY, example={})
 
 
 def test_a_device_file_without_link_or_host_says_what_to_add(tmp_path: Path) -> None:
@@ -186,5 +222,5 @@ def test_a_sweep_names_what_it_leaves_out_and_speaks_in_the_options_words(tmp_pa
     assert json.loads(result.stdout)["rows"] == {"recompute": ["all", "none", 1]}
     nothing = invoke("simulate", "--model", "gpt2", "--sweep", "layers=3,4", "--out", str(tmp_path / "none"))
     assert nothing.exit_code == 2
-    assert "None of these combinations can be. model says which" in nothing.stderr
+    assert "None of these combinations is possible. model names a model" in nothing.stderr
     assert not (tmp_path / "none.csv").exists()

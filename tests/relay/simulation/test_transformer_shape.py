@@ -9,7 +9,8 @@ import pytest
 
 import relay
 from relay.models import GPT
-from relay.simulation.hf_config import shape_of_config
+from relay.simulation.describe import describe
+from relay.simulation.hf_config import read_configuration
 from relay.simulation.transformer_shape import MODELS, ModelShape, ShapeError
 
 
@@ -36,11 +37,11 @@ def test_a_hugging_face_configuration_gives_its_shape(tmp_path: Path) -> None:
     config = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
     config |= {"intermediate_size": 14336, "vocab_size": 128256, "hidden_act": "silu", "tie_word_embeddings": False}
     path.write_text(json.dumps(config))
-    assert shape_of_config(path) == MODELS["llama-3-8b"]
+    assert read_configuration(path).shape == MODELS["llama-3-8b"]
     assert relay.simulate("llama-3-8b", device="h200-sxm").memory.parameters == pytest.approx(8.03e9, rel=0.001)
     path.write_text(json.dumps({"hidden_size": 4096}))
-    with pytest.raises(ShapeError, match="does not say layers"):
-        shape_of_config(path)
+    with pytest.raises(ShapeError, match="has no layers"):
+        read_configuration(path)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_positions_of_an_encoder_see_those_after_them(
     config = {"model_type": kind, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2}
     config |= {"vocab_size": 100} | ({} if decodes is None else {"is_decoder": decodes})
     path.write_text(json.dumps(config))
-    shape = shape_of_config(path)
+    shape = read_configuration(path).shape
     assert shape.causal == causal
     options: dict[str, Any] = {"device": "rtx-4090", "sequence": 4096, "software": "fused"}
     other = replace(shape, causal=not causal)
@@ -110,13 +111,13 @@ def test_a_configuration_that_would_be_counted_wrongly_is_refused(
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**SMALL, **more}))
     with pytest.raises(ShapeError, match=message):
-        shape_of_config(path)
+        read_configuration(path)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "Say which model"),
+        ({}, "Which model"),
         ({"model": "gpt9"}, "no model 'gpt9'"),
         ({"layers": 3}, "needs both layers and hidden"),
         ({"layers": 3, "hidden": 100, "heads": 7}, "multiple of heads"),
@@ -126,6 +127,16 @@ def test_a_configuration_that_would_be_counted_wrongly_is_refused(
 def test_a_model_or_batch_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ShapeError, match=message):
         relay.simulate(**options)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "heads"), [(128, 1), (768, 6), (1600, 10), (8192, 64), (64, 1), (192, 2), (1601, 1), (1, 1)]
+)
+def test_the_default_number_of_heads_divides_the_hidden_size_into_heads_of_about_128(hidden: int, heads: int) -> None:
+    assert hidden % heads == 0
+    shape = describe(layers=1, hidden=hidden).shape
+    assert isinstance(shape, ModelShape)
+    assert shape.heads == heads
 
 
 @pytest.mark.parametrize(

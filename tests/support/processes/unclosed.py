@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import relay
+from hal import registry
 
 PATIENCE = 240  # seconds until a child that hangs is ended
 WAYS = ("end", "raise", "exit", "stored exception", "saving", "failing to save", "failing unseen")
@@ -43,7 +44,7 @@ if way:
         trainer = relay.Trainer([nn.Linear(4, 3)], nn.functional.mse_loss, device=device, microbatches=1)
         trainer.step(batch)
         trainers.append(trainer)
-    opened = [relay.open(device) for device in queueing]
+    opened = [registry.open(device) for device in queueing]
     places = [device.alloc(64).view(0, (16,), torch.float32) for device in opened]
     for _ in range(200):
         for device, place in zip(opened, places, strict=True):

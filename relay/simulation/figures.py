@@ -1,0 +1,158 @@
+"""The figures of one simulated step: speed, memory, energy, the bottleneck.
+
+Bytes, seconds and joules are derived here from the recorded timeline and the ledgers of
+`relay.simulation.simulated_step`. Nothing is simulated, printed or written here: see `relay.simulation.simulate` and
+`relay.simulation.report`.
+
+Invariant: every figure is a function of the fields alone, and the waterfall adds up to the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hal.spec import Machine
+from hal.spec.timeline import Timeline
+from relay.errors import RelayError
+from relay.simulation.energy import ENERGY_ERROR, joules, joules_waiting
+from relay.simulation.meta_model import MetaModel
+from relay.simulation.simulated_step import Memory, RunShape, Step
+from relay.simulation.transformer_shape import ModelShape
+
+_LABELS = {"compute": "compute", "down": "link down", "up": "link up", "host": "host optimizer"}
+
+
+@dataclass(frozen=True, repr=False)
+class SimulationFigures:
+    """What was simulated and what came of it, in bytes, seconds and joules.
+
+    `run` holds the options as they take effect: as many micro-batches as the batch is cut into, and no more layers a
+    slot than the model has. `notes` list the assumptions made about the model. For a run that does not fit, `step` is
+    None, `shortfalls` give the reasons, and every figure that needs the step raises RelayError.
+    """
+
+    shape: ModelShape | MetaModel
+    run: RunShape
+    machine: Machine
+    memory: Memory
+    device_capacity: int
+    host_capacity: int
+    shortfalls: tuple[str, ...]
+    suggestions: tuple[str, ...]
+    step: Step | None
+    sensitivity: dict[str, float]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run fits in the memory of device and host."""
+        return not self.shortfalls
+
+    @property
+    def timeline(self) -> Timeline:
+        """The step in virtual time. Raises RelayError for a run that does not fit."""
+        if self.step is None:
+            raise RelayError("A run that does not fit has no step: " + " ".join(self.shortfalls))
+        return self.step.timeline
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of one training step."""
+        return self.timeline.now
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens a second."""
+        return self.run.tokens / self.step_seconds
+
+    @property
+    def waterfall(self) -> dict[str, float]:
+        """The seconds of the step by cause: compute, launches, and what compute waited for."""
+        timeline = self.timeline
+        stalled = timeline.stalled
+        return {
+            "compute": timeline.busy["compute"] - timeline.launch,
+            "launch": timeline.launch,
+            "exposed down": stalled["down"],
+            "exposed up": stalled["up"],
+            "exposed optimizer": stalled["host"],
+            "other": stalled["compute"],
+        }
+
+    @property
+    def lower_bound(self) -> float:
+        """The busy seconds of the busiest resource, which no schedule can beat."""
+        return max(self.timeline.busy.values())
+
+    @property
+    def overlap_efficiency(self) -> float:
+        """The lower bound as a share of the step."""
+        return self.lower_bound / self.step_seconds
+
+    @property
+    def bottleneck(self) -> str:
+        """The busiest resource. "launch" where that is compute and launches are the larger part of it."""
+        busy = self.timeline.busy
+        busiest = max(busy, key=lambda lane: busy[lane])
+        return "launch" if busiest == "compute" and self.timeline.launch > busy["compute"] / 2 else _LABELS[busiest]
+
+    @property
+    def peak_flops(self) -> float:
+        """FLOP/s: the dense peak of the device in the run's precision, or the achieved rate where no peak is known."""
+        device, precision = self.machine.device, self.run.precision
+        return device[f"peak_{precision}"] if device.has(f"peak_{precision}") else device.sustained(precision)
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: FLOP/s of the model, recompute not counted, as a share of the dense peak."""
+        flops = self.shape.model_flops(self.run.sequence) * self.run.tokens
+        return flops / self.step_seconds / self.peak_flops
+
+    @property
+    def hardware_utilisation(self) -> float:
+        """FLOP/s of the device, recompute included, as a share of the dense peak."""
+        return self.timeline.flops / self.step_seconds / self.peak_flops
+
+    @property
+    def joules_per_token(self) -> tuple[float, float, float]:
+        """Low, middle and high estimate, from the power model in `relay.simulation.energy`."""
+        middle = joules(self.machine, self.timeline) / self.run.tokens
+        return middle * (1 - ENERGY_ERROR), middle, middle * (1 + ENERGY_ERROR)
+
+    @property
+    def flops_per_watt(self) -> float:
+        """Model FLOP/s per watt of device and host."""
+        return self.shape.model_flops(self.run.sequence) / self.joules_per_token[1]
+
+    @property
+    def wasted_energy(self) -> float:
+        """The share of the energy that is spent while the device computes nothing."""
+        return joules_waiting(self.machine, self.timeline) / joules(self.machine, self.timeline)
+
+    @property
+    def break_even(self) -> dict[str, float]:
+        """Tokens per layer visit from which each kind of work is hidden behind compute, for a middle layer.
+
+        With R FLOP/s of the device, H bytes/s of the link, b bytes a parameter on the link and C seconds of the host
+        optimizer per parameter: forward b R / 2H; backward with recompute b R / 6H, for the larger of loads and
+        gradients; optimizer C R / 6.
+        """
+        rate = self.machine.device.sustained(self.run.precision)
+        link = self.machine.link
+        width = 4 if self.run.precision == "fp32" else 2
+        assert self.step is not None
+        optimizer = self.timeline.busy["host"] / self.memory.parameters
+        return {
+            "forward": width * rate / (2 * link["down"]),
+            "backward": max(width / link["down"], 4 / link["up"]) * rate / 6,
+            "optimizer": optimizer * rate / 6,
+        }
+
+    def days(self, tokens: float) -> float:
+        """Days of training for that many tokens."""
+        return tokens / self.tokens_per_second / 86400
+
+    def kilowatt_hours(self, tokens: float) -> tuple[float, float, float]:
+        """kWh for that many tokens: low, middle and high estimate."""
+        low, middle, high = (joules * tokens / 3.6e6 for joules in self.joules_per_token)
+        return low, middle, high
