@@ -1,4 +1,4 @@
-"""`python -m relay`: the command line where the `relay` command is not on the PATH."""
+"""`python -m relay`: the command line, also where the command `relay` is not on the PATH."""
 
 from relay.cli import main
 

@@ -1,8 +1,8 @@
-"""The command line: `relay devices | train | sample | simulate | plan | calibrate | inspect | export | conformance`.
+"""The command line: options, text and exit codes of every `relay` command. This file assembles them.
 
-This file puts the commands together and holds the small ones. It is not the place of any training logic, and
-imports neither torch nor a device until a command runs, so that `--help` is quick. How commands answer and
-fail is in `relay.cli.console`.
+Not here: the work of a command, which any script can do through the package `relay`; output and errors common to all
+commands are in `relay.cli.console`. Imported by `relay/__main__` and the entry point `relay` only.
+Invariant: torch is not imported until a command runs, so that `--help` is quick.
 """
 
 import click
@@ -25,21 +25,24 @@ def main() -> None:
 
     \b
     Start here:
-      relay devices      which devices there are here, and why others are not
-      relay train        train a small GPT on text that is on every machine
-      relay sample       let the trained model write
-      relay inspect      show what is in a checkpoint, and whether it is whole
-      relay simulate     what a run would need and cost on hardware that is not here
-      relay plan         how to run it there, for the most tokens a second that fit
-      relay calibrate    measure a device here, for the simulator
-      relay conformance  hold a device to what it promises
+      relay devices      list the devices of this machine, and why others cannot be used
+      relay train        train a small GPT on text that every machine has
+      relay sample       print text that the trained model writes
+      relay inspect      show the contents of a checkpoint and verify it
+      relay export       write the model in a checkpoint as safetensors or ONNX
+      relay simulate     predict memory, speed and energy on hardware that you do not have
+      relay plan         choose the fastest options that fit on that hardware
+      relay calibrate    measure a device of this machine for the simulator
+      relay conformance  test whether a device keeps the contracts of a backend
     """
 
 
 @main.command()
 @json_option
 def devices(as_json: bool) -> None:
-    """List the devices: here (✓), simulated (~) or not here (✗) and why, and what their self-test says.
+    """List the devices: usable (✓), simulated (~) or unusable (✗), with the reason.
+
+    Every usable device has passed a self-test: it was opened, ran a small kernel, and the result was read back.
 
     \b
     Examples:
@@ -62,8 +65,8 @@ def devices(as_json: bool) -> None:
     width = max([len(device.name) for device in found], default=0)
     for device in found:
         memory = "" if device.memory_bytes is None else f", {format_size(device.memory_bytes)}"
-        here = f"{device.description}{memory}; self-test passed"
-        text = here if device.available else f"not here: {device.reason}"
+        usable = f"{device.description}{memory}; self-test passed"
+        text = usable if device.available else f"not usable: {device.reason}"
         mark = "✗" if not device.available else "~" if SIMULATED in device.tags else "✓"
         click.echo(f"{mark} {device.name:<{width}}  {text}")
         for note in device.notes:

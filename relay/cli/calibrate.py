@@ -1,6 +1,7 @@
-"""The command `relay calibrate`: measure a device here, for the simulator to use here or elsewhere.
+"""The command `relay calibrate`: measure a device of this machine for the simulator.
 
-It holds the options; what is measured is in `relay.simulation.calibrate`.
+This file holds the options; the measurements are in `relay.simulation.calibrate`. Invariant: a file is written only if
+the simulator can read it.
 """
 
 from __future__ import annotations
@@ -15,14 +16,21 @@ from relay.cli.console import json_option, print_json
 
 
 @click.command()
-@click.option("--device", default="cpu", show_default=True, help="A name from `relay devices`.")
-@click.option("--precision", default="fp32", show_default=True, type=click.Choice(["fp32", "bf16", "fp16"]))
-@click.option("--out", type=click.Path(path_type=Path), help="Where to write.  [default: DEVICE.json]")
+@click.option("--device", default="cpu", show_default=True, help="The device, as `relay devices` lists it.")
+@click.option(
+    "--precision",
+    default="fp32",
+    show_default=True,
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    help="The dtype of the timed kernels.",
+)
+@click.option("--out", type=click.Path(path_type=Path), help="The file to write.  [default: DEVICE.json]")
 @json_option
 def calibrate(device: str, precision: str, out: Path | None, as_json: bool) -> None:
-    """Time kernels, transfers, host memory and an optimizer step of a device here, and write its description.
+    """Measure a device of this machine and write its description for the simulator.
 
-    The file takes a preset's place, here or on another machine.
+    Kernels, transfers, host memory and an optimizer step are timed. The file can be given as --device to `relay
+    simulate` and `relay plan`, also on another machine.
 
     \b
     Examples:
@@ -35,10 +43,10 @@ def calibrate(device: str, precision: str, out: Path | None, as_json: bool) -> N
 
     path = out if out is not None else Path(f"{device.replace(':', '-')}.json")
     if path.suffix != ".json" or not path.parent.is_dir():
-        raise click.UsageError(f"--out {path}: expected a name that ends in .json, in a folder that is there.")
+        raise click.UsageError(f"--out {path}: expected a name that ends in .json, in a folder that exists.")
     tables = measure(device, precision, on_progress=lambda text: click.echo(f"measuring {text}", err=True))
     for kind in ("device", "link", "host"):
-        spec_of({"kind": kind, **tables[kind]}, f"what was measured of the {kind}")  # or nobody could use it
+        spec_of({"kind": kind, **tables[kind]}, f"the measured {kind}")  # raises where the simulator could not read it
     write_whole(path, json.dumps(tables, indent=1))
     if as_json:
         print_json({"file": str(path), **tables})
@@ -47,4 +55,4 @@ def calibrate(device: str, precision: str, out: Path | None, as_json: bool) -> N
     products, memory = figures[f"achieved_{precision}"]["value"], figures["bandwidth_achieved"]["value"]
     optimizer = tables["host"]["optimizer_bandwidth"]["value"]
     click.echo(f"{figures['title']}: products {products}, memory {memory}, optimizer {optimizer}")
-    click.echo(f"written: {path}; the fit is off by {tables['kernels_mean_error']:.0%} in the mean over the kernels")
+    click.echo(f"written: {path}; mean error of the fit over the kernels: {tables['kernels_mean_error']:.0%}")

@@ -1,7 +1,7 @@
-"""The commands `relay inspect` and `relay export`: looking into a checkpoint, and taking the model out of it.
+"""The commands `relay inspect` and `relay export`: show the contents of a checkpoint, and write its model to a folder.
 
-Neither builds a trainer or needs a device. Invariant: what is printed was checked first; `inspect` reads every byte
-unless told not to, and its exit code says whether the checkpoint is whole.
+Neither builds a trainer or needs a device. Invariant: everything printed was verified first, unless `--no-verify` is
+given; the exit code of `relay inspect` is 0 only for a whole checkpoint.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option("--verify/--no-verify", default=True, show_default=True, help="Read everything against its checksums.")
+@click.option("--verify/--no-verify", default=True, show_default=True, help="Read all data and compare its checksums.")
 @json_option
 def inspect(checkpoint: Path, verify: bool, as_json: bool) -> None:
-    """Show what is in CHECKPOINT, and whether it is whole.
+    """Show the contents of CHECKPOINT, and verify that it is whole.
 
-    CHECKPOINT is a checkpoint's folder, or the folder of a run or of its checkpoints: the newest one then.
+    CHECKPOINT is the folder of a checkpoint. For the folder of a run, or of its checkpoints, it is the newest one.
 
     \b
     Examples:
@@ -49,13 +49,13 @@ def inspect(checkpoint: Path, verify: bool, as_json: bool) -> None:
 @click.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--onnx", is_flag=True, help="Write model.onnx too: the forward, with all weights by name.")
+@click.option("--onnx", is_flag=True, help="Also write model.onnx: the forward, with all weights by name.")
 @json_option
 def export(checkpoint: Path, folder: Path, onnx: bool, as_json: bool) -> None:
     """Write the model in CHECKPOINT to FOLDER, as model.safetensors and config.json.
 
-    The weights have the model's own names, as `from_pretrained` and `load_state_dict` want them. The optimizer stays
-    behind. ONNX is written for models that `relay train` made.
+    The weights have the model's own names, so that `from_pretrained` and `load_state_dict` accept them. The optimizer
+    is not exported. ONNX can be written for models of `relay train`.
 
     \b
     Examples:
@@ -86,11 +86,11 @@ def export(checkpoint: Path, folder: Path, onnx: bool, as_json: bool) -> None:
     else:
         click.echo(f"{answer['weights']}: {answer['tensors']} tensors after step {answer['step']}")
         if onnx:
-            click.echo(f"{answer['onnx']}: the forward of one context, for inspection and for other runtimes")
+            click.echo(f"{answer['onnx']}: the forward of one context, for viewers and other runtimes")
 
 
 def _write_onnx(folder: Path) -> Path:
-    """The GPT in a folder as ONNX beside it, for one text as long as its context."""
+    """Write the GPT in a folder as ONNX beside it, for one text as long as its context."""
     import torch
 
     from relay.models import gpt_folder
@@ -102,7 +102,7 @@ def _write_onnx(folder: Path) -> Path:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at a path; for a run's folder the newest whole one. Raises CheckpointError."""
+    """The checkpoint at a path, or the newest whole one in the folder of a run. Raises CheckpointError."""
     from relay.checkpoint.format import Checkpoint, find
     from relay.checkpoint.manifest import MANIFEST
     from relay.checkpoint_manager import newest
@@ -121,10 +121,10 @@ def _describe(checkpoint: Checkpoint, verified: bool) -> dict[str, Any]:
     manifest = checkpoint.manifest
     sizes: Counter[tuple[str, str]] = Counter()
     for name, entry in manifest.parameters.items():
-        for _, plan in tensors_of(name, entry):
-            kind, _, rest = plan.key.partition("/")
+        for _, stored in tensors_of(name, entry):
+            kind, _, rest = stored.key.partition("/")
             what = ("buffers" if entry.buffer else "weights") if kind == "weights" else rest.partition("/")[0]
-            sizes[(what, plan.dtype)] += plan.size
+            sizes[(what, stored.dtype)] += stored.size
     return {
         "path": str(checkpoint.path),
         "step": manifest.step,
@@ -143,7 +143,7 @@ def _describe(checkpoint: Checkpoint, verified: bool) -> dict[str, Any]:
         },
         "user": {key: repr(value)[:200] for key, value in manifest.user.items()},
         "bytes": {f"{what} {dtype}": size for (what, dtype), size in sizes.items()},
-        "shards": [{"file": one.file, "bytes": one.size, "sha256": one.sha256} for one in manifest.shards],
+        "shards": [{"file": shard.file, "bytes": shard.size, "sha256": shard.sha256} for shard in manifest.shards],
         "software": manifest.software,
     }
 
@@ -151,7 +151,7 @@ def _describe(checkpoint: Checkpoint, verified: bool) -> dict[str, Any]:
 def _text(answer: dict[str, Any]) -> str:
     lines = [
         f"{answer['path']}: after step {answer['step']}, seed {answer['seed']}",
-        f"{'whole: every checksum fits' if answer['verified'] else 'not verified'}; {answer['software']}",
+        f"{'whole: every checksum matches' if answer['verified'] else 'not verified'}; {answer['software']}",
         f"{answer['parameters']:,} parameters, {answer['optimizer']}",
     ]
     for number, group in enumerate(answer["groups"]):
@@ -161,5 +161,5 @@ def _text(answer: dict[str, Any]) -> str:
         lines.append(f"  loss scale {answer['loss_scale']['value']:g}")
     lines += [f"  {what:<24} {format_size(size):>10}" for what, size in answer["bytes"].items()]
     lines += [f"  {key} = {value}" for key, value in {**answer["options"], **answer["user"]}.items()]
-    lines += [f"  {one['file']}  {format_size(one['bytes'])}" for one in answer["shards"]]
+    lines += [f"  {shard['file']}  {format_size(shard['bytes'])}" for shard in answer["shards"]]
     return "\n".join(lines)

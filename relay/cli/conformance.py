@@ -1,8 +1,8 @@
-"""`relay conformance`: run the suite on a device, and say what it passes, what it does not, and what it need not.
+"""The command `relay conformance`: run the conformance suite on a device, and report passes, failures and known gaps.
 
-pytest runs it, away from the configuration of whatever project it is called in. The answer's exit code is 0 where every
-test passed or is a known gap, else 1; a device that cannot be opened is 1, a device string or pattern that asks for
-nothing is 2.
+pytest runs the suite, without the configuration of the project in the current folder. The tests are in
+`hal.conformance` and `relay.conformance`. The exit code is 0 where every test passed or is a known gap; 1 where a test
+failed or the device cannot be opened; 2 for an empty device name or a pattern that matches no test.
 """
 
 import contextlib
@@ -20,20 +20,20 @@ from relay.errors import RelayError
 
 
 class CannotRun(RelayError):
-    """The suite itself cannot run here."""
+    """The suite cannot run in this environment."""
 
 
 OUTCOMES = ("passed", "failed", "known gap", "skipped")
 
 
 class Tally:
-    """What became of each test, as pytest reports it."""
+    """The outcome of each test, as pytest reports it."""
 
     def __init__(self) -> None:
         self.tests: dict[str, dict[str, Any]] = {}
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """One of a test's three phases."""
+        """Called by pytest for each of the three phases of a test."""
         name = report.nodeid.rpartition("/")[2]
         known_gap = hasattr(report, "wasxfail")
         outcome = "known gap" if known_gap and report.outcome == "skipped" else report.outcome
@@ -50,26 +50,26 @@ class Tally:
             known["reason"] = getattr(getattr(report.longrepr, "reprcrash", None), "message", str(report.longrepr))
 
     def pytest_collectreport(self, report: Any) -> None:
-        """A file of tests that does not load is a failure too."""
+        """Called by pytest for each collected file: one that does not load counts as a failure."""
         if report.failed:
             reason = str(report.longrepr)
             self.tests[report.nodeid] = {"test": report.nodeid, "outcome": "failed", "seconds": 0.0, "reason": reason}
 
     def with_outcome(self, outcome: str) -> list[dict[str, Any]]:
-        """The tests of that outcome."""
+        """The tests with that outcome."""
         return [test for test in self.tests.values() if test["outcome"] == outcome]
 
 
 @click.command()
 @click.argument("device")
-@click.option("--only", metavar="WORDS", help="Run only the tests whose file or name has these words (as pytest -k).")
+@click.option("--only", metavar="WORDS", help="Run only the tests whose file or name matches, as with pytest -k.")
 @click.option("--verify-known-gaps", is_flag=True, help="Run the known gaps too, and fail where one of them passes.")
-@click.option("--samples", type=click.IntRange(min=1), help="Try at most so many shapes of each op in each dtype.")
+@click.option("--samples", type=click.IntRange(min=1), help="Test at most this many shapes of each op in each dtype.")
 @json_option
 def conformance(device: str, only: str | None, verify_known_gaps: bool, samples: int | None, as_json: bool) -> None:
-    """Hold DEVICE to what every backend promises: memory, order, errors, every op, randomness, and training.
+    """Test whether DEVICE keeps the contracts of a backend: memory, order, errors, every op, randomness, and training.
 
-    It conforms when all of it passes; a part of it says only that the part does.
+    A device conforms when the whole suite passes. With --only or --samples a part of the suite is run.
 
     \b
     Examples:
@@ -84,7 +84,7 @@ def conformance(device: str, only: str | None, verify_known_gaps: bool, samples:
         raise click.UsageError("The suite needs a device. `relay devices` lists the names.")
     from hal import registry
 
-    registry.open(device).close()  # an error in words, before hundreds of tests fail with it
+    registry.open(device).close()  # one error message, instead of hundreds of failing tests
     tally = run(device, only, verify_known_gaps, sys.stderr if as_json else sys.stdout, samples)
     if not tally.tests:
         raise click.UsageError(f"No test has {only!r} in its file or name.")
@@ -95,13 +95,14 @@ def conformance(device: str, only: str | None, verify_known_gaps: bool, samples:
         answer |= {outcome.replace(" ", "_"): counts[outcome] for outcome in OUTCOMES}
         print_json(answer | {"tests": list(tally.tests.values())})
     else:
-        _tell(device, tally, counts, [option for option, given in (("--only", only), ("--samples", samples)) if given])
+        limited_by = [option for option, given in (("--only", only), ("--samples", samples)) if given]
+        _print_result(device, tally, counts, limited_by)
     if not passed:
         raise SystemExit(1)
 
 
 def run(device: str, only: str | None, verify_known_gaps: bool, output: Any, samples: int | None = None) -> Tally:
-    """Run the suite in this process, its own output going to `output`, with all samples of each op or so many."""
+    """Run the suite in this process. pytest's output goes to `output`; `samples` limits the shapes of each op."""
     import pytest
 
     import hal.conformance
@@ -109,7 +110,7 @@ def run(device: str, only: str | None, verify_known_gaps: bool, output: Any, sam
 
     folders = [str(Path(package.__file__ or "").parent) for package in (hal.conformance, relay.conformance)]
     arguments = [*folders, "--device", device, "-q", "--no-header", "--tb=short", "--no-summary"]
-    # Nothing of the project that it is run in: no configuration, no plugins of its environment, no cache.
+    # Without the configuration, the plugins and the cache of the project in the current folder.
     arguments += ["-c", os.devnull, "--rootdir", str(Path(folders[0]).parent.parent), "-p", "no:cacheprovider"]
     arguments += ["-p", "hal.conformance.plugin", "-p", "no:xdist"]
     arguments += ["-k", only] if only else []
@@ -123,7 +124,7 @@ def run(device: str, only: str | None, verify_known_gaps: bool, output: Any, sam
     return tally
 
 
-def _tell(device: str, tally: Tally, counts: Counter[str], left_out_by: list[str]) -> None:
+def _print_result(device: str, tally: Tally, counts: Counter[str], limited_by: list[str]) -> None:
     for test in tally.with_outcome("failed"):
         click.echo(f"✗ {test['test']}\n  {test['reason'].splitlines()[0] if test['reason'] else ''}")
     reasons: Counter[str] = Counter()
@@ -133,9 +134,9 @@ def _tell(device: str, tally: Tally, counts: Counter[str], left_out_by: list[str
         click.echo(f"- {count} {reason}")
     verdict = "conforms" if counts["failed"] == 0 else "does not conform"
     figures = ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES)
-    if not left_out_by:
+    if not limited_by:
         click.echo(f"{device} {verdict}: {figures}.")
         return
     if counts["failed"] == 0:
-        verdict = "passes what was run of the suite"
-    click.echo(f"{device} {verdict}: {figures}. {' and '.join(left_out_by)} left the rest out.")
+        verdict = "passes the part of the suite that was run"
+    click.echo(f"{device} {verdict}: {figures}. {' and '.join(limited_by)} left out the rest.")

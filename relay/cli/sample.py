@@ -1,8 +1,8 @@
-"""Letting a trained GPT write: `generate`, and the command `relay sample`.
+"""The command `relay sample`: generate text with a trained GPT.
 
-It runs the model in plain PyTorch on the CPU, the whole context anew for every byte: simple, and quick enough
-for a few hundred bytes of a small model. It is not an inference engine. Invariant: the same weights, prompt
-and seed give the same text on the same machine.
+The model runs in plain PyTorch on the CPU and reads the whole context again for every byte, which is quick enough for a
+few hundred bytes of a small model. This is not an inference engine. Invariant: the same weights, prompt and seed give
+the same text on the same machine.
 """
 
 import os
@@ -22,10 +22,10 @@ DEFAULT_PROMPT = "def "
 
 
 def generate(model: "GPT", prompt: bytes, count: int, temperature: float = 0.8, seed: int = 0) -> bytes:
-    """`count` more bytes after the prompt, each drawn from the model's own odds (the likeliest at 0)."""
+    """`count` bytes that follow the prompt, drawn from the model's distribution; the likeliest at temperature 0."""
     import torch
 
-    # A model must read something before it can write; a line break is where new text starts.
+    # The model needs at least one byte of input; new text starts after a line break.
     text = torch.tensor([list(prompt or b"\n")])  # (1, T)
     longest = model.embedding.position.num_embeddings
     random = torch.Generator().manual_seed(seed)
@@ -34,9 +34,9 @@ def generate(model: "GPT", prompt: bytes, count: int, temperature: float = 0.8, 
         for _ in range(count):
             scores = model(text[:, -longest:]).logits[0, -1]  # (V)
             if temperature > 0:
-                # The largest becomes 0 first: a tiny temperature must not turn scores into infinities.
-                odds = torch.softmax((scores - scores.max()).double() / temperature, dim=0)
-                following = torch.multinomial(odds, 1, generator=random)
+                # The largest score is moved to 0, so that a tiny temperature gives no infinities.
+                probabilities = torch.softmax((scores - scores.max()).double() / temperature, dim=0)
+                following = torch.multinomial(probabilities, 1, generator=random)
             else:
                 following = scores.argmax().reshape(1)
             text = torch.cat([text, following[None]], dim=1)
@@ -46,19 +46,19 @@ def generate(model: "GPT", prompt: bytes, count: int, temperature: float = 0.8, 
 
 @click.command()
 @click.argument("folder", default=DEFAULT_FOLDER, type=click.Path(path_type=Path))
-@click.option("--prompt", default=DEFAULT_PROMPT, show_default=True, help="The text to go on from.")
-@click.option("--bytes", "count", default=300, show_default=True, type=click.IntRange(min=1), help="How many to write.")
+@click.option("--prompt", default=DEFAULT_PROMPT, show_default=True, help="The text to continue.")
+@click.option("--bytes", "count", default=300, show_default=True, type=click.IntRange(min=1), help="Bytes to generate.")
 @click.option(
     "--temperature",
     default=0.8,
     show_default=True,
     type=click.FloatRange(min=0),
-    help="Below 1 plays safe, above 1 takes risks, 0 always takes the likeliest byte.",
+    help="Randomness of the text: 0 takes the likeliest byte every time, 1 samples from the model's distribution.",
 )
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Another seed, another text.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Seed of the sampling.")
 @json_option
 def sample(folder: Path, prompt: str, count: int, temperature: float, seed: int, as_json: bool) -> None:
-    """Let the model in FOLDER (runs/latest by default) write some text.
+    """Print text that the model in FOLDER (by default runs/latest) writes.
 
     \b
     Examples:
@@ -70,7 +70,7 @@ def sample(folder: Path, prompt: str, count: int, temperature: float, seed: int,
 
     model = gpt_folder.load(folder)
     started = time.perf_counter()
-    start = os.fsencode(prompt)  # the very bytes that were typed
+    start = os.fsencode(prompt)  # the exact bytes on the command line
     written = generate(model, start, count, temperature, seed)
     seconds = time.perf_counter() - started
     text = (start + written).decode(errors="replace")

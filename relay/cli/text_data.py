@@ -1,9 +1,8 @@
-"""Text as bytes: where `relay train` gets its batches from.
+"""The batches of `relay train`: windows of bytes from text files.
 
-It is not a data loader: there are no workers, no tokenizer and no epochs, because a batch is a few thousand
-bytes picked out of an array, which takes microseconds. Invariants: a batch is a pure function of (seed,
-step), so that a resumed run sees what the unbroken one would have seen; and no training window ever contains
-a held-out byte, not even as a label.
+There are no workers, no tokenizer and no epochs: a batch is a few thousand bytes from an array, which takes
+microseconds. Invariants: a batch is a function of the seed and the step alone, so that a resumed run sees the batches
+of an uninterrupted one; and no training window contains a held-out byte, not even as a label.
 
 Shapes: B sequences a batch, T bytes a sequence. A window is T + 1 bytes: the inputs and, shifted by one, the
 labels.
@@ -27,11 +26,11 @@ Batch = dict[str, torch.Tensor]
 
 
 class DataError(RelayError):
-    """There is no usable text where the user pointed."""
+    """The given path holds no usable text."""
 
 
 def load_text(path: str | Path | None = None) -> np.ndarray:
-    """The bytes of a file (mapped, not read), of a folder's text files, or of Python's own library (None)."""
+    """The bytes of a file (memory-mapped), of the text files in a folder, or of Python's standard library (None)."""
     if path is None:
         return _join(_standard_library(), "the Python standard library's sources")
     path = Path(path)
@@ -47,10 +46,10 @@ def load_text(path: str | Path | None = None) -> np.ndarray:
 
 
 class TextData:
-    """Batches of training windows and a fixed set of held-out windows from one run of bytes.
+    """Batches of training windows, and a fixed set of held-out windows, from an array of bytes.
 
-    Whole blocks are held out, every twentieth: spread over all of the text, so that they resemble what is
-    trained on, yet in stretches far longer than a window, so that little is lost where the two meet.
+    Every twentieth block is held out whole. The blocks are spread over the text, so that they resemble the training
+    data, and are far longer than a window, so that few windows are lost at their edges.
     """
 
     def __init__(self, text: np.ndarray, sequence: int, batch_size: int, seed: int = 0) -> None:
@@ -70,30 +69,30 @@ class TextData:
                 f"The data holds {len(text)} bytes, but one sequence to train on and one to hold out take "
                 f"{2 * self.window} at a sequence length of {sequence}. Give more text or shorter sequences."
             )
-        # Short texts get smaller blocks, never smaller than a window, and at least one block is held out.
+        # Short texts have smaller blocks, at least one window long, and at least one block is held out.
         block = max(self.window, min(BLOCK_BYTES, len(text) // HELD_OUT_EVERY))
         every = min(HELD_OUT_EVERY, len(text) // block)
-        held_starts = np.arange(every - 1, len(text) // block, every) * block
-        self.held_out_windows = (held_starts[:, None] + np.arange(0, block - sequence, self.window)).ravel()
-        run_starts = np.append(0, held_starts + block)
-        run_ends = np.append(held_starts, len(text))
+        held_out_starts = np.arange(every - 1, len(text) // block, every) * block
+        self.held_out_windows = (held_out_starts[:, None] + np.arange(0, block - sequence, self.window)).ravel()
+        run_starts = np.append(0, held_out_starts + block)
+        run_ends = np.append(held_out_starts, len(text))
         self.run_starts = run_starts
-        # A run of n bytes has n - T starting places; running totals map one random number to (run, place).
-        self.places_until = np.cumsum(np.maximum(run_ends - run_starts - sequence, 0))
+        # A run of n bytes has n - T window positions; their running totals map a random number to a run and a position.
+        self.positions_until = np.cumsum(np.maximum(run_ends - run_starts - sequence, 0))
 
     def batch(self, step: int) -> Batch:
         """The training batch of a step: `input_ids` and `labels`, int64 (B, T) each."""
-        # The step is the counter's highest word: steps can never run into each other's random numbers.
+        # The step is the highest word of the counter, so that no two steps share random numbers.
         random = np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, 0, step]))
-        places = random.integers(0, self.places_until[-1], size=self.batch_size)
-        runs = np.searchsorted(self.places_until, places, side="right")
-        before = np.append(0, self.places_until)[runs]
-        return self._windows(self.run_starts[runs] + places - before)
+        positions = random.integers(0, self.positions_until[-1], size=self.batch_size)
+        runs = np.searchsorted(self.positions_until, positions, side="right")
+        before = np.append(0, self.positions_until)[runs]
+        return self._windows(self.run_starts[runs] + positions - before)
 
     def held_out(self, batches: int) -> list[Batch]:
-        """The same full batches on every call, spread evenly over the held-out text.
+        """The same batches on every call, spread evenly over the held-out text.
 
-        Windows repeat when there are fewer than asked for: every batch keeps the shape of a training batch.
+        Every batch has the shape of a training batch; windows repeat where there are fewer than needed.
         """
         picks = np.linspace(0, len(self.held_out_windows) - 1, batches * self.batch_size).round().astype(int)
         starts = self.held_out_windows[picks].reshape(batches, self.batch_size)
@@ -124,7 +123,7 @@ def _text_files(root: Path) -> Iterator[Path]:
 
 
 def _walk(root: Path, skip: set[str]) -> Iterator[Path]:
-    """The regular files below a folder, ordered by their path from it; hidden ones and `skip` left out."""
+    """The regular files below a folder in the order of their paths, without hidden ones and those in `skip`."""
     found = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
@@ -134,6 +133,6 @@ def _walk(root: Path, skip: set[str]) -> Iterator[Path]:
 
 
 def _looks_like_text(file: Path) -> bool:
-    """Binary formats nearly always have a zero byte early on; text has none."""
+    """Whether the file has no zero byte near its start: nearly all binary formats have one, text has none."""
     with file.open("rb") as stream:
         return b"\0" not in stream.read(8192)

@@ -1,5 +1,6 @@
-"""Conformance as the relay sees it: `relay conformance DEVICE`, and the part of the suite that trains.
+"""The part of the conformance suite that trains through the relay on the device under test.
 
-The suite itself is `hal.conformance`, which knows devices and no relay; here is what needs both. Together:
+Not here: tests of the device alone (`hal.conformance`). Run by `relay/cli/conformance`; imported by no other code.
+To run both parts with pytest:
 `pytest -p hal.conformance.plugin --pyargs hal.conformance relay.conformance --device NAME`.
 """

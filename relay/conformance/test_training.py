@@ -19,7 +19,7 @@ WIDTH = 24
 
 
 class Block(nn.Module):
-    """What a layer of a transformer has beside attention, with dropout."""
+    """The feed-forward half of a transformer layer, with dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,11 +67,11 @@ def test_twenty_steps_are_those_of_the_cpu(
     request: pytest.FixtureRequest, which: str, optimizer: str, stash: str, within: float
 ) -> None:
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the CPU's own sums are cut by threads, and the models are tiny
+    torch.set_num_threads(1)  # sums on the CPU depend on the number of threads
     try:
         ours = losses(device_name(request.config), which, optimizer, stash)
         theirs = losses("cpu", which, optimizer, "device")
     finally:
         torch.set_num_threads(threads)
     assert theirs[0] != theirs[-1]
-    assert max(abs(one - other) / abs(other) for one, other in zip(ours, theirs, strict=True)) <= within
+    assert max(abs(our - their) / abs(their) for our, their in zip(ours, theirs, strict=True)) <= within
