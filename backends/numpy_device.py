@@ -1,6 +1,6 @@
 """numpy as a device: the reference. Core programs run op by op in numpy, on the host's cores.
 
-`numpy` computes in float32 and `numpy:float64` in float64, whatever is stored: the oracle that other backends are
+`numpy` computes in float32 and `numpy:float64` in float64, for any dtype in memory: the oracle that other backends are
 checked against. Its memory is its own, like an accelerator's: what crosses is copied. It is not there to be fast.
 """
 
@@ -49,7 +49,7 @@ class NumpyQueue(HostQueue):
         arguments = call.arguments(lambda view: as_array(view.native))
 
         def run() -> None:
-            # Infinities and NaN are results like any other; who trains looks at the loss.
+            # Infinities and NaN are results like others: no warnings.
             with np.errstate(all="ignore"):
                 function(*arguments)
 
@@ -73,7 +73,7 @@ class NumpyDevice(HostDevice):
         return NumpyKernel(program, self._arrays)
 
     def workspace(self, kernel: Kernel) -> int:
-        """Floating-point values are held wider than the program says: charged as if all of them were."""
+        """Values in half precision are computed in a wider dtype; charged as if all values were."""
         program = kernel.program
         dtypes = {port.dtype for port in (*program.inputs, *program.outputs) if port.dtype.is_floating_point}
         widest = max((self._arrays.real.itemsize / stored_dtype(dtype).itemsize for dtype in dtypes), default=1.0)

@@ -1,24 +1,26 @@
-"""Backends, devices, queues and events: the contracts that every accelerator fulfils.
+"""Backends, devices, queues and views: the interfaces of an accelerator, and the contracts that every device fulfils.
 
-This file holds the interface and its contracts; it implements nothing a device could do differently.
+This file holds the interfaces; it implements nothing that devices could do differently.
 
 Contracts
-  1. Every asynchronous call returns its `Event`. Ordering across queues is only by `wait=`; calls on one queue run
-     in the order of their submission. There is no ambient current device or stream.
-  2. Events exist only through submission, so waiting for what nobody submitted cannot be written. Since a call can
-     only wait for calls submitted before it, a schedule cannot deadlock.
-  3. Errors travel along events: a call that fails, or that waits on one that failed, fails with the *first* error,
-     and does not run. The native error is chained to it. Calls that do not wait on a failed one are not touched.
+  1. Every asynchronous call returns its `Event`. Calls on one queue run in the order of their submission; across queues
+     only `wait=` orders them. There is no current device and no current stream.
+  2. Events exist only through submission, so a call can only wait for calls that were submitted before it, and a
+     schedule cannot deadlock.
+  3. Errors travel along events. A call that fails, or that waits for a call that failed, fails with the *first* error
+     and does not run. The native error is chained to it. Calls that do not wait for a failed call are not affected.
   4. `write` borrows the host memory until its event is done; `read` owns its destination until then.
-  5. A freed buffer outlives the work queued on it: `free` gives the bytes back to the account at once, and the
-     memory itself when the last queued call that uses it is done.
+  5. A freed buffer outlives the work queued on it: `free` gives the bytes back to the account at once, and the memory
+     itself when the last queued call that uses it is done.
   6. Storage dtypes and compute dtypes are two sets (`DeviceInfo.storage`, `DeviceInfo.compute`).
-  7. What is unsupported is data: tags in `DeviceInfo`, `Unsupported` at compile time. Nobody asks with hasattr.
-  8. Memory is accounted: `memory()` gives bytes in use, peak and capacity; beyond the capacity `alloc` and
-     `compile` (for its workspace) raise `OutOfMemory`, on every backend.
+  7. What a device does not support is data: tags in `DeviceInfo`, and `Unsupported` at compile time. No caller tests
+     for methods with hasattr.
+  8. Memory is accounted: `memory()` gives bytes in use, peak and capacity. Beyond the capacity `alloc` and `compile`
+     (for its workspace) raise `OutOfMemory`, on every backend.
   9. A device tagged UNIFIED shares the host's memory: `adopt` gives a view of host memory and `host_tensor` the
      reverse, and a transfer between a view and the memory that it aliases copies nothing. Results may not differ.
-  10. Probing never raises and never lies: it opens the device, runs a small kernel and reads it back.
+  10. Probing never raises, and reports a device as available only after it opened the device, ran a small kernel and
+      read its result back.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ UNIFIED = "unified"
 """Tag: the device works in host memory (contract 9)."""
 
 NATIVE = "native"
-"""Tag: programs are wanted undecomposed (fused attention and the like), as PyTorch's own devices run them."""
+"""Tag: the device takes programs undecomposed (with fused attention, say), as PyTorch's own devices run them."""
 
 HOST_CORES = "host-cores"
 """Tag: kernels run on the cores that the host's tasks need too, so the two gain nothing from running at once."""
@@ -56,9 +58,17 @@ SIMULATED = "simulated"
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """What a device is. `name` is the string that opens it.
+    """The description of a device.
 
-    `traced_for` is PyTorch's own name of a NATIVE device: its programs hold the ops that autograd would run there.
+    Args:
+        name: the device string that opens it, such as `cuda:0`.
+        description: the hardware, for people.
+        tags: what the device is or supports: UNIFIED, NATIVE, HOST_CORES, SIMULATED, or a backend's own.
+        storage: dtypes that its memory can hold.
+        compute: dtypes that it computes in.
+        memory: bytes of memory that the hardware has; None if unknown. It is not a limit.
+        notes: advice about this machine, one sentence each.
+        traced_for: of a NATIVE device, PyTorch's name of it. Its programs hold the ops that autograd runs there.
     """
 
     name: str
@@ -72,13 +82,19 @@ class DeviceInfo:
 
     @property
     def unified(self) -> bool:
-        """Whether transfers may alias (contract 9)."""
+        """Whether the device works in host memory, so that transfers may alias (contract 9)."""
         return UNIFIED in self.tags
 
 
 @dataclass(eq=False)
 class View:
-    """A contiguous, typed region of device memory. `native` is the backend's own handle (a tensor, a sub-buffer)."""
+    """A contiguous, typed region of device memory.
+
+    Args:
+        native: the backend's handle of the region: a tensor, a sub-buffer, a buffer with an offset.
+        shape: the extents of the region, in elements.
+        dtype: the dtype of its elements.
+    """
 
     native: Any
     shape: tuple[int, ...]
@@ -89,27 +105,42 @@ class View:
         """Bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def check_place(self, offset: int, size: int) -> None:
-        """Hold it to a buffer of `size` bytes, `offset` bytes in: ValueError where it passes an end or is unaligned."""
+    def check_bounds(self, offset: int, size: int) -> None:
+        """Check that the view lies in a buffer of `size` bytes, `offset` bytes from its start, and is aligned.
+
+        Raises:
+            ValueError: the view begins before the buffer, ends behind it, or is not aligned to its elements.
+        """
         if offset < 0 or offset + self.size > size or offset % self.dtype.itemsize:
             raise ValueError(
-                f"a view of {self.size} bytes ({self.shape} of {self.dtype}) at offset {offset} does not lie, aligned,"
-                f" in a buffer of {size} bytes"
+                f"A view of {self.size} bytes ({self.shape} of {self.dtype}) at offset {offset} does not lie in a "
+                f"buffer of {size} bytes, or its offset is not a multiple of {self.dtype.itemsize} bytes."
             )
 
 
 def check_transfer(label: str, target: View | torch.Tensor, source: View | torch.Tensor) -> None:
-    """Hold the two sides of a copy to each other: ValueError where dtypes or counts differ or a tensor has gaps."""
+    """Check that memory can be copied from `source` to `target`.
+
+    Args:
+        label: the call's name, for the error: `write`, `read` or `copy`.
+        target: the memory that is written.
+        source: the memory that is read.
+
+    Raises:
+        ValueError: dtypes or numbers of elements differ, or a host tensor is not contiguous. Shapes may differ.
+    """
     if target.dtype != source.dtype or (
         target.shape != source.shape and math.prod(target.shape) != math.prod(source.shape)
     ):
         raise ValueError(
-            f"{label} needs two sides alike; got {tuple(target.shape)} of {target.dtype} from {tuple(source.shape)} of "
-            f"{source.dtype}"
+            f"{label} needs the same dtype and number of elements on both sides; received {tuple(source.shape)} of "
+            f"{source.dtype} to copy to {tuple(target.shape)} of {target.dtype}."
         )
     for side in (target, source):
         if isinstance(side, torch.Tensor) and not side.is_contiguous():
-            raise ValueError(f"{label} needs contiguous memory on both sides, got strides {side.stride()}")
+            raise ValueError(
+                f"{label} needs a contiguous host tensor; received strides {side.stride()}. Call .contiguous()."
+            )
 
 
 class Buffer(abc.ABC):
@@ -119,7 +150,17 @@ class Buffer(abc.ABC):
 
     @abc.abstractmethod
     def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> View:
-        """The region of this shape and dtype starting `offset` bytes in. ValueError where it passes the end."""
+        """A region of the buffer.
+
+        Args:
+            offset: bytes from the start of the buffer, a multiple of the element's size.
+            shape: extents in elements.
+            dtype: the dtype of the elements.
+
+        Raises:
+            ValueError: the region does not lie in the buffer (`View.check_bounds`).
+            HalError: the buffer was freed.
+        """
 
     @abc.abstractmethod
     def free(self) -> None:
@@ -181,82 +222,119 @@ class KernelCall:
 
 
 class Queue(abc.ABC):
-    """Calls that run one after another, asynchronously to the caller. `wait` lists events of any queue or host."""
+    """Calls that run one after another, asynchronously to the caller.
+
+    Each method submits one call and returns its event. `wait` lists the events after which the call runs: of any queue
+    of any device, or of any host. All raise HalError when the device is closed, and DeviceLost when it is lost.
+    """
 
     name: str
 
     @abc.abstractmethod
     def write(self, target: View, source: torch.Tensor, wait: Sequence[Event] = ()) -> Event:
-        """Copy a contiguous host tensor to the device. Same dtype and number of elements, else ValueError."""
+        """Copy a contiguous host tensor to the device (contract 4).
+
+        The host memory is read after the events of `wait` and after all earlier calls on this queue. Raises ValueError
+        where dtype or number of elements differ, or the tensor is not contiguous.
+        """
 
     @abc.abstractmethod
     def read(self, target: torch.Tensor, source: View, wait: Sequence[Event] = ()) -> Event:
-        """Copy from the device to a contiguous host tensor. Same dtype and number of elements, else ValueError."""
+        """Copy from the device to a contiguous host tensor (contract 4). Raises ValueError as `write` does."""
 
     @abc.abstractmethod
     def copy(self, target: View, source: View, wait: Sequence[Event] = ()) -> Event:
-        """Copy within the device. Same dtype and number of elements, else ValueError."""
+        """Copy within the device. Raises ValueError where dtype or number of elements differ."""
 
     @abc.abstractmethod
     def fill(self, target: View, value: float, wait: Sequence[Event] = ()) -> Event:
-        """Set every element."""
+        """Set every element of `target` to `value`."""
 
     @abc.abstractmethod
     def run(self, call: KernelCall, wait: Sequence[Event] = ()) -> Event:
-        """Run a kernel on the memory that `call` names. Returns the event of its end."""
+        """Run a kernel on the memory that `call` names."""
 
 
 class Device(abc.ABC):
-    """An opened device."""
+    """An opened device, made by `Backend.open`. Its methods may be called from several threads."""
 
     info: DeviceInfo
 
     @abc.abstractmethod
     def alloc(self, size: int, what: str = "buffer") -> Buffer:
-        """`size` bytes of device memory, aligned to at least 64 bytes. OutOfMemory names `what`."""
+        """Allocate device memory.
+
+        Args:
+            size: bytes. The memory is aligned to at least 64 bytes and not initialised.
+            what: what the memory is for, as errors name it.
+
+        Raises:
+            OutOfMemory: the capacity would be exceeded, or the system refuses the memory.
+            ValueError: `size` is negative.
+        """
 
     @abc.abstractmethod
     def queue(self, name: str) -> Queue:
-        """The queue of that name, made on first use. Names are the caller's; queues run side by side."""
+        """The queue of that name, made at the first use of the name. Queues of different names run concurrently."""
 
     @abc.abstractmethod
     def compile(self, program: Program) -> Kernel:
-        """Make a kernel. The same program, by fingerprint, gives the same kernel.
+        """Make a kernel of a program. Programs with one fingerprint give one kernel.
 
-        Raises Unsupported (naming the op), CompileError, or OutOfMemory for the workspace.
+        Raises:
+            Unsupported: the device lacks an op or a dtype of the program, which the error names.
+            CompileError: the program is malformed, or the device's compiler refuses it.
+            OutOfMemory: the kernel's workspace does not fit into the capacity.
         """
 
     @abc.abstractmethod
     def host(self, capacity: int | None = None, pinned: int | None = None) -> Host:
-        """A host beside this device: where the EPS keeps and updates what the device only borrows.
+        """A host beside this device: the memory and the task queue of the eager parameter server.
 
-        `capacity` limits its memory and `pinned` the page-locked part of it, in bytes; None is no limit of ours.
+        Args:
+            capacity: the limit of its memory in bytes; None for no limit.
+            pinned: the limit of its page-locked memory in bytes; None for no limit but the system's.
         """
 
     @abc.abstractmethod
     def memory(self) -> MemoryUse:
-        """Bytes in use, peak and capacity."""
+        """Bytes of device memory in use, their peak, and the capacity (contract 8)."""
 
     @abc.abstractmethod
     def reset_peak(self) -> None:
         """Start a new peak from the bytes in use now."""
 
     def adopt(self, tensor: torch.Tensor) -> View:
-        """A view of host memory, on a UNIFIED device; elsewhere Unsupported. The tensor must be contiguous."""
-        raise Unsupported(f"device {self.info.name!r} has memory of its own: write and read instead of aliasing")
+        """A view of a contiguous host tensor's memory, on a UNIFIED device (contract 9).
+
+        Raises:
+            Unsupported: the device has memory of its own.
+            ValueError: the tensor is not contiguous.
+        """
+        raise Unsupported(f"device {self.info.name!r} has memory of its own. Use Queue.write and Queue.read instead.")
 
     def host_tensor(self, view: View) -> torch.Tensor:
-        """The host's tensor over a view's memory, on a UNIFIED device; elsewhere Unsupported."""
-        raise Unsupported(f"device {self.info.name!r} has memory of its own: write and read instead of aliasing")
+        """A host tensor over a view's memory, on a UNIFIED device (contract 9). Raises Unsupported elsewhere."""
+        raise Unsupported(f"device {self.info.name!r} has memory of its own. Use Queue.write and Queue.read instead.")
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Wait for queued work, stop the queues, free everything. Closing twice is harmless."""
+        """Wait for the queued work, stop the queues and free all memory. Closing twice is harmless."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What probing found: a device that works (`reason` empty), or why it does not."""
+    """The result of probing one device.
+
+    Args:
+        name: the device string.
+        available: whether the device works.
+        reason: why it does not; empty where it does.
+        description: the hardware, for people.
+        memory_bytes: bytes of memory that the hardware has; None if unknown.
+        tags: the tags of its `DeviceInfo`.
+        notes: advice about this machine, one sentence each.
+    """
 
     name: str
     available: bool
@@ -268,9 +346,10 @@ class Probe:
 
 
 class Backend(abc.ABC):
-    """A family of devices under one name: the part of a device string before the colon.
+    """A family of devices under one name.
 
-    `known_gaps` are the conformance tests that its devices do not pass, with reasons (contract 7).
+    `name` is the part of a device string before the colon, and the name of the entry point in the group
+    `relay.backends`. `known_gaps` are the conformance tests that its devices do not pass, with reasons (contract 7).
     """
 
     name: str
@@ -278,13 +357,18 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def probe(self) -> list[Probe]:
-        """What is here and works, and what is not and why (contract 10). Never raises."""
+        """One `Probe` for each device on this machine, or one that gives the reason why there is none (contract 10)."""
 
     @abc.abstractmethod
     def open(self, selector: str, capacity: int | None = None) -> Device:
-        """Open the device chosen by the part of the device string after the colon (empty: the first).
+        """Open a device.
 
-        Raises Unavailable with the reason.
+        Args:
+            selector: the part of the device string after the colon; empty for the first device.
+            capacity: the limit of its memory in bytes; None for no limit.
+
+        Raises:
+            Unavailable: there is no such device, or it cannot be opened; the message gives the reason.
         """
 
     def export(
@@ -295,8 +379,19 @@ class Backend(abc.ABC):
         outputs: Sequence[str],
         weights: Mapping[str, torch.Tensor],
     ) -> Path:
-        """Write a core program as a file of the backend's own format, its ports under these names. Returns the path.
+        """Write a core program to a file in the backend's own format.
 
-        Inputs that `weights` has are put into the file. Unsupported where the backend has no format for files.
+        Args:
+            program: a core program (`hal.ops`).
+            path: the file that is written.
+            inputs: names of the program's inputs, in order.
+            outputs: names of the program's outputs, in order.
+            weights: tensors of inputs, by name, that are stored in the file.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            Unsupported: the backend has no file format.
         """
-        raise Unsupported(f"the backend {self.name!r} writes no files; `onnx` does")
+        raise Unsupported(f"The backend {self.name!r} writes no files. The backend 'onnx' does.")

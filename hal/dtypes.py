@@ -1,8 +1,8 @@
-"""The dtypes there are, and whether a device has those of a program: asked when compiling, of what the device says.
+"""The dtypes that models may have, and the check at compile time that a device has those of a program.
 
-A device's storage and compute dtypes are two sets (contract 6). A number may be computed with in a wider dtype of its
-kind (half precision in float32, int8 in int32) and rounded when it is stored; never in a narrower one, which would be
-other results without a word. It converts nothing.
+Storage and compute dtypes of a device are two sets (contract 6). A number may be computed in a wider dtype of its kind
+(half precision in float32, int8 in int32) and rounded when it is stored; never in a narrower dtype, which would give
+other results without an error. Nothing is converted here.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from hal.errors import Unsupported
 from hal.program import Program
 
 INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
-"""Whole numbers, truths among them."""
+"""Integers and booleans."""
 
 HALVES = frozenset({torch.float16, torch.bfloat16})
-"""What is at least stored, and computed with in float32 where there is no native arithmetic."""
+"""Half precision: stored as it is, and computed in float32 where the device has no arithmetic in it."""
 
 ALL = INTEGERS | HALVES | {torch.float32, torch.float64}
-"""What a model may be made of."""
+"""All dtypes that a model may have."""
 
 NO_ADVICE: Mapping[torch.dtype, str] = MappingProxyType({})
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:
-    """What is computed in where there is no arithmetic in a half; any other dtype itself."""
+    """The dtype in which values of `dtype` are computed without arithmetic in half precision: float32 for a half."""
     return torch.float32 if dtype in HALVES else dtype
 
 
 def computes(info: DeviceInfo, dtype: torch.dtype) -> bool:
-    """Whether a device can do arithmetic on numbers of that dtype without losing any of their precision."""
+    """Whether a device computes in that dtype or in a wider dtype of its kind."""
     return dtype in info.compute or any(_is_wider(other, dtype) for other in info.compute)
 
 
@@ -51,10 +51,17 @@ def _is_wider(other: torch.dtype, dtype: torch.dtype) -> bool:
 def require(
     info: DeviceInfo, dtype: torch.dtype, program: str, op: str = "", advice: Mapping[torch.dtype, str] = NO_ADVICE
 ) -> None:
-    """Raise Unsupported, naming program, op and dtype, for a dtype that the device lacks.
+    """Check that a device has a dtype.
 
-    With an `op`, what it gives is meant, else a value that goes in or out, which has to be stored as well. `advice` is
-    what to do, by dtype.
+    Args:
+        info: the description of the device.
+        dtype: the dtype.
+        program: the name of the program, for the error.
+        op: the op whose result has the dtype; empty for an input, output or constant, which must be stored as well.
+        advice: what the user can do, by dtype, for the error.
+
+    Raises:
+        Unsupported: the device does not compute in the dtype, or does not store it.
     """
     stored = dtype in info.storage
     computed = computes(info, dtype)
@@ -73,7 +80,7 @@ def require(
 
 
 def check_ports(program: Program, info: DeviceInfo, advice: Mapping[torch.dtype, str] = NO_ADVICE) -> None:
-    """Raise Unsupported for an input, output or constant of a dtype that the device lacks."""
+    """Check the inputs, outputs and constants of a program with `require`. Raises Unsupported."""
     ports = [port.dtype for port in (*program.inputs, *program.outputs)]
     for dtype in dict.fromkeys([*ports, *(constant.dtype for constant in program.constants.values())]):
         require(info, dtype, program.name, advice=advice)

@@ -13,7 +13,7 @@ class HalError(RuntimeError):
 
 
 class Unavailable(HalError):
-    """A device that was asked for by name is not here. The message keeps the reason found by probing.
+    """A device with the given name cannot be opened. The message gives the reason.
 
     What to do: choose another device, or install what the reason names.
     """

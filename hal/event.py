@@ -1,6 +1,7 @@
-"""The event: the only thing that orders calls on different queues.
+"""The event: the completion of one submitted call, and the only thing that orders calls on different queues.
 
-Contracts 1 to 3 of `hal.device` speak of it. An event is made by submitting a call and by nothing else.
+The contracts 1 to 3 of `hal.device` are about events. It is not a flag that a caller can set: an event is made by
+submitting a call and by nothing else.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ class Event(abc.ABC):
 
     @abc.abstractmethod
     def wait(self) -> None:
-        """Block until the call has ended; raise its error if it failed (contract 3)."""
+        """Block until the call has ended. Raises the error of a call that failed (contract 3)."""
 
     @abc.abstractmethod
     def span(self) -> tuple[float, float]:
-        """When the call started and ended, in seconds on a clock that all queues of the device share.
+        """Start and end of a call that is done, in seconds on a clock that all queues of the device share.
 
-        Only for a call that is done. Both are zero where the device does not measure.
+        Both are zero where the device does not measure time.
         """
 
     def elapsed(self) -> float:
-        """Seconds from start to end; only for a call that is done."""
+        """Seconds from start to end of a call that is done."""
         start, end = self.span()
         return end - start

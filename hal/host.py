@@ -1,8 +1,8 @@
-"""The host: where the eager param-server keeps its state and runs its tasks.
+"""The host: the memory in which the eager parameter server keeps its state, and the queue of its tasks.
 
-The host is a device too, for accounting: a ledger says, byte for byte, what each state costs. It is not the place
-of any optimizer's arithmetic. Invariant: memory handed out is in the ledger before it exists, so the ledger is
-never below what is held, and an allocation beyond the capacity raises `OutOfMemory` and leaves it unchanged.
+The host is accounted like a device: a ledger gives the bytes of each state. No optimizer's arithmetic is here.
+Invariant: memory is in the ledger before it exists, so the ledger is never below what is allocated, and an allocation
+beyond the capacity raises `OutOfMemory` and changes nothing.
 
 A backend may subclass `Host` to give page-locked memory or a virtual clock.
 """
@@ -24,21 +24,20 @@ from hal.worker import Worker
 
 @dataclass(frozen=True)
 class HostWork:
-    """What a host task costs: `bytes` read and written in host memory. A hint for hosts that model time; hosts that run
-    tasks do not look at it."""
+    """The cost of a host task: `bytes` that it reads and writes in host memory. Only hosts that model time use it."""
 
     bytes: int = 0
 
 
 class Ledger:
-    """Bytes on the host by state (such as `master weights`) and dtype."""
+    """Bytes of host memory by state (such as `master weights`) and dtype. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._rows: dict[tuple[str, torch.dtype], int] = {}
         self._lock = threading.Lock()
 
     def add(self, state: str, dtype: torch.dtype, size: int) -> None:
-        """Count `size` more bytes (fewer, where it is negative)."""
+        """Add `size` bytes to a state; a negative size subtracts."""
         with self._lock:
             total = self._rows.get((state, dtype), 0) + size
             if total:
@@ -47,13 +46,13 @@ class Ledger:
                 self._rows.pop((state, dtype), None)
 
     def rows(self) -> list[tuple[str, torch.dtype, int]]:
-        """(state, dtype, bytes), in the order of first use."""
+        """A tuple (state, dtype, bytes) for each row, in the order of first use."""
         with self._lock:
             return [(state, dtype, size) for (state, dtype), size in self._rows.items()]
 
     @property
     def total(self) -> int:
-        """All bytes."""
+        """Bytes of all states."""
         with self._lock:
             return sum(self._rows.values())
 
@@ -72,10 +71,11 @@ class Ledger:
 class Host:
     """Host memory with a ledger, and a queue of tasks.
 
-    With `locked` given, memory that crosses the link is page-locked as far as its budget goes; without it the device
-    gains nothing from that. With `worker` given, tasks run there, in order with whatever else it runs: a device that
-    computes on the host's own cores lends its compute queue, for two threads that each want all cores only slow each
-    other down.
+    Args:
+        capacity: the limit of its memory in bytes; None for no limit.
+        worker: the thread that runs tasks; a thread of the host's own unless given. A device that computes on the
+            host's cores gives its compute queue, because two threads that each use all cores slow each other down.
+        locked: page-locked memory for what crosses the link, as far as its budget goes; None for pageable memory.
     """
 
     def __init__(
@@ -88,9 +88,16 @@ class Host:
         self._worker = worker if worker is not None else Worker("host")
 
     def alloc(self, count: int, dtype: torch.dtype, state: str, crosses: bool = False) -> torch.Tensor:
-        """A flat tensor of `count` elements for that state, 64-byte aligned, uninitialised, in the ledger.
+        """Allocate a flat tensor, aligned to 64 bytes and not initialised, and add it to the ledger.
 
-        `crosses` says that it will be sent over the link, so that it is worth page-locking.
+        Args:
+            count: the number of elements.
+            dtype: the dtype of the elements.
+            state: the row of the ledger, such as `master weights`.
+            crosses: whether the tensor will be sent over the link, so that it should be page-locked.
+
+        Raises:
+            OutOfMemory: the capacity would be exceeded, or the system refuses the memory.
         """
         size = count * dtype.itemsize
         what = f"{state} ({str(dtype).removeprefix('torch.')})"
@@ -107,7 +114,7 @@ class Host:
             raise self._account.refused(size, what) from failure
 
     def free(self, tensor: torch.Tensor, state: str) -> None:
-        """Take a tensor of `alloc` out of the ledger. Its memory goes with its last reference."""
+        """Remove a tensor of `alloc` from the ledger's row `state`. Its memory is freed with its last reference."""
         size = tensor.numel() * tensor.dtype.itemsize
         if self._locked is not None:
             self._locked.free(tensor)
@@ -121,15 +128,22 @@ class Host:
         label: str = "host task",
         work: HostWork | None = None,
     ) -> Event:
-        """Run a task after the events of `wait`, in order with the tasks before it. Its error travels along.
+        """Submit a task. Tasks run in the order of submission.
 
-        `work` says what it costs, for hosts that model time instead of spending it.
+        Args:
+            task: a function of no arguments.
+            wait: events of any device or host, after which the task runs.
+            label: the name of the task, for errors.
+            work: its cost, for hosts that model time.
+
+        Returns:
+            The event of the task's end; an error of the task is raised where it is waited for.
         """
         return self._worker.submit(task, wait, label)
 
     @property
     def worker(self) -> Worker:
-        """Where tasks run."""
+        """The thread that runs the tasks."""
         return self._worker
 
     def memory(self) -> MemoryUse:
@@ -142,16 +156,16 @@ class Host:
         return self._locked.in_use if self._locked is not None else 0
 
     def follow(self, other: Host) -> None:
-        """Run tasks where another host runs them from now on: that of a device which takes the place of a lost one.
+        """Run tasks on the worker of another host from now on: that of the device that replaces a lost device.
 
-        Memory and ledger stay. The other host is not to be used any more.
+        Memory and ledger stay as they are. The other host must not be used afterwards.
         """
         if self._own_worker:
             self._worker.close()
         self._worker, self._own_worker = other._worker, other._own_worker
 
     def close(self) -> None:
-        """Finish the queued tasks. Closing twice is harmless."""
+        """Wait for the queued tasks. Closing twice is harmless."""
         if self._own_worker:
             self._worker.close()
         else:

@@ -1,8 +1,7 @@
-"""The account of a device's memory: bytes in use, the peak, and the capacity.
+"""Counting bytes: the account of a device's or a host's memory.
 
-An account does not allocate: the code that allocates charges the account first. Sizes as text are read and written by
-`hal.spec.units`. Invariant: `in_use` never passes `capacity`, and `peak` is the largest `in_use` since the last
-`reset_peak`.
+An account does not allocate; its user charges it before allocating. Invariant: `in_use` never exceeds `capacity`, and
+`peak` is the largest `in_use` since the last `reset_peak`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from hal.errors import OutOfMemory
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes in use now, the peak, and the capacity (None when nobody set one)."""
+    """Bytes in use now, the peak, and the capacity (None for no limit)."""
 
     in_use: int
     peak: int
@@ -33,7 +32,16 @@ class MemoryAccount:
         self._lock = threading.Lock()
 
     def charge(self, size: int, what: str) -> None:
-        """Count `size` bytes as used. Raises OutOfMemory, and counts nothing, where that passes the capacity."""
+        """Count `size` bytes as used.
+
+        Args:
+            size: bytes.
+            what: what the memory is for, as the error names it.
+
+        Raises:
+            OutOfMemory: the capacity would be exceeded; nothing is counted.
+            ValueError: `size` is negative.
+        """
         if size < 0:
             raise ValueError(f"{what} cannot have {size} bytes")
         with self._lock:
@@ -43,19 +51,19 @@ class MemoryAccount:
             self._peak = max(self._peak, self._in_use)
 
     def refused(self, size: int, what: str) -> OutOfMemory:
-        """Take back a charge whose memory the system did not give; returns the error to raise."""
+        """Undo a charge whose memory the system refused. Returns the error to raise."""
         self.release(size)
         use = self.use()
         capacity = use.in_use if use.capacity is None else use.capacity
         return OutOfMemory(f"{what} on {self._owner}", size, use.in_use, capacity, "The system refused the memory.")
 
     def release(self, size: int) -> None:
-        """Give `size` charged bytes back."""
+        """Count `size` charged bytes as free."""
         with self._lock:
             self._in_use -= size
 
     def use(self) -> MemoryUse:
-        """The figures now."""
+        """Bytes in use, peak and capacity."""
         with self._lock:
             return MemoryUse(self._in_use, self._peak, self._capacity)
 

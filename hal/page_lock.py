@@ -1,11 +1,11 @@
-"""Page-locked host memory: pieces that a device can reach by DMA at full speed, exact in size, with a budget.
+"""Page-locked host memory: pieces that a device reaches by DMA at full speed, exact in size, with a budget.
 
-Pageable memory crosses a link at about a sixth of the speed. What PyTorch's own pinned allocator hands out is
-rounded up to a power of two; here a piece is mapped by itself, page-aligned, and locked as it is. A `PageLocker` is
-a device's way of locking (`mlock` for the host itself; a driver's registration for a GPU); the budget is counted
-here. Where locking is refused the memory stays pageable and a warning says so, once, with the reason.
+Pageable memory crosses a link at about a sixth of the speed. PyTorch's own pinned allocator rounds sizes up to a power
+of two; here a piece is mapped by itself, page-aligned, and locked in its own size. A `PageLocker` is a device's way of
+locking (`mlock` for the host itself; a driver's registration for a GPU); the budget is counted here. Where locking is
+refused the memory stays pageable and a warning gives the reason, once.
 
-Invariant: `in_use` never passes `budget`, and a piece is either locked whole or not at all.
+Invariant: `in_use` never exceeds `budget`, and a piece is either locked whole or not at all.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from hal.spec.units import format_size
 
 
 class PageLocker(Protocol):
-    """How a device locks memory that is already there."""
+    """A way of locking allocated memory. Addresses are those of the process; sizes are in bytes."""
 
     def lock(self, address: int, size: int) -> str:
-        """Lock it; the reason as text where that is refused, else an empty string."""
+        """Lock memory. Returns an empty string, or the reason if it is refused."""
 
     def unlock(self, address: int, size: int) -> None:
-        """The reverse."""
+        """Unlock memory that `lock` locked."""
 
 
 class Mlock:
@@ -52,7 +52,12 @@ class Mlock:
 
 
 class LockedMemory:
-    """Maps and locks pieces within a budget of bytes (None: as much as the locker allows)."""
+    """Page-locked memory in pieces.
+
+    Args:
+        locker: how memory is locked.
+        budget: the limit in bytes; None for no limit but the locker's.
+    """
 
     def __init__(self, locker: PageLocker, budget: int | None) -> None:
         self._locker = locker
@@ -62,24 +67,32 @@ class LockedMemory:
         self._warned = False
 
     def alloc(self, size: int, what: str) -> torch.Tensor | None:
-        """`size` bytes of locked memory as a flat uint8 tensor, or None where the budget or the system refuses."""
+        """Allocate locked memory.
+
+        Args:
+            size: bytes.
+            what: what the memory is for, as the warning names it.
+
+        Returns:
+            A flat uint8 tensor; None if the budget is used up or locking is refused, after a warning the first time.
+        """
         if size == 0:
             return None
         if self.budget is not None and self.in_use + size > self.budget:
-            self._say(what, size, f"the budget of {format_size(self.budget)} for page-locked memory is used up")
+            self._warn(what, size, f"the budget of {format_size(self.budget)} for page-locked memory is used up")
             return None
         memory = mmap.mmap(-1, size)
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
         reason = self._locker.lock(tensor.data_ptr(), size)
         if reason:
-            self._say(what, size, reason)
+            self._warn(what, size, reason)
             return None
         self.in_use += size
         self._pieces[tensor.data_ptr()] = (memory, size)
         return tensor
 
     def free(self, tensor: torch.Tensor) -> bool:
-        """Unlock a piece; False where the tensor is none of these. Its memory goes with its last reference."""
+        """Unlock a piece. Its memory is freed with its last reference. Returns False if the tensor is no piece."""
         piece = self._pieces.pop(tensor.data_ptr(), None)
         if piece is None:
             return False
@@ -88,7 +101,7 @@ class LockedMemory:
         self.in_use -= size
         return True
 
-    def _say(self, what: str, size: int, reason: str) -> None:
+    def _warn(self, what: str, size: int, reason: str) -> None:
         if not self._warned:
             self._warned = True
             warnings.warn(
@@ -100,10 +113,10 @@ class LockedMemory:
 
 
 def give_back_free_memory() -> None:
-    """Return memory that was freed and that the C library keeps to the system, where it can (glibc's malloc_trim).
+    """Return freed memory that the C library retains to the system, if it can (glibc's malloc_trim).
 
-    Blocks of a few megabytes stay with the process otherwise: a model that moves, tensor by tensor, from one place to
-    another would be held twice.
+    Blocks of a few megabytes stay with the process otherwise, so that a model whose tensors are copied and freed one
+    by one would take its memory twice.
     """
     try:
         trim = ctypes.CDLL(None).malloc_trim

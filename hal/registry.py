@@ -1,7 +1,7 @@
 """Finding backends and opening devices by name.
 
-Backends register under the entry point group `relay.backends`; this file names none of them. Invariant: an
-explicit choice that fails is an error with its reason, never a silent change to another device.
+Backends register under the entry point group `relay.backends`; no backend is named here. Invariant: a device that was
+chosen and cannot be opened is an error with its reason, and never replaced by another device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ GROUP = "relay.backends"
 
 
 def backends() -> tuple[dict[str, Backend], dict[str, str]]:
-    """The backends registered on this machine by name, and for those that do not load, the reason."""
+    """The registered backends by name, and the reasons of those that cannot be imported, by name."""
     found: dict[str, Backend] = {}
     broken: dict[str, str] = {}
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
@@ -27,9 +27,14 @@ def backends() -> tuple[dict[str, Backend], dict[str, str]]:
 
 
 def open(name: str, capacity: int | None = None) -> Device:
-    """Open a device by its string, such as `cpu` or `cuda:0`; `capacity` is a limit in bytes on its memory.
+    """Open a device.
 
-    Raises Unavailable where there is no such backend or device, with what there is instead.
+    Args:
+        name: the device string, such as `cpu`, `cuda:0` or `sim:t4`: a backend, and after a colon its selector.
+        capacity: the limit of the device's memory in bytes; None for no limit.
+
+    Raises:
+        Unavailable: there is no such backend or device; the message lists those that there are.
     """
     family, _, selector = name.partition(":")
     points = {point.name: point for point in entry_points(group=GROUP)}
@@ -51,7 +56,7 @@ def open(name: str, capacity: int | None = None) -> Device:
 
 
 def backend(family: str) -> Backend:
-    """The backend of that name. Raises Unavailable where there is none."""
+    """The backend of that name. Raises Unavailable if there is none."""
     for point in entry_points(group=GROUP):
         if point.name == family:
             return _load(point)
@@ -59,13 +64,13 @@ def backend(family: str) -> Backend:
 
 
 def devices() -> list[Probe]:
-    """What every backend finds on this machine: each device with its self-test, or the reason it is not there."""
+    """The probes of all backends, sorted by name: each device with its self-test, or the reason why it is missing."""
     found, broken = backends()
     probes = [Probe(name, False, reason) for name, reason in broken.items()]
     for name, backend in found.items():
         try:
             probes += backend.probe()
-        except Exception as failure:  # contract 10 forbids it; a stranger's backend may break it
+        except Exception as failure:  # contract 10 forbids it; a third party's backend may break it
             probes.append(Probe(name, False, f"its probe raised {type(failure).__name__}: {failure}"))
     return sorted(probes, key=lambda probe: probe.name)
 

@@ -1,18 +1,18 @@
 """The device slot: one layer-sized region of a device, and its life cycle.
 
-A slot holds one segment's parameters (and buffers) and its gradients, each one contiguous region whose address
-never changes. Its life is a circle: empty -> loading -> ready -> computing -> draining -> empty, each edge an
-event. The slot knows the hazards of its own memory and adds the waits itself, so that a schedule cannot forget
-them:
+A slot holds the parameters (and buffers) of one segment and its gradients, each in a contiguous region whose address
+never changes. Its states are empty -> loading -> ready -> computing -> draining -> empty, and each change is an event.
+The slot adds the waits that its own memory needs, so that a schedule cannot leave them out:
 
   * a kernel waits for the load, and, if it writes gradients, for the drain of the gradients before it;
   * a load waits for the load before it and for every kernel and transfer that still reads what it overwrites;
-  * a drain waits for every kernel that writes the gradients, whatever was loaded since, and for the drain before it.
+  * a drain waits for every kernel that writes the gradients, even if another segment was loaded since, and for the
+    drain before it.
 
-A slot does not decide which segment it holds, nor when.
+A slot does not decide which segment it holds, nor when. Everything is freed by `free`, and by nothing else.
 
-On a unified device nothing moves: the parameters are views of the host's own memory. The regions are accounted all
-the same, since they are what a device of its own would need.
+On a unified device nothing is transferred: the parameters are views of the host's memory. The regions are accounted all
+the same, because an accelerator with memory of its own would need them.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ ALIGNMENT = 64
 
 
 CHUNK = 32 * 2**20
-"""Bytes: a transfer longer than this is cut, so that small ones (activations) are not stuck behind it on the link."""
+"""Bytes: a longer transfer is cut, so that small transfers (activations) need not wait long for the link."""
 SHORT_CHUNK = 16 * 2**20
-"""Bytes that are worth a transfer: smaller layers, whose kernels are over sooner, are cut into pieces down to this."""
+"""Bytes of the smallest piece: small layers, whose kernels end sooner, are cut into pieces of at least this size."""
 PIECES = 24
-"""Pieces that a layer is cut into between those two limits."""
+"""The number of pieces that a layer is cut into, between those two sizes."""
 
 
 def aligned(size: int) -> int:
-    """Bytes up to where the next tensor may begin."""
+    """`size` bytes rounded up to a multiple of ALIGNMENT."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -54,7 +54,7 @@ def _chunks(flat: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
 
 
 class SlotState(enum.Enum):
-    """Where a slot is in its life, by what was submitted last (the work itself may still be under way)."""
+    """The state of a slot, by the call that was submitted last (its work may not have ended)."""
 
     EMPTY = "empty"
     LOADING = "loading"
@@ -65,7 +65,7 @@ class SlotState(enum.Enum):
 
 @dataclass(frozen=True)
 class Field:
-    """One tensor in a flat region: `offset` in bytes."""
+    """A tensor in a flat region, `offset` bytes from its start."""
 
     offset: int
     shape: tuple[int, ...]
@@ -78,24 +78,37 @@ class Field:
 
 
 def lay_out(tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> tuple[tuple[Field, ...], int]:
-    """Place tensors one after another, each aligned to ALIGNMENT. Returns the fields and the region's bytes."""
+    """Lay out tensors one after another, each aligned to ALIGNMENT.
+
+    Args:
+        tensors: shape and dtype of each tensor.
+
+    Returns:
+        The field of each tensor, and the size of the region in bytes.
+    """
     fields = []
     offset = 0
     for shape, dtype in tensors:
-        place = Field(offset, shape, dtype)
-        fields.append(place)
-        offset += aligned(place.size)
+        field = Field(offset, shape, dtype)
+        fields.append(field)
+        offset += aligned(field.size)
     return tuple(fields), offset
 
 
 @dataclass(frozen=True, eq=False)
 class SlotContent:
-    """What a slot can hold: one segment, as it lies on the host.
+    """The content of a slot: a segment, as it lies in host memory.
 
-    `pieces` are contiguous host tensors with the byte offset each goes to (one piece, one transfer); `tensors` are
-    the same memory as typed tensors, in the order of `fields`. `gradient_fields` is the layout of its gradients.
-    Where they are kept on the host, `gradient_pieces` and `gradient_tensors` are that memory in the same two ways;
-    without it they only pass through.
+    Args:
+        name: the name of the segment.
+        fields: the layout of its parameters and buffers in the slot.
+        size: bytes of that layout.
+        pieces: contiguous host tensors of bytes, each with the byte offset that it is sent to.
+        tensors: the same memory as typed tensors, in the order of `fields`.
+        gradient_fields: the layout of its gradients in the slot.
+        gradient_size: bytes of that layout.
+        gradient_pieces: host memory of the gradients, like `pieces`; empty where gradients are not stored on the host.
+        gradient_tensors: the same memory as typed tensors, in the order of `gradient_fields`.
     """
 
     name: str
@@ -110,24 +123,34 @@ class SlotContent:
 
     @functools.cached_property
     def parts(self) -> tuple[tuple[int, torch.Tensor], ...]:
-        """The pieces as they are sent: cut into chunks, with the byte offset that each goes to."""
+        """The pieces cut into the chunks of transfers, each with the byte offset that it is sent to."""
         return tuple((at + start, part) for at, piece in self.pieces for start, part in _chunks(piece))
 
     @functools.cached_property
     def gradient_sizes(self) -> tuple[int, ...]:
         """Bytes of each gradient."""
-        return tuple(place.size for place in self.gradient_fields)
+        return tuple(field.size for field in self.gradient_fields)
 
     def gradients_in(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The gradients as typed tensors over `flat`, host memory of at least `gradient_size` bytes."""
         return [
-            flat[place.offset : place.offset + place.size].view(place.dtype).view(place.shape)
-            for place in self.gradient_fields
+            flat[field.offset : field.offset + field.size].view(field.dtype).view(field.shape)
+            for field in self.gradient_fields
         ]
 
 
 class DeviceSlot:
-    """One slot. Sizes are in bytes and fixed; `load` decides what is in it."""
+    """A slot of a device.
+
+    Args:
+        device: the device, which allocates the memory.
+        number: the number of the slot, for errors.
+        parameter_size: bytes of the region for parameters and buffers.
+        gradient_size: bytes of the region for gradients.
+
+    Raises:
+        OutOfMemory: the two regions do not fit.
+    """
 
     def __init__(self, device: Device, number: int, parameter_size: int, gradient_size: int) -> None:
         self.number = number
@@ -141,7 +164,7 @@ class DeviceSlot:
         except BaseException:
             self._parameters.free()
             raise
-        # For as long as somebody else has a use for the content.
+        # An entry lives as long as its content is referenced elsewhere.
         self._views: weakref.WeakKeyDictionary[SlotContent, tuple[list[View], list[View]]] = weakref.WeakKeyDictionary()
         self._regions: dict[tuple[bool, int, int], View] = {}  # by whether of gradients, offset and bytes
         self._fields: dict[tuple[bool, tuple[Field, ...]], list[View]] = {}
@@ -153,9 +176,16 @@ class DeviceSlot:
         self.gradients: list[View] = []
 
     def load(self, content: SlotContent, version: int, queue: Queue, wait: Sequence[Event] = ()) -> list[Event]:
-        """Bring a segment in. `version` tells its contents apart in time; `wait` is what the host copy waits for.
+        """Load a segment. If the slot holds this content in this version already, nothing is sent.
 
-        Returns the events of the transfers. The same content and version already there is not sent again.
+        Args:
+            content: the segment.
+            version: the version of its values, which changes with each update.
+            queue: the queue of the transfers.
+            wait: events after which the host's copy may be read.
+
+        Returns:
+            The events of the transfers.
         """
         if self.content is content and self.version == version:
             return self._loaded
@@ -169,7 +199,7 @@ class DeviceSlot:
             sources = [part for _, part in content.parts]
             targets = [self._region(False, start, part) for start, part in content.parts]
         self._loaded = [queue.write(target, source, before) for target, source in zip(targets, sources, strict=True)]
-        # Where nothing was overwritten the next load still waits for whoever reads.
+        # Where nothing was overwritten the next load still waits for the readers.
         self._readers = [] if self._loaded else before
         self.content = content
         self.version = version
@@ -183,7 +213,17 @@ class DeviceSlot:
         wait: Sequence[Event],
         writes_gradients: bool,
     ) -> Event:
-        """Run a kernel that reads this slot's parameters, and perhaps writes its gradients, on `queue`."""
+        """Run a kernel that reads this slot's parameters.
+
+        Args:
+            queue: the queue that runs it.
+            call: the kernel and its memory.
+            wait: events after which it runs, besides those of the slot.
+            writes_gradients: whether it writes this slot's gradients.
+
+        Returns:
+            The event of the kernel's end.
+        """
         self.state = SlotState.COMPUTING
         waits = [*self._loaded, *wait]
         if writes_gradients:
@@ -195,7 +235,16 @@ class DeviceSlot:
         return event
 
     def drain(self, queue: Queue, targets: Sequence[tuple[torch.Tensor, View]], wait: Sequence[Event]) -> list[Event]:
-        """Send regions of the slot to the host, after the kernels run so far. Returns the events of the transfers."""
+        """Send gradients of the slot to the host, after the kernels submitted so far.
+
+        Args:
+            queue: the queue of the transfers.
+            targets: pairs of host memory and the region that is sent to it.
+            wait: further events after which the transfers run.
+
+        Returns:
+            The events of the transfers.
+        """
         self.state = SlotState.DRAINING
         before = [*self._writers, *self._readers, *self._drained, *wait]
         self._writers = []
@@ -203,14 +252,14 @@ class DeviceSlot:
         return self._drained
 
     def send(self, queue: Queue, targets: Sequence[tuple[torch.Tensor, View]]) -> list[Event]:
-        """Send parameters or buffers of the slot to the host, after the kernels run so far."""
+        """Send parameters or buffers of the slot to the host, after the kernels submitted so far; see `drain`."""
         before = [*self._loaded, *self._readers]
         sent = [queue.read(target, source, before) for target, source in targets]
         self._readers += sent
         return sent
 
     def hold_gradients(self, events: Sequence[Event]) -> None:
-        """On a unified device: whoever reads the gradients in place. The next writer waits for these events."""
+        """On a unified device: make the next kernel that writes gradients wait for these events of their readers."""
         self.state = SlotState.DRAINING
         self._writers = []
         self._drained = list(events)
@@ -222,11 +271,11 @@ class DeviceSlot:
 
     @property
     def computed(self) -> list[Event]:
-        """The kernels run since the last load."""
+        """The kernels submitted since the last load."""
         return self._readers
 
     def settle(self) -> None:
-        """Forget the events of work that is known to have ended."""
+        """Drop the events of all work submitted so far. The caller has waited for its end."""
         self._loaded, self._readers, self._writers, self._drained = [], [], [], []
 
     def flat_gradients(self, pieces: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[torch.Tensor, View]]:
@@ -234,7 +283,7 @@ class DeviceSlot:
         return [(part, self._region(True, at + start, part)) for at, piece in pieces for start, part in _chunks(piece)]
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._parameters.free()
         self._gradients.free()
         self.state = SlotState.EMPTY

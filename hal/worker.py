@@ -1,14 +1,14 @@
 """A thread that runs submitted calls in order: the queue of devices that are driven from the host, and the host's own.
 
-It is not a thread pool: one worker is one in-order queue. Invariant: calls run in the order of submission; a call
-whose awaited events failed does not run and fails with the first of those errors; the worker itself never dies of
-a call's error.
+It is not a thread pool: a worker is one in-order queue. Invariant: calls run in the order of submission; a call whose
+awaited events failed does not run and fails with the first of those errors; the worker itself never ends because of a
+call's error.
 
-The hand-over is made of bare locks, since it is on the path of every call: an event is a lock that is released
-once, when the call has ended.
+The hand-over is made of bare locks, because it is on the path of every call: an event is a lock that is released once,
+when the call has ended.
 
-Whoever closes nothing still gets a process that ends: workers are closed before the interpreter goes, for later their
-threads stand still for ever, and whoever waited for one would too; or they are in somebody's native code, and abort.
+Workers are joined at exit. Daemon threads freeze during interpreter shutdown, which would block their waiters, or abort
+the process from native code.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hal.event import Event
 logger = logging.getLogger(__name__)
 
 PATIENCE_AT_EXIT = 60.0
-"""Seconds that a process which ends gives to calls that still run. A device that hangs must not keep it for ever."""
+"""Seconds that the exit of the process waits for calls that still run. A device that hangs must not block it."""
 
 
 class WorkerEvent(Event):
@@ -62,14 +62,14 @@ class WorkerEvent(Event):
         return self._start, self._end
 
     def finish(self, start: float, end: float, error: BaseException | None) -> None:
-        """Called once, by whoever ran the call."""
+        """Record start, end and error of the call, and wake its waiters. Called once."""
         self._start, self._end, self.error = start, end, error
         self.finished = True
         self._latch.release()
 
 
 def first_error(wait: Sequence[Event]) -> BaseException | None:
-    """Block until all of `wait` have ended; the first error among them in that order, or None."""
+    """Block until all events of `wait` have ended. Returns the first error in the order of `wait`, or None."""
     error: BaseException | None = None
     for event in wait:
         if isinstance(event, WorkerEvent):
@@ -79,13 +79,18 @@ def first_error(wait: Sequence[Event]) -> BaseException | None:
         else:
             try:
                 event.wait()
-            except BaseException as failure:  # it belongs to the event, and travels on
+            except BaseException as failure:  # passed on to the waiters of this call
                 error = error or failure
     return error
 
 
 class Worker:
-    """One thread, one in-order queue of calls. The thread starts with the first call and ends with `close`."""
+    """A thread with an in-order queue of calls. The thread starts with the first call and ends with `close`.
+
+    Args:
+        name: the name of the queue, for errors and the thread's name.
+        on_start: called first on the thread.
+    """
 
     def __init__(self, name: str, on_start: Callable[[], None] | None = None) -> None:
         self.name = name
@@ -97,7 +102,16 @@ class Worker:
         self._lock = threading.Lock()  # one thread starts, and nothing is queued after the end
 
     def submit(self, call: Callable[[], None], wait: Sequence[Event], label: str) -> WorkerEvent:
-        """Queue a call to run after every event of `wait`. `label` names it in errors."""
+        """Queue a call.
+
+        Args:
+            call: a function of no arguments, run on the thread.
+            wait: the events that must end before it; if one failed, the call fails with the first error and is not run.
+            label: the name of the call, for errors.
+
+        Raises:
+            HalError: the worker is closed.
+        """
         event = WorkerEvent()
         with self._lock:
             if self._closed:
@@ -112,17 +126,17 @@ class Worker:
         return event
 
     def drain(self) -> None:
-        """Block until what is queued has ended, well or badly."""
+        """Block until all queued calls have ended, with or without errors."""
         if self._thread is not None and not self._closed:
             self.submit(_nothing, (), "drain").settle()
 
     def close(self) -> None:
-        """Run what is queued, then end the thread. Closing twice is harmless."""
+        """Run all queued calls, then end the thread. Closing twice is harmless."""
         if self._take_no_more():
             self._join()
 
     def _take_no_more(self) -> bool:
-        """Have the thread end after what is queued; whether it was to go on until now."""
+        """Make the thread end after the queued calls. False if that was done before."""
         with self._lock:
             if self._closed:
                 return False
@@ -132,7 +146,7 @@ class Worker:
         return True
 
     def _join(self, seconds: float | None = None) -> bool:
-        """Wait for the end of the thread; whether it has ended."""
+        """Wait for the end of the thread, at most `seconds`. True if it has ended."""
         if self._thread is None:
             return True
         self._thread.join(seconds)
@@ -156,10 +170,10 @@ class Worker:
                 except Exception as failure:
                     error = HalError(f"{label} failed on queue {self.name!r}: {type(failure).__name__}: {failure}")
                     error.__cause__ = failure
-                except BaseException as failure:  # a thread must not die of what its waiters should see
+                except BaseException as failure:  # raised in the waiters, not in this thread
                     error = failure
             event.finish(start, perf_counter(), error)
-            # Nothing of a finished call may stay alive while the thread idles: it may hold gigabytes.
+            # A finished call may refer to gigabytes: drop it before the thread blocks.
             del call, wait, event, error
 
 
@@ -169,16 +183,16 @@ _running_lock = threading.Lock()
 
 @atexit.register
 def _end_all() -> None:
-    """Before the interpreter goes: run what is queued, and end all threads."""
+    """At exit: run all queued calls, and end all threads."""
     with _running_lock:
         workers = list(_running)
-    for worker in workers:  # all of them first, as one may wait for another
+    for worker in workers:  # all workers first, because one may wait for another
         worker._take_no_more()
     deadline = monotonic() + PATIENCE_AT_EXIT
     for worker in workers:
         if not worker._join(max(0.0, deadline - monotonic())):
-            logger.warning("The process ends while queue %r still runs a call.", worker.name)
+            logger.warning("The process exits while queue %r still runs a call.", worker.name)
 
 
 def _nothing() -> None:
-    """The call that ends when all before it have."""
+    """A call that ends when all calls before it have."""

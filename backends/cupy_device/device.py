@@ -1,10 +1,10 @@
-"""CUDA through CuPy: core programs run op by op by the shared op table, matrix products by cuBLAS.
+"""CUDA through CuPy: core programs run op by op over CuPy's arrays, matrix products by cuBLAS.
 
-Each queue is a stream with a thread that submits to it (`hal.kit.streams`). CuPy has no way to tell its memory pool
-that a stream still uses a piece of memory; that queues hold on to what they gave the device is what lets a freed buffer
-outlive its work. All calls of CuPy are in `backends.cupy_device.runtime`.
+Each queue is a stream with a thread that submits to it (`hal.kit.streams`). CuPy cannot tell its memory pool
+that a stream still uses memory; queues have references to the memory of their calls, so a freed buffer outlives its
+work. All calls of CuPy are in `backends.cupy_device.runtime`.
 
-Invariant: every call names its device and its stream; nothing is left to what CuPy holds for current.
+Invariant: every call names its device and its stream; none uses CuPy's current ones.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CupyBuffer(AccountedBuffer[Any]):
         except MemoryError as failure:
             raise device.account.refused(size, what) from failure
 
-    def place(self, memory: Any, offset: int, view: View) -> Any:
+    def native_view(self, memory: Any, offset: int, view: View) -> Any:
         return self._runtime.array(memory, offset, view.shape, stored_dtype(view.dtype))
 
 
@@ -130,7 +130,7 @@ class CupyDevice(AccountedDevice[CupyQueue]):
         return CupyKernel(program, self.runtime)
 
     def workspace(self, kernel: Kernel) -> int:
-        return 2 * kernel.program.workspace  # halves are held as float32 inside
+        return 2 * kernel.program.workspace  # half precision is computed in float32
 
     def host(self, capacity: int | None = None, pinned: int | None = None) -> Host:
         self.check_open()
@@ -140,7 +140,7 @@ class CupyDevice(AccountedDevice[CupyQueue]):
         end(self.queues())
         try:
             self.runtime.synchronize()
-        except RuntimeError as failure:  # whoever waited for the call that failed knows
+        except RuntimeError as failure:  # raised where the failed call is waited for
             logger.warning("device %r failed before it was closed: %s", self.info.name, failure)
 
 

@@ -1,4 +1,4 @@
-"""Every call of CuPy that the CuPy device makes, in one place, so that a stand-in can check the logic without a GPU.
+"""Every call of CuPy that the CuPy device makes, in one file, so that a stub can test the device without a GPU.
 
 CuPy's current device and stream belong to a thread and are never assumed: each method enters the device, and work is
 given inside its stream. Invariant: nothing here blocks but `wait` and `synchronize`, and what CuPy's memory pool takes
@@ -62,7 +62,7 @@ class CupyRuntime(Streams):
             return made
 
     def lost(self, failure: BaseException) -> bool:
-        """Whether the device answers nothing any more: after an error of CUDA's own it is asked once."""
+        """Whether the device is unusable: after an error of CUDA's own it is synchronized once to find out."""
         if not isinstance(failure, self._cupy.cuda.runtime.CUDARuntimeError):
             return False
         try:
@@ -116,7 +116,7 @@ class CupyRuntime(Streams):
     def record(self, stream: Any) -> Any:
         """A mark on the stream, after what it was given so far."""
         with self._device:
-            mark = self._cupy.cuda.Event(block=True)  # whoever waits sleeps: the cores are the optimizer's
+            mark = self._cupy.cuda.Event(block=True)  # a waiting thread sleeps: the optimizer needs the cores
             mark.record(stream)
             return mark
 

@@ -1,7 +1,7 @@
 """ONNX Runtime's devices: memory, queues and kernels by the contracts of `hal.device`.
 
 All devices of this backend work in host memory and are tagged UNIFIED, so weights, gradients and stash are used where
-they lie. On `onnx:cpu` that is the whole truth. Other execution providers have ONNX Runtime carry each run's inputs
+they lie. On `onnx:cpu` nothing is copied. Other execution providers have ONNX Runtime carry each run's inputs
 to their device and its outputs back: every provider works the same and correctly, and one with a memory of its own
 pays for the transfers (NVIDIA's GPUs are served faster by the devices `cuda` and `cupy`).
 
@@ -21,7 +21,7 @@ import torch
 
 from backends.onnx.emit import emit, emitted_of
 from backends.onnx.exporting import export
-from backends.onnx.model import ELEMENT_TYPES, Model, held
+from backends.onnx.model import ELEMENT_TYPES, Model, compute_dtype
 from backends.onnx.providers import Provider, choose, known, runtime
 from backends.onnx.sessions import Session
 from hal.device import HOST_CORES, UNIFIED, Backend, Device, DeviceInfo, KernelCall, Probe
@@ -93,17 +93,17 @@ class OnnxDevice(HostDevice):
         return OnnxKernel(program, self._provider, self.info.name)
 
     def workspace(self, kernel: Kernel) -> int:
-        """Half precision and small integers are held wider than the program says: charged as if all values were."""
+        """Half precision and small integers are computed in wider dtypes; charged as if all values were."""
         program = kernel.program
         ports = (*program.inputs, *program.outputs)
-        widest = max((held(port.dtype).itemsize / port.dtype.itemsize for port in ports), default=1.0)
+        widest = max((compute_dtype(port.dtype).itemsize / port.dtype.itemsize for port in ports), default=1.0)
         return math.ceil(program.workspace * widest)
 
 
 KNOWN_GAPS = tuple(
     KnownGap(
         f"test_ops.py::test_an_op_gives_what_the_oracle_gives[aten.{op}.default-float64]",
-        f"ONNX Runtime has no kernel for {kernel} in float64, and says so when compiling",
+        f"ONNX Runtime has no kernel for {kernel} in float64, and refuses it when compiling",
         device="onnx:cpu",
     )
     for op, kernel in (
@@ -127,7 +127,7 @@ class OnnxBackend(Backend):
             names = list(known())
         except HalError as failure:
             return [Probe("onnx", False, str(failure))]
-        except Exception as failure:  # contract 10: the reason is kept, not raised
+        except Exception as failure:  # contract 10: probing reports the reason and never raises
             return [Probe("onnx", False, f"{type(failure).__name__}: {failure}")]
         return [self_test(self, f"onnx:{name}") for name in names]
 
@@ -153,9 +153,9 @@ class OnnxBackend(Backend):
 def _prove(provider: Provider) -> None:
     """Add two numbers on a provider. Raises Unavailable where that fails, be it listed or not."""
     model = Model("proof")
-    one = model.bind_input(0, (1,), torch.float32)
+    number = model.bind_input(0, (1,), torch.float32)
     model.asking = "sum"
-    model.bind_output(0, model.call("Add", one, one), (1,), torch.float32)
+    model.bind_output(0, model.call("Add", number, number), (1,), torch.float32)
     title = f"the trial of {provider.full}"
     given, found = torch.tensor([1.5]), torch.zeros(1)
     try:
@@ -166,4 +166,4 @@ def _prove(provider: Provider) -> None:
     except Exception as failure:
         raise Unavailable(f"{provider.full} is listed and does not work: {failure}") from failure
     if found.item() != 3.0:
-        raise Unavailable(f"{provider.full} does not work: it says that 1.5 and 1.5 are {found.item()}.")
+        raise Unavailable(f"{provider.full} does not work: it computes 1.5 + 1.5 as {found.item()}.")

@@ -1,7 +1,7 @@
 """Element-wise core ops in ONNX.
 
 Each function takes the `Model`, then the op's own arguments with tensors as `Value`, and returns the name of its
-result. Operands are of one held dtype; scalars are Python numbers.
+result. Operands have the same dtype inside the model; scalars are Python numbers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from backends.onnx.model import Model, Value, held
+from backends.onnx.model import Model, Value, compute_dtype
 
 
 def _unary(op: str) -> Callable[..., str]:
@@ -113,7 +113,7 @@ def _atan2(m: Model, y: Value, x: Value) -> str:
     dtype = x.dtype
     zero, pi, quarter = m.number(0, dtype), m.number(math.pi, dtype), m.number(math.pi / 2, dtype)
     endless = m.call("And", m.call("IsInf", x), m.call("IsInf", y))
-    across, up = (m.call("Where", endless, m.call("Sign", one), one) for one in (x, y))
+    across, up = (m.call("Where", endless, m.call("Sign", operand), operand) for operand in (x, y))
     below = m.call("Less", up, zero)
     half = m.call("Where", below, m.call("Neg", pi), pi)
     above = m.call("Where", m.call("Greater", up, zero), quarter, up)
@@ -179,7 +179,7 @@ def _clamp(m: Model, x: Value, least: Any, most: Any) -> str:
 
 
 def _cast(m: Model, x: Value, *, dtype: torch.dtype) -> str:
-    return x.name if held(dtype) is x.dtype else m.cast(x, held(dtype))
+    return x.name if compute_dtype(dtype) is x.dtype else m.cast(x, compute_dtype(dtype))
 
 
 def functions() -> dict[str, Callable[..., Any]]:

@@ -6,7 +6,7 @@ the same memory rather than copying, and adds what an accumulating output holds.
 Runtime's. Random ops become inputs, which the host draws.
 
 Invariant: an output with the role BUFFER_UPDATE is never bound to the memory that it replaces, since ONNX Runtime
-may write it before that memory's last read; whoever runs the model copies it (`Emitted.late`).
+may write it before that memory's last read; the session copies it after the run (`Emitted.late`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from torch import fx
 
 from backends.onnx import elementwise, indexing, reductions, windows
-from backends.onnx.model import Bound, Draw, Model, Value, held
+from backends.onnx.model import Bound, Draw, Model, Value, compute_dtype
 from hal.ops import OPS, Kind, Spec, name_of, spec_of
 from hal.program import Program, Role
 
@@ -35,12 +35,12 @@ def functions() -> dict[str, Callable[..., Any]]:
 class Emitted:
     """A model (onnx.ModelProto) and what to bind it to. `late` are the positions of outputs to be copied after a run.
 
-    `ops` says which op of the table a node of the program calls, by the node's name.
+    `ops` is the op of the table that a node of the program calls, by the node's name.
     """
 
     proto: Any
     inputs: tuple[Bound, ...]
-    held_outputs: tuple[Bound, ...]
+    previous_outputs: tuple[Bound, ...]
     draws: tuple[Draw, ...]
     outputs: tuple[Bound, ...]
     late: frozenset[int]
@@ -57,7 +57,7 @@ def emitted_of(
 ) -> Emitted:
     """A finished model and what to bind it to."""
     proto = model.finish()  # it drops inputs that nothing needs, so it comes first
-    bound = (tuple(model.inputs), tuple(model.held_outputs), tuple(model.draws), tuple(model.outputs))
+    bound = (tuple(model.inputs), tuple(model.previous_outputs), tuple(model.draws), tuple(model.outputs))
     return Emitted(proto, *bound, late, ops or {})
 
 
@@ -108,13 +108,13 @@ class _Emitter:
 
     def _constant(self, node: fx.Node) -> Value:
         tensor = self.program.constants[str(node.target)].detach()
-        dtype = held(tensor.dtype)
+        dtype = compute_dtype(tensor.dtype)
         return Value(self.model.constant(tensor.to(dtype).contiguous().numpy()), tuple(tensor.shape), dtype)
 
     def _loaded(self, node: fx.Node, spec: Spec) -> Value:
-        """An input in the shape of `spec`, held. Unused ones vanish at the end."""
+        """An input in the shape of `spec`, in its dtype inside the model. Unused inputs are removed at the end."""
         name = self.model.bind_input(self.ports[node], spec.shape, spec.dtype)
-        dtype = held(spec.dtype)
+        dtype = compute_dtype(spec.dtype)
         return Value(name if dtype is spec.dtype else self.model.cast(name, dtype), spec.shape, dtype)
 
     def _called(self, node: fx.Node) -> Any:
@@ -123,7 +123,7 @@ class _Emitter:
         name = name_of(node.target)
         spec = spec_of(node.meta["val"])
         specs = (spec,) if isinstance(spec, Spec) else spec
-        self.ops[node.name] = (name, ", ".join(str(one.dtype).removeprefix("torch.") for one in specs if one))
+        self.ops[node.name] = (name, ", ".join(str(result.dtype).removeprefix("torch.") for result in specs if result))
         if OPS[name].kind is Kind.RANDOM:
             results = [self._drawn(node, spec)]
         elif name in _RESHAPES and node.args[0] in self.ports:
@@ -132,23 +132,23 @@ class _Emitter:
             results = [self._product(node)]
         elif name in ("aten.expand.default", "aten.full.default") and self._broadcasts(node):
             source = self._argument(node.args[0]) if name == "aten.expand.default" else None
-            alone = self.model.number(node.args[1], held(spec.dtype)) if source is None else source.name
-            return self._kept(Value(alone, spec.shape, held(spec.dtype)), spec, name)
+            alone = self.model.number(node.args[1], compute_dtype(spec.dtype)) if source is None else source.name
+            return self._rounded(Value(alone, spec.shape, compute_dtype(spec.dtype)), spec, name)
         else:
             args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), self._argument)
             found = functions()[name](self.model, *args, **kwargs)
             results = [found] if isinstance(found, str) else found
         values = [
-            None if result is None else self._kept(Value(result, one.shape, held(one.dtype)), one, name)
-            for result, one in zip(results, specs, strict=True)
+            None if result is None else self._rounded(Value(result, part.shape, compute_dtype(part.dtype)), part, name)
+            for result, part in zip(results, specs, strict=True)
         ]
         return values[0] if isinstance(spec, Spec) else values
 
     def _argument(self, argument: Any) -> Any:
         return self.values[argument] if isinstance(argument, fx.Node) else argument
 
-    def _kept(self, value: Value, spec: Spec, op: str) -> Value:
-        """The value as its own dtype can hold it."""
+    def _rounded(self, value: Value, spec: Spec, op: str) -> Value:
+        """The value rounded to the dtype of `spec`."""
         if value.dtype is spec.dtype or OPS[op].kind not in _ROUNDED:
             return value
         return value._replace(name=self.model.cast(self.model.cast(value, spec.dtype), value.dtype))
@@ -164,8 +164,8 @@ class _Emitter:
             if OPS[name_of(user.target)].kind is not Kind.ELEMENTWISE:
                 return False
             shape = spec_of(user.meta["val"]).shape
-            others = [one for one in user.all_input_nodes if one is not node and not _stretched(one)]
-            if not any(spec_of(one.meta["val"]).shape == shape for one in others):
+            others = [other for other in user.all_input_nodes if other is not node and not _stretched(other)]
+            if not any(spec_of(other.meta["val"]).shape == shape for other in others):
                 return False
         return True
 
@@ -190,7 +190,7 @@ class _Emitter:
     # -- outputs
 
     def _store(self, position: int, node: fx.Node) -> None:
-        """Bind an output, in whatever shape its value has before it is only reshaped."""
+        """Bind an output, in the shape that its value has before it is only reshaped."""
         port = self.program.outputs[position]
         model = self.model
         model.asking = node.name
@@ -206,7 +206,7 @@ class _Emitter:
         value = self.values[source]
         name, shape = value.name, value.shape
         if self.accumulate[position]:
-            memory = model.bind_held(position, shape, port.dtype)
+            memory = model.bind_previous(position, shape, port.dtype)
             before = memory if value.dtype is port.dtype else model.cast(memory, value.dtype)
             exact = value.dtype is port.dtype and source.op == "call_function" and len(source.users) == 1
             if exact and name_of(source.target) == "aten.mm.default" and value.floating:

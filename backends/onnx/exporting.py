@@ -1,6 +1,6 @@
 """A core program as an .onnx file that others can open: each input and output once, in its own shape and name.
 
-A model made to be run binds the same memory in whatever shape saves a copy, and numbers its inputs; for people it is
+A model made to be run binds the same memory in the shape that saves a copy, and numbers its inputs; for people it is
 put in order here. Weights may be put into the file, which is then a model of its own. It runs nothing.
 """
 
@@ -57,7 +57,7 @@ def export(
         ) from missing
     roles = [f"{port.role.value.replace(' ', '_')}.{port.index}" for port in program.inputs]
     given = _names(roles, inputs, "input")
-    wanted = _names([f"result.{place}" for place in range(len(program.outputs))], outputs, "output")
+    wanted = _names([f"result.{position}" for position in range(len(program.outputs))], outputs, "output")
     if len({*given, *wanted}) < len(given) + len(wanted):
         raise ValueError(f"every input and output needs a name of its own, got {given} and {wanted}")
     emitted = emit(program)

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from backends.onnx.model import Model, Value, held
+from backends.onnx.model import Model, Value, compute_dtype
 from hal.ops.rules import broadcast
 
 _LARGE = 1024
-"""Elements from which on a constant is computed in each run rather than kept in the model."""
+"""Elements from which on a constant is computed in each run rather than stored in the model."""
 
 
 def _view(m: Model, x: Value, shape: Sequence[int]) -> str:
@@ -51,8 +51,8 @@ def _embedding(m: Model, weight: Value, index: Value) -> str:
     return m.call("Gather", weight, index, axis=0)
 
 
-class _Places:
-    """Where `x[indices]` reads or writes: dimensions to bring to the front, and one row of places an element."""
+class _IndexedElements:
+    """The elements of `x[indices]`: the dimensions to move to the front, and a row of indices for each element."""
 
     def __init__(self, m: Model, x: Value, indices: Sequence[Value | None]) -> None:
         self.used = [dim for dim, index in enumerate(indices) if index is not None]
@@ -68,8 +68,8 @@ class _Places:
         front, middle = (self.used[0] if together else 0), len(self.picked)
         self.shape = (*self.rest[:front], *self.picked, *self.rest[front:])
         """Of `x[indices]`."""
-        places = list(range(middle + len(self.rest)))
-        self.outward = [*places[middle : middle + front], *places[:middle], *places[middle + front :]]
+        axes = list(range(middle + len(self.rest)))
+        self.outward = [*axes[middle : middle + front], *axes[:middle], *axes[middle + front :]]
         """The order of dimensions that makes `x[indices]` of what is gathered, with the picked ones first."""
 
 
@@ -78,25 +78,25 @@ def _transposed(m: Model, x: Any, order: Sequence[int]) -> Any:
 
 
 def _inverse(order: Sequence[int]) -> list[int]:
-    return [list(order).index(place) for place in range(len(order))]
+    return [list(order).index(axis) for axis in range(len(order))]
 
 
 def _index(m: Model, x: Value, indices: Sequence[Value | None]) -> str:
     used = [dim for dim, index in enumerate(indices) if index is not None]
     if len(used) == 1:
         return m.call("Gather", x, indices[used[0]], axis=used[0])
-    places = _Places(m, x, indices)
-    gathered = m.call("GatherND", _transposed(m, x, places.order), places.rows)
-    return str(_transposed(m, gathered, places.outward))
+    elements = _IndexedElements(m, x, indices)
+    gathered = m.call("GatherND", _transposed(m, x, elements.order), elements.rows)
+    return str(_transposed(m, gathered, elements.outward))
 
 
 def _index_put(m: Model, x: Value, indices: Sequence[Value | None], values: Value, accumulate: bool) -> str:
-    places = _Places(m, x, indices)
-    full: Any = values if values.shape == places.shape else m.expand(values, places.shape)
-    updates = _transposed(m, full, _inverse(places.outward))
+    elements = _IndexedElements(m, x, indices)
+    full: Any = values if values.shape == elements.shape else m.expand(values, elements.shape)
+    updates = _transposed(m, full, _inverse(elements.outward))
     reduction = "add" if accumulate else "none"
-    result = m.call("ScatterND", _transposed(m, x, places.order), places.rows, updates, reduction=reduction)
-    return str(_transposed(m, result, _inverse(places.order)))
+    result = m.call("ScatterND", _transposed(m, x, elements.order), elements.rows, updates, reduction=reduction)
+    return str(_transposed(m, result, _inverse(elements.order)))
 
 
 def _gather(m: Model, x: Value, dim: int, index: Value) -> str:
@@ -114,8 +114,8 @@ def _part(m: Model, source: Value, index: Value) -> str:
 def _scatter_by(m: Model, x: Value, dim: int, index: Value, updates: str, reduction: str) -> str:
     if x.shape:
         return m.call("ScatterElements", x, index, updates, axis=dim, reduction=reduction)
-    flat, place, one = (m.reshape(value, [1]) for value in (x, index, updates))
-    return m.reshape(m.call("ScatterElements", flat, place, one, axis=0, reduction=reduction), [])
+    flat, position, update = (m.reshape(value, [1]) for value in (x, index, updates))
+    return m.reshape(m.call("ScatterElements", flat, position, update, axis=0, reduction=reduction), [])
 
 
 def _scatter(m: Model, x: Value, dim: int, index: Value, source: Value) -> str:
@@ -138,7 +138,7 @@ def _slice_scatter(m: Model, x: Value, source: Value, dim: int, start: int, end:
         if end < x.shape[dim]:
             parts.append(m.slice(x, dim, end, x.shape[dim]))
         return m.call("Concat", *parts, axis=dim)
-    rows = np.arange(start, end, step).reshape([-1 if place == dim else 1 for place in range(len(x.shape))])
+    rows = np.arange(start, end, step).reshape([-1 if axis == dim else 1 for axis in range(len(x.shape))])
     index = m.expand(m.constant(rows.astype(np.int64)), source.shape)
     return m.call("ScatterElements", x, index, source, axis=dim)
 
@@ -155,8 +155,8 @@ def _cat(m: Model, tensors: Sequence[Value], dim: int) -> str:
 def _pad(m: Model, x: Value, pads: Sequence[int], value: Any) -> str:
     """`pads` are (before, after) from the last dimension on; below zero they cut."""
     pairs = [(0, 0)] * len(x.shape)
-    for place in range(len(pads) // 2):
-        pairs[len(x.shape) - 1 - place] = (pads[2 * place], pads[2 * place + 1])
+    for axis in range(len(pads) // 2):
+        pairs[len(x.shape) - 1 - axis] = (pads[2 * axis], pads[2 * axis + 1])
     result = x.name
     for dim, ((low, high), extent) in enumerate(zip(pairs, x.shape, strict=True)):
         if low < 0 or high < 0:
@@ -173,14 +173,14 @@ def _flip(m: Model, x: Value, dims: Sequence[int]) -> str:
 
 
 def _full(m: Model, shape: Sequence[int], value: Any, *, dtype: torch.dtype) -> str:
-    number = m.number(value, held(dtype))
+    number = m.number(value, compute_dtype(dtype))
     return m.expand(number, shape) if shape else number
 
 
 def _arange(m: Model, start: Any, end: Any, step: Any, *, dtype: torch.dtype) -> str:
     count = max(0, math.ceil((end - start) / step))
-    if count < _LARGE or held(dtype) is not torch.int64:
-        numbers = (start + np.arange(count) * step).astype(torch.empty(0, dtype=held(dtype)).numpy().dtype)
+    if count < _LARGE or compute_dtype(dtype) is not torch.int64:
+        numbers = (start + np.arange(count) * step).astype(torch.empty(0, dtype=compute_dtype(dtype)).numpy().dtype)
         return m.constant(numbers)
     return m.call("Range", *(m.number(bound, torch.int64) for bound in (start, start + count * step, step)))
 

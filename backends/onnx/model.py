@@ -1,9 +1,9 @@
 """An ONNX model under construction: nodes, constants, inputs and outputs by name, and what memory each is bound to.
 
 It knows ONNX and nothing of PyTorch's ops. Invariant: names are unique, and a node's name starts with the name of
-the program's node that asked for it, so that an error of ONNX Runtime's can be told as that op's.
+the program's node that asked for it, so that an error of ONNX Runtime's names that op.
 
-Values inside a model are *held* in a dtype that the CPU provider computes in: half precision in float32 and small
+Values inside a model have a dtype that the CPU provider computes in: half precision in float32 and small
 integers in int32, rounded or wrapped after each op that can leave the range (`backends.onnx.emit`). Source of the
 opset: ONNX operators, version 21; from 22 on the CPU provider lacks kernels.
 """
@@ -51,13 +51,13 @@ _ARRAYS = {
 }
 
 
-def held(dtype: torch.dtype) -> torch.dtype:
-    """How values of that dtype are held inside a model."""
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of values inside a model that are stored as `dtype`."""
     return _HELD.get(dtype, dtype)
 
 
 class Value(NamedTuple):
-    """A tensor inside a model; `dtype` is how it is held."""
+    """A tensor inside a model; `dtype` is that inside the model."""
 
     name: str
     shape: tuple[int, ...]
@@ -93,7 +93,7 @@ class Draw:
 
 
 class Model:
-    """Grows node by node. `inputs` are bound to the program's inputs, `held_outputs` to what its outputs hold."""
+    """Grows node by node. `inputs` are bound to the program's inputs, `previous_outputs` to what its outputs hold."""
 
     def __init__(self, title: str) -> None:
         import onnx
@@ -101,11 +101,11 @@ class Model:
         self._onnx = onnx
         self.title = title
         self.inputs: list[Bound] = []
-        self.held_outputs: list[Bound] = []
+        self.previous_outputs: list[Bound] = []
         self.draws: list[Draw] = []
         self.outputs: list[Bound] = []
         self.asking = ""
-        """The program's node that asks for what comes next."""
+        """The node of the program whose ONNX nodes are being written."""
         self._nodes: list[Any] = []
         self._constants: dict[tuple[Any, ...], str] = {}
         self._tensors: dict[str, Any] = {}
@@ -126,7 +126,7 @@ class Model:
         self._count += 1
         name = f"{self.asking}.{self._count}"
         names = [name if number == 0 else f"{name}.{number}" for number in range(results)]
-        given = ["" if one is None else self._name(one) for one in operands]
+        given = ["" if operand is None else self._name(operand) for operand in operands]
         while given and not given[-1]:
             given.pop()
         self._nodes.append(self._onnx.helper.make_node(op, given, names, name=name, **attributes))
@@ -166,7 +166,7 @@ class Model:
     def scan(self, op: str, value: Value, dim: int, start: int) -> str:
         """The running results of a binary op along a dimension, from the number `start` on."""
         helper = self._onnx.helper
-        kind, shape = ELEMENT_TYPES[value.dtype], [size for place, size in enumerate(value.shape) if place != dim]
+        kind, shape = ELEMENT_TYPES[value.dtype], [size for axis, size in enumerate(value.shape) if axis != dim]
         infos = {name: helper.make_tensor_value_info(name, kind, shape) for name in ("before", "one", "after", "shown")}
         nodes = [
             helper.make_node(op, ["before", "one"], ["after"]),
@@ -191,10 +191,10 @@ class Model:
         self.inputs.append(bound)
         return bound.name
 
-    def bind_held(self, port: int, shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    def bind_previous(self, port: int, shape: tuple[int, ...], dtype: torch.dtype) -> str:
         """An input bound to what the program's output holds before the run."""
-        bound = Bound(self._give(f"held.{port}", shape, dtype), port, shape, dtype)
-        self.held_outputs.append(bound)
+        bound = Bound(self._give(f"previous.{port}", shape, dtype), port, shape, dtype)
+        self.previous_outputs.append(bound)
         return bound.name
 
     def draw(self, function: Any, arguments: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype) -> str:
@@ -218,8 +218,8 @@ class Model:
             for operands in (node.input, node.output):
                 operands[:] = [self._renamed.get(operand, operand) for operand in operands]
         nodes, needed = self._needed()
-        for kept in (self.inputs, self.held_outputs, self.draws):
-            kept[:] = [one for one in kept if one.name in needed]  # type: ignore[attr-defined, index]
+        for bindings in (self.inputs, self.previous_outputs, self.draws):
+            bindings[:] = [binding for binding in bindings if binding.name in needed]  # type: ignore[attr-defined, index]
         helper = self._onnx.helper
         graph = helper.make_graph(
             nodes,

@@ -1,8 +1,8 @@
-"""Execution providers by short name: which there are, and how a session is told to use one and nothing else.
+"""Execution providers by short name: which there are, and how a session uses one and no other.
 
-`cpu` is CPUExecutionProvider, `cuda` CUDAExecutionProvider, and so on for whatever this build of ONNX Runtime has;
+`cpu` is CPUExecutionProvider, `cuda` CUDAExecutionProvider, and so on for each provider of this build of ONNX Runtime;
 providers of plug-in packages count once their library is registered. Invariant: a session that did not get the
-provider that was asked for is an error. ONNX Runtime itself would fall back to the CPU and say nothing.
+requested provider is an error. ONNX Runtime itself would fall back to the CPU without an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NOT_DEVICES = {"azure"}
 
 @dataclass(frozen=True)
 class Provider:
-    """An execution provider. `number` says which of several devices; `plugged` are the devices of a plug-in."""
+    """An execution provider. `number` is that of its device; `plugged` are the devices of a plug-in."""
 
     short: str
     full: str
@@ -96,7 +96,7 @@ def attach(provider: Provider, options: Any) -> dict[str, Any]:
 
 
 def confirm(provider: Provider, session: Any) -> None:
-    """Raises Unavailable where a session runs on another provider than the one asked for."""
+    """Raises Unavailable where a session runs on another provider than the requested one."""
     got = session.get_providers()
     if provider.full not in got:
         raise Unavailable(

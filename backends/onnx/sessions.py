@@ -1,7 +1,8 @@
 """Sessions of ONNX Runtime: loading a model, and running it on memory where it lies.
 
 Inputs and outputs are bound by address (I/O binding), weights among them, so that nothing is copied in or out on the
-CPU provider. Bindings are kept by the addresses that they bind: those of slots and stash repeat from step to step.
+CPU provider. Bindings are cached by the addresses that they bind, because those of slots and stash repeat from step to
+step.
 
 Invariant: a session computes with as many threads as it was made for, and none of them spins while it waits, for the
 same cores run the host's tasks: spinning cost a third more processor time where it was measured, and gained nothing.
@@ -29,11 +30,11 @@ _KEPT_BINDINGS = 1024
 """In a session. For a GPT-2 block one takes 12 kB and 50 microseconds to make, and 4 to find."""
 
 _KEPT_CONSTANT = str(2**20)
-"""Bytes up to which a value without inputs is computed once and kept in the session."""
+"""Bytes up to which a value without inputs is computed once and stored in the session."""
 
 _ERRORS_ONLY = 3
 _AS_REQUESTED = 1
-"""How an arena grows: by what is asked for, not by powers of two."""
+"""How an arena grows: by the requested size, not by powers of two."""
 
 _LOST = re.compile(r"(CUDA|HIP) failure (?!2:)\d+|887A000[567]|device (was |has been )?(lost|removed)", re.IGNORECASE)
 """Words of providers whose device is gone, or answers nothing but errors from now on. CUDA's and HIP's 2 is want of
@@ -72,15 +73,16 @@ class Session:
     def run(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], key: RandomKey | None) -> None:
         """Run on memory: tensors in the order of the program's ports, contiguous, of the right size.
 
-        Raises DeviceLost where the provider says that its device is gone.
+        Raises DeviceLost where the provider reports that its device is gone.
         """
         emitted = self._emitted
-        held = outputs
+        targets = outputs
         if emitted.late:
             outputs = [
-                torch.empty_like(memory) if place in emitted.late else memory for place, memory in enumerate(outputs)
+                torch.empty_like(memory) if position in emitted.late else memory
+                for position, memory in enumerate(outputs)
             ]
-        binding = self._binding(inputs, held, outputs)
+        binding = self._binding(inputs, targets, outputs)
         drawn = [(draw, draw.function(key, *draw.arguments)) for draw in emitted.draws]
         for draw, numbers in drawn:
             _bind(binding.bind_input, draw, numbers)
@@ -91,19 +93,19 @@ class Session:
         except Exception as failure:
             if _LOST.search(str(failure)):
                 raise DeviceLost(
-                    f"{self._title!r} failed on {self._device!r}: {failure}. What the host holds is intact: save it, "
+                    f"{self._title!r} failed on {self._device!r}: {failure}. The host is intact: save a checkpoint, "
                     "and open the device again."
                 ) from failure
             raise
         if not self._provider.is_cpu:
             binding.synchronize_outputs()
-        for place in emitted.late:
-            held[place].copy_(outputs[place])
+        for position in emitted.late:
+            targets[position].copy_(outputs[position])
 
     def _binding(
-        self, inputs: Sequence[torch.Tensor], held: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+        self, inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> Any:
-        """A binding to these addresses. One with temporary outputs is not kept; draws are bound anew each time."""
+        """A binding to these addresses. With temporary outputs it is not cached; draws are bound anew each time."""
         emitted = self._emitted
         passing = bool(emitted.late)
         addresses = tuple(memory.data_ptr() for memory in (*inputs, *outputs))
@@ -116,8 +118,8 @@ class Session:
         binding = self._session.io_binding()
         for bound in emitted.inputs:
             _bind(binding.bind_input, bound, inputs[bound.port])
-        for bound in emitted.held_outputs:
-            _bind(binding.bind_input, bound, held[bound.port])
+        for bound in emitted.previous_outputs:
+            _bind(binding.bind_input, bound, targets[bound.port])
         for bound in emitted.outputs:
             _bind(binding.bind_output, bound, outputs[bound.port])
         if not passing:
@@ -132,7 +134,7 @@ class Session:
 def _share_memory() -> bool:
     """Let all sessions of the process take their temporary values from one arena: only one computes at a time.
 
-    False where somebody else has given ONNX Runtime an allocator already; then each session has an arena of its own.
+    False where ONNX Runtime has a shared allocator already; then each session has an arena of its own.
     """
     ort = runtime()
     memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)

@@ -97,7 +97,7 @@ def _convolution_backward(
     groups: int,
     wanted: Sequence[bool],
 ) -> list[str | None]:
-    """(gradient of the input, of the weight, of the bias); None where `wanted` says it is not."""
+    """(gradient of the input, of the weight, of the bias); None where `wanted` is False."""
     kernel = weight.shape[2:]
     by_input = by_weight = by_bias = None
     if wanted[0] and transposed:
@@ -117,27 +117,27 @@ def _convolution_backward(
 def _max_pool(
     m: Model, x: Value, kernel: Sequence[int], stride: Sequence[int], padding: Any, dilation: Any, up: bool
 ) -> list[str]:
-    """(largest of each window, its place in the plane): ONNX counts places through the whole tensor."""
+    """(largest of each window, its index in the plane). ONNX counts indices through the whole tensor."""
     plane = m.number(x.shape[-2] * x.shape[-1], torch.int64)
     batch: Operand = x if len(x.shape) == 4 else m.reshape(x, (1, *x.shape))
-    best, places = m.calls(
+    best, indices = m.calls(
         2, "MaxPool", batch, kernel_shape=kernel, strides=stride, pads=[*padding, *padding], dilations=dilation
     )
-    places = m.call("Mod", places, plane)
+    indices = m.call("Mod", indices, plane)
     if len(x.shape) == 4:
-        return [best, places]
-    return [m.call("Squeeze", value, m.ints([0])) for value in (best, places)]
+        return [best, indices]
+    return [m.call("Squeeze", value, m.ints([0])) for value in (best, indices)]
 
 
 def _max_pool_backward(
-    m: Model, gradient: Value, x: Value, kernel: Any, stride: Any, padding: Any, dilation: Any, up: bool, places: Value
+    m: Model, gradient: Value, x: Value, kernel: Any, stride: Any, padding: Any, dilation: Any, up: bool, indices: Value
 ) -> str:
-    """The gradient of each window goes to the place that won it."""
+    """The gradient of each window goes to the element that was its largest."""
     plane = x.shape[-2] * x.shape[-1]
     planes = math.prod(x.shape[:-2])
     flat = (planes, math.prod(gradient.shape[-2:]))
     zeros = m.expand(m.number(0, x.dtype), (planes, plane))
-    index, updates = m.reshape(places, flat), m.reshape(gradient, flat)
+    index, updates = m.reshape(indices, flat), m.reshape(gradient, flat)
     return m.reshape(m.call("ScatterElements", zeros, index, updates, axis=1, reduction="add"), x.shape)
 
 

@@ -27,7 +27,7 @@ class OpenClBackend(Backend):
             found = platforms.find()
         except HalError as failure:
             return [Probe("opencl", False, str(failure))]
-        return [self._probe(one) for one in found]
+        return [self._probe(device) for device in found]
 
     def _probe(self, found: platforms.Found) -> Probe:
         name = f"opencl:{found.number}"
@@ -35,7 +35,7 @@ class OpenClBackend(Backend):
             reason = platforms.broken(found)
             if reason:
                 return Probe(name, False, reason, found.description)
-        except Exception as failure:  # contract 10: the reason is kept, not raised
+        except Exception as failure:  # contract 10: probing reports the reason and never raises
             return Probe(name, False, f"{type(failure).__name__}: {failure}")
         return self_test(self, name)
 

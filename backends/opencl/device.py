@@ -39,7 +39,7 @@ class OpenClBuffer(AccountedBuffer[Any]):
         except Exception as failure:
             raise device.account.refused(size, what) from failure
 
-    def place(self, memory: Any, offset: int, view: View) -> Memory:
+    def native_view(self, memory: Any, offset: int, view: View) -> Memory:
         return memory, offset
 
 
@@ -68,7 +68,7 @@ class DriverLock:
 
 
 class OpenClDevice(AccountedDevice[OpenClQueue]):
-    """See `hal.device.Device`."""
+    """An opened OpenCL device."""
 
     def __init__(self, name: str, found: Found, capacity: int | None) -> None:
         import pyopencl
@@ -143,7 +143,7 @@ class OpenClDevice(AccountedDevice[OpenClQueue]):
         constants = kernel.program.constants.values()
         self.account.charge(sum(constant.nbytes for constant in constants), f"constants of {kernel.program.name}")
         kernel.upload(self._context)
-        self._loaded.append(kernel)  # its constants stay charged, so it stays to be asked for again
+        self._loaded.append(kernel)  # its constants stay charged, so the kernel stays for its next use
 
     def host(self, capacity: int | None = None, pinned: int | None = None) -> Host:
         self.check_open()

@@ -127,12 +127,12 @@ class OpenClKernel(Kernel):
         key: RandomKey | None,
     ) -> list[Any]:
         if argument.kind == "flag":
-            return [np.int32(bool(accumulate) and accumulate[argument.place])]
+            return [np.int32(bool(accumulate) and accumulate[argument.index])]
         if argument.kind == "number":
-            return [np.int64(argument.place)]
+            return [np.int64(argument.index)]
         if argument.kind == "words":
             assert key is not None
-            return [np.uint32(word) for word in stream_words(key, argument.place)]
+            return [np.uint32(word) for word in stream_words(key, argument.index)]
         buffer = argument.buffer
         assert buffer is not None
         if buffer.kind == "workspace":
@@ -140,5 +140,5 @@ class OpenClKernel(Kernel):
         elif buffer.kind == "constant":
             memory, start = self._constants[buffer.name]
         else:
-            memory, start = (inputs if buffer.kind == "input" else outputs)[buffer.place]
+            memory, start = (inputs if buffer.kind == "input" else outputs)[buffer.index]
         return [memory, np.uint64(start // buffer.dtype.itemsize)]

@@ -2,7 +2,7 @@
 
 `opencl:N` is the N-th device in the order of the platforms; `opencl` is the first that passes its self-test. Several
 platforms may have one name (two installations of PoCL, say), and a driver may be installed and dead: it lists its
-device and cannot build a kernel. Both are told apart by number and by reason, never by name.
+device and cannot build a kernel. Devices are told apart by number and by reason, never by name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from hal.errors import Unavailable
 
 _STRANGER = "unknown target CPU"
-"""What the PoCL of pip says of processors that are newer than it."""
+"""The message of the PoCL of pip for processors that are newer than it."""
 
 _TEST = "__kernel void twice(__global float* x) { const int i = get_global_id(0); x[i] = 2.0f * x[i]; }"
 
@@ -99,17 +99,19 @@ def choose(selector: str) -> Found:
     found = find()
     if not selector:
         reasons = []
-        for one in found:
-            reason = broken(one)
+        for device in found:
+            reason = broken(device)
             if not reason:
-                return one
-            reasons.append(f"opencl:{one.number} ({one.description}): {reason}")
+                return device
+            reasons.append(f"opencl:{device.number} ({device.description}): {reason}")
         raise Unavailable("No OpenCL device works. " + "; ".join(reasons))
-    known = ", ".join(f"opencl:{one.number} ({one.description})" for one in found)
+    known = ", ".join(f"opencl:{device.number} ({device.description})" for device in found)
     if not selector.isdecimal() or int(selector) >= len(found):
         raise Unavailable(f"There is no device 'opencl:{selector}'. It is one of: {known}.")
-    one = found[int(selector)]
-    reason = broken(one)
+    device = found[int(selector)]
+    reason = broken(device)
     if reason:
-        raise Unavailable(f"Device 'opencl:{selector}' ({one.description}) is of no use: {reason}. There are: {known}.")
-    return one
+        raise Unavailable(
+            f"Device 'opencl:{selector}' ({device.description}) does not work: {reason}. There are: {known}."
+        )
+    return device

@@ -2,7 +2,7 @@
 
 The thread submits and does not wait for completion. It is there because a call may wait for the host's tasks, which
 OpenCL knows nothing of; for calls of this device's other queues it only waits until they are submitted, and gives
-OpenCL their events. Errors of either kind, at submission or in the run, reach whoever waits as the first of them
+OpenCL their events. Errors of either kind, at submission or in the run, are raised at the waiters as the first of them
 (contract 3), however the driver reports a failed dependency.
 """
 
@@ -42,7 +42,7 @@ class OpenClEvent(Event):
     def begin(self, native: tuple[Any, Any]) -> None:
         """Called by the queue's thread when OpenCL has the call."""
         self._native = native
-        # Events form chains, and those of the past must not be kept alive.
+        # Events form chains: references to events that have ended are dropped.
         self._after = tuple(event for event in self._after if not event.done() or _failed(event))
 
     @property
@@ -73,7 +73,7 @@ class OpenClEvent(Event):
         return self._span
 
     def _end(self) -> None:
-        """Wait for the command and keep what became of it."""
+        """Wait for the command, and store its error or its times."""
         with self._lock:
             if self._ended:
                 return
@@ -117,7 +117,7 @@ class Clock:
 
 
 class OpenClQueue(Queue):
-    """See `hal.device.Queue`."""
+    """An in-order OpenCL queue and its thread."""
 
     def __init__(
         self, name: str, native: Any, clock: Clock, device_name: str, context: Any, workspace: Callable[[int], Any]
@@ -215,7 +215,7 @@ class OpenClQueue(Queue):
 
     def _workspace_for(self, size: int) -> Any:
         if size and (self._workspace is None or self._workspace.size < size):
-            self._workspace = self._workspace_of(size)  # runs that are queued keep the old one
+            self._workspace = self._workspace_of(size)  # queued runs have a reference to the old workspace
         return self._workspace
 
     def _marker(self, after: list[Any]) -> tuple[Any, Any]:
@@ -226,11 +226,11 @@ class OpenClQueue(Queue):
 
     def _submit(self, submission: Submission, wait: Sequence[Event], label: str) -> Event:
         event = OpenClEvent(self, label, wait)
-        others = [one for one in wait if isinstance(one, OpenClEvent) and one.queue.context is self.context]
-        known = {id(one) for one in others}
+        own = [other for other in wait if isinstance(other, OpenClEvent) and other.queue.context is self.context]
+        known = {id(other) for other in own}
 
         def call() -> None:
-            after = [native for one in others if one.queue is not self and (native := one.native) is not None]
+            after = [native for other in own if other.queue is not self and (native := other.native) is not None]
             try:
                 begun = submission(after)
                 self.native.flush()
@@ -238,7 +238,7 @@ class OpenClQueue(Queue):
                 raise translated(failure, label, self.device_name) from failure
             event.begin(begun)
 
-        waits: list[Event] = [one.submitted if id(one) in known else one for one in wait]  # type: ignore[attr-defined]
+        waits: list[Event] = [other.submitted if id(other) in known else other for other in wait]  # type: ignore[attr-defined]
         event.submitted = self._worker.submit(call, waits, label)
         return event
 

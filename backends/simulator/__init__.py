@@ -61,9 +61,9 @@ def _parse(selector: str) -> tuple[str, dict[str, str], Options]:
     preset = DEFAULT
     parts: dict[str, str] = {}
     chosen: dict[str, str] = {}
-    for place, word in enumerate(filter(None, selector.split(","))):
+    for position, word in enumerate(filter(None, selector.split(","))):
         key, equals, value = word.partition("=")
-        if not equals and place == 0:
+        if not equals and position == 0:
             preset = word
         elif key in ("link", "host", "software") and value:
             parts[key] = value

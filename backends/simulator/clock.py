@@ -5,7 +5,7 @@ on shared rates (host memory, device memory, both directions of the link togethe
 `backends.simulator.orders`, which the clock never asks.
 
 Invariant: the clock stands at the virtual time of the thread that submits. It moves only when that thread waits for
-an event, and then no further than that event, so nothing submitted later can come too late to count.
+an event, and then no further than that event, so a call that is submitted later never starts in the past.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ DOWN, UP, COMPUTE, HOST = range(4)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cost:
-    """What a call asks for: `seconds` were it alone, and the bytes it moves over each shared rate meanwhile.
+    """The cost of a call: `seconds` if it runs alone, and the bytes that it moves over each shared rate meanwhile.
 
-    `launch` is the part of `seconds` that is neither arithmetic nor bytes; `flops` is told on, not used. `demand` is
+    `launch` is the part of `seconds` that is neither arithmetic nor bytes; `flops` is only reported. `demand` is
     the bytes a second it wants of host memory, device memory and link. A cost that many calls have is made once for all
     of them: the clock remembers by it how calls share.
     """
@@ -53,7 +53,7 @@ PACES = 4096
 
 
 class SimulatedEvent(Event):
-    """One call: its place in virtual time, and, where numbers are computed, its place among the calls to run."""
+    """A call: its start and end in virtual time, and, where numbers are computed, the calls that it must run after."""
 
     __slots__ = (
         "before",
@@ -93,14 +93,14 @@ class SimulatedEvent(Event):
         self.finished = False
         self.waits = 0
         self.waits_for: Sequence[SimulatedEvent] = ()
-        self.wait_list: list[SimulatedEvent] = []  # what it was told to wait for, until it has ended
+        self.wait_list: list[SimulatedEvent] = []  # the events that it was submitted to wait for, until it has ended
         self.followers: list[SimulatedEvent] = []
         self.call: Callable[[], None] | None = None
         self.ran = False
         self.error: BaseException | None = None
         self.parents: Sequence[SimulatedEvent] = ()
-        self.before: SimulatedEvent | None = None  # on its queue; its errors are its own
-        self.outside: Event | None = None  # of another device or of the host's, whose end this stands for
+        self.before: SimulatedEvent | None = None  # the call before it on its queue, whose errors do not affect it
+        self.outside: Event | None = None  # the event of another device or thread that this event stands in for
         self.dependents: list[SimulatedEvent] = []
         self.unrun = 0
 
@@ -125,18 +125,18 @@ class SimulatedEvent(Event):
         found: dict[int, SimulatedEvent] = {}
         stack = [self]
         while stack:
-            one = stack.pop()
-            if not one.ran and one.number not in found:
-                found[one.number] = one
-                stack.extend(one.awaited())
+            call = stack.pop()
+            if not call.ran and call.number not in found:
+                found[call.number] = call
+                stack.extend(call.awaited())
         return list(found.values())
 
 
 class Owner:
-    """Who brings an event about when somebody waits for it."""
+    """The machine that runs the calls: it completes an event when a caller waits for it."""
 
     def demand(self, event: SimulatedEvent) -> None:
-        """See that the call has run and that the clock has reached its end."""
+        """Run the call, and advance the clock to its end."""
         raise NotImplementedError
 
 
@@ -146,11 +146,11 @@ class Clock:
     With `one_lane` host tasks run on the compute lane: a device that computes on the host's own cores.
     """
 
-    def __init__(self, rates: tuple[float, float, float], one_lane: bool) -> None:
+    def __init__(self, rates: tuple[float, float, float], shared_lane: bool) -> None:
         self.now = 0.0
         self.recording = False
         self._rates = rates
-        self._one_lane = one_lane
+        self._shared_lane = shared_lane
         self._ready: list[deque[SimulatedEvent]] = [deque() for _ in LANES]
         self._active: list[SimulatedEvent | None] = [None] * len(LANES)
         self._next_compute: deque[SimulatedEvent] = deque()
@@ -170,9 +170,9 @@ class Clock:
     def submit(self, event: SimulatedEvent, waits: Sequence[SimulatedEvent], pending: Sequence[SimulatedEvent]) -> None:
         """Take a call in, to start after the events of `waits`.
 
-        `pending` are enough of those that have not ended: when they have, all have.
+        `pending` are those of them that have not ended, or enough of those: when they have ended, all have.
         """
-        if event.lane == HOST and self._one_lane:
+        if event.lane == HOST and self._shared_lane:
             event.lane = COMPUTE
         if event.lane == COMPUTE:
             self._next_compute.append(event)
@@ -190,25 +190,25 @@ class Clock:
             self._start()
             if event.finished:
                 break
-            active = [one for one in self._active if one is not None]
+            active = [call for call in self._active if call is not None]
             pace = self._pace(active)
             if pace is None:
-                ends = [one.left for one in active]
+                ends = [call.left for call in active]
             else:
-                ends = [one.left / speed for one, speed in zip(active, pace, strict=True)]
+                ends = [call.left / speed for call, speed in zip(active, pace, strict=True)]
             passed = min(ends)
             self._account(active, passed, event)
             self.now += passed
             latest = passed * (1 + 1e-12)
-            for number, one in enumerate(active):
+            for number, call in enumerate(active):
                 if ends[number] <= latest:
-                    self._finish(one)
+                    self._finish(call)
                 else:
-                    one.left -= passed if pace is None else passed * pace[number]
+                    call.left -= passed if pace is None else passed * pace[number]
 
     def _pace(self, active: Sequence[SimulatedEvent]) -> list[float] | None:
         """The speed of each call; None where all are undisturbed. Calls of the same costs share alike every time."""
-        costs = tuple([one.cost for one in active])
+        costs = tuple([call.cost for call in active])
         if costs not in self._paces:
             if len(self._paces) >= PACES:
                 self._paces.clear()
@@ -230,20 +230,20 @@ class Clock:
             again = False
             for lane, ready in enumerate(self._ready):
                 while ready and active[lane] is None:
-                    one = ready.popleft()
-                    one.start = self.now
-                    active[lane] = one
-                    if one.left <= 0.0:
-                        self._finish(one)
+                    call = ready.popleft()
+                    call.start = self.now
+                    active[lane] = call
+                    if call.left <= 0.0:
+                        self._finish(call)
                         again = True
 
-    def _finish(self, one: SimulatedEvent) -> None:
-        self._active[one.lane] = None
-        one.end = self.now
-        one.finished = True
-        cost = one.cost
-        if one.lane in (DOWN, UP):
-            self._bytes[one.lane] += cost.link_bytes
+    def _finish(self, call: SimulatedEvent) -> None:
+        self._active[call.lane] = None
+        call.end = self.now
+        call.finished = True
+        cost = call.cost
+        if call.lane in (DOWN, UP):
+            self._bytes[call.lane] += cost.link_bytes
         self._host_bytes += cost.host_bytes
         self._device_bytes += cost.device_bytes
         self._launch += cost.launch
@@ -251,18 +251,18 @@ class Clock:
         self._calls += 1
         if self.recording:
             moved = cost.link_bytes or cost.host_bytes
-            self._spans.append(Span(LANES[one.lane], one.label, one.start, one.end, int(moved)))
-        for follower in one.followers:
+            self._spans.append(Span(LANES[call.lane], call.label, call.start, call.end, int(moved)))
+        for follower in call.followers:
             follower.waits -= 1
             if follower.waits == 0:
                 self._ready[follower.lane].append(follower)
-        one.followers = []
-        one.waits_for = ()
-        one.wait_list = []
+        call.followers = []
+        call.waits_for = ()
+        call.wait_list = []
 
     def _account(self, active: Sequence[SimulatedEvent], passed: float, target: SimulatedEvent) -> None:
-        for one in active:
-            self._busy[one.lane] += passed
+        for call in active:
+            self._busy[call.lane] += passed
         computes = self._active[COMPUTE] is not None
         if len(active) > computes:
             self._beside += passed
@@ -280,8 +280,8 @@ class Clock:
         return event.lane
 
     def timeline(self) -> Timeline:
-        """What has been so far."""
-        under_way = [one for one in self._active if one is not None] if self.recording else []
+        """The timeline up to now."""
+        under_way = [call for call in self._active if call is not None] if self.recording else []
         return Timeline(
             now=self.now,
             busy=dict(zip(LANES, self._busy, strict=True)),
@@ -295,5 +295,5 @@ class Clock:
             flops=self._flops,
             calls=self._calls,
             spans=tuple(self._spans),
-            unfinished=tuple(Span(LANES[one.lane], one.label, one.start, self.now, 0) for one in under_way),
+            unfinished=tuple(Span(LANES[call.lane], call.label, call.start, self.now, 0) for call in under_way),
         )

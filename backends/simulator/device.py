@@ -65,7 +65,7 @@ class SimulatedDevice(AccountedDevice[SimulatedQueue], VirtualDevice):
     def adopt(self, tensor: torch.Tensor) -> View:
         self.check_unified()
         if not tensor.is_contiguous():
-            raise ValueError(f"only contiguous memory can be adopted, got strides {tensor.stride()}")
+            raise ValueError(f"Only a contiguous tensor can be adopted; received strides {tensor.stride()}.")
         return SimulatedView(tensor, tuple(tensor.shape), tensor.dtype)
 
     def host_tensor(self, view: View) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Events of other devices and of the host's own threads, as the simulator's calls wait for them.
 
 Each is given a stand-in among the device's own events: it takes no time of the virtual clock, and has run when what it
-stands for has ended. A submission never blocks on one, and nobody waits for one while holding the device's lock, for
-it may end by what another thread submits here.
+stands for has ended. A submission never blocks on such an event, and the lock of the device is not held while one
+is waited for, because its end may need a call that another thread submits here.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ class Arrivals:
         self._order = order
         self._expected: list[SimulatedEvent] = []
 
-    def expect(self, one: SimulatedEvent) -> None:
+    def expect(self, substitute: SimulatedEvent) -> None:
         """Take a stand-in in."""
-        if _ended(one):
-            run(one)
+        if _ended(substitute):
+            run(substitute)
         else:
-            self._expected.append(one)
+            self._expected.append(substitute)
 
     def take_in(self) -> None:
         """Let calls go on whose events have ended meanwhile."""
         if self._expected:
-            arrived = [one for one in self._expected if _ended(one)]
-            self._expected = [one for one in self._expected if one not in arrived]
-            for one in arrived:
-                self._order.arrived(one)
+            arrived = [substitute for substitute in self._expected if _ended(substitute)]
+            self._expected = [substitute for substitute in self._expected if substitute not in arrived]
+            for substitute in arrived:
+                self._order.arrived(substitute)
 
     def await_all(self) -> None:
         """Wait for all of them. Not under the device's lock."""
@@ -60,5 +60,5 @@ def await_foreign_events(events: Sequence[SimulatedEvent]) -> None:
                 event.outside.wait()
 
 
-def _ended(one: SimulatedEvent) -> bool:
-    return one.outside is None or one.outside.done()
+def _ended(substitute: SimulatedEvent) -> bool:
+    return substitute.outside is None or substitute.outside.done()

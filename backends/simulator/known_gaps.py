@@ -1,7 +1,7 @@
-"""What simulated machines do not pass of the conformance suite, by what the catalogue says of each.
+"""The conformance tests that simulated machines do not pass, derived from the catalogue of presets.
 
-`sim`, which is a machine of no make, passes all of it. A preset charges memory in its allocator's pieces, and refuses
-arithmetic that its hardware does not have: that is what it is there for.
+`sim`, a generic machine, passes all of them. A preset charges memory in the pieces of its allocator, and refuses
+arithmetic that its hardware does not have, as the hardware would.
 """
 
 from __future__ import annotations

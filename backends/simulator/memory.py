@@ -61,9 +61,9 @@ class SimulatedBuffer(Buffer):
 
     def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> View:
         if self._freed:
-            raise HalError("this buffer was freed; allocate a new one")
+            raise HalError("This buffer was freed. Allocate a new one.")
         view = SimulatedView(None, tuple(shape), dtype, self)
-        view.check_place(offset, self.size)
+        view.check_bounds(offset, self.size)
         if self._memory is not None:
             view.native = self._memory[offset : offset + view.size].view(dtype).view(view.shape)
         return view

@@ -1,16 +1,16 @@
-"""In which order submitted calls run their numbers: honestly, or as an adversary would.
+"""The order in which submitted calls compute their numbers: at submission, or as late or as random as is allowed.
 
 All three orders keep the contracts (a call runs after the events it waits for and after the calls before it on its
-queue) and nothing else, so whoever gets other results in one of them has forgotten a wait. What a call waits for may
+queue) and nothing else, so a schedule with other results in one of them lacks a wait. What a call waits for may
 have been submitted elsewhere, to another device or to a thread of the host's:
 
   eager    each call runs when it is submitted, unless it waits for something elsewhere that has not ended
-  late     a call runs only when somebody waits for it, or for one that needs it. A missing wait before a read is
+  late     a call runs only when it is waited for, or a call that needs it is. A missing wait before a read is
            wrong every time
   random   after each submission some of the calls that may run do, drawn by a seed. A missing wait before an
            overwrite shows in some seeds
 
-Time has no part in this; the clock is another file.
+Time is not modelled here but in `backends.simulator.clock`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Order(ABC):
         self.advance()
 
     def arrived(self, event: SimulatedEvent) -> None:
-        """What happened elsewhere, and calls here wait for, has ended."""
+        """An event of another device or thread, which calls here wait for, has ended."""
         self._run(event)
         self.advance()
 
@@ -51,7 +51,7 @@ class Order(ABC):
 
     @abstractmethod
     def demand(self, event: SimulatedEvent) -> None:
-        """Somebody waits for a call: see that it has run. All that it needs from elsewhere has arrived."""
+        """Run a call that is waited for. All events of other devices that it needs have ended."""
 
     def finish(self) -> None:
         """Run everything that may run."""
@@ -82,16 +82,16 @@ class Late(Order):
     """Run when waited for, and then only what that needs, in the order of submission."""
 
     def advance(self) -> None:
-        """Nobody waits yet."""
+        """Nothing runs before it is waited for."""
 
     def demand(self, event: SimulatedEvent) -> None:
-        needed = {one.number: one for one in event.needed()}
+        needed = {other.number: other for other in event.needed()}
         for number in sorted(needed):
             self._run(needed[number])
 
 
 FALLS = 0.05
-"""How often a queue falls to the end of the ranks after a call of its."""
+"""The probability that a queue falls to the end of the ranks after one of its calls."""
 
 
 class Random(Order):
@@ -110,13 +110,13 @@ class Random(Order):
 
     def advance(self) -> None:
         for _ in range(self._random.randrange(3)):
-            self._run_one()
+            self._run_next()
 
     def demand(self, event: SimulatedEvent) -> None:
         while not event.ran:
-            self._run_one()
+            self._run_next()
 
-    def _run_one(self) -> None:
+    def _run_next(self) -> None:
         if self._may_run:
             calls = list(self._may_run.values())
             self._run(self._of_the_highest_rank(calls) if self._ranked else self._random.choice(calls))
@@ -154,7 +154,7 @@ def run(event: SimulatedEvent) -> None:
         except Exception as failure:
             error = HalError(f"{event.label} failed in the simulator: {type(failure).__name__}: {failure}")
             error.__cause__ = failure
-        except BaseException as failure:  # it belongs to whoever waits
+        except BaseException as failure:  # raised where the call is waited for
             error = failure
     event.error = error
     event.ran = True

@@ -1,7 +1,7 @@
-"""What the families of PyTorch's accelerators differ in: streams, events, page-locking, and what they call memory.
+"""The differences between the families of PyTorch's accelerators: streams, events, page-locking, names of memory.
 
 `torch.cuda` and `torch.xpu` have the same streams and events under two names. `torch.mps` has one stream: queues
-share it, and order is theirs by submission. Everything else is `backends.torch_device.device`'s.
+share it, in the order of submission. All that the families share is in `backends.torch_device.device`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Accelerator(Streams):
         return float(start.elapsed_time(end)) / 1000.0
 
     def lost(self, failure: BaseException) -> bool:
-        """Whether the device answers nothing any more: after an error of its own it is asked once."""
+        """Whether the device is unusable: after an error of its own it is synchronized once to find out."""
         if self.out_of_memory(failure) or not isinstance(failure, torch.AcceleratorError):
             return False
         try:
@@ -123,7 +123,7 @@ class CudaAccelerator(Accelerator):
     """CUDA, and ROCm under the same name: host memory is registered as it is, exact in size."""
 
     def new_mark(self) -> Any:
-        # Whoever waits sleeps: the cores are the optimizer's.
+        # A waiting thread sleeps: the optimizer needs the cores.
         return self._module.Event(enable_timing=True, blocking=True)
 
     def page_locker(self) -> PageLocker | None:
@@ -169,7 +169,7 @@ class _CudaGraphs(Recorder):
         collects = gc.isenabled()
         gc.disable()  # what a collection would free on the device cannot be freed while a stream records
         try:
-            # Only this thread is held to what a recording allows; others go on.
+            # Calls that a recording forbids are errors on this thread only.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 call()
@@ -230,7 +230,7 @@ class MpsAccelerator(Accelerator):
 
 
 class Family:
-    """How a family is asked for, before any of its devices is opened."""
+    """A family of accelerators, before any of its devices is opened."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind

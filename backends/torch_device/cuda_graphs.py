@@ -6,8 +6,8 @@ the driver instead of one for each op. Nothing else changes: the same kernels ru
 
 What is recorded must neither draw random numbers nor wait for the host, and must be worth its memory: temporaries of
 recorded launches lie in a pool of their own, shared by all of one queue (they never outlive their launch, and a queue
-runs one launch at a time), which is accounted. Whatever goes wrong while recording is said once and ends recording on
-that queue; the launch is then made plainly, as nothing of it has run.
+runs one launch at a time), which is accounted. An error while recording is logged once and ends recording on
+that queue; the launch is then made without recording, because nothing of it has run.
 
 It does not know CUDA; how a call is recorded is the accelerator's (`Recorder`). Invariant: a replay does what the call
 would have done, since its key is the function and every address that it was given.
@@ -37,7 +37,7 @@ LIMIT = 512
 """Recordings that one queue keeps. A recording costs some tens of kilobytes."""
 
 REST = 16 * LIMIT
-"""Launches after which a recording that was not replayed gives its place to another."""
+"""Launches after which a recording that was not replayed is replaced by another."""
 
 _Key = tuple[Callable[..., Any], tuple[int, ...]]
 
@@ -49,7 +49,7 @@ class Recorder(abc.ABC):
     def record(self, stream: Any, call: Callable[[], Any]) -> Callable[[], Any]:
         """Record what `call` gives the stream, which runs none of it; returns what replays it on the current stream.
 
-        Raises whatever goes wrong, with the stream as usable as before.
+        Raises the error of the recording; the stream is then as usable as before.
         """
 
 
@@ -63,8 +63,8 @@ def reason_against(program: Program) -> str:
             if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
                 return f"{node.target} waits for the host"
             if isinstance(node.target, torch._ops.OpOverload) and node.target.name().startswith("aten::_to_copy"):
-                place = node.kwargs.get("device")
-                if place is not None and torch.device(place).type == "cpu":
+                device = node.kwargs.get("device")
+                if device is not None and torch.device(device).type == "cpu":
                     return "it sends a value to the host"
         elif getattr(node.target, "__module__", "") != "_operator":
             return f"it calls Python ({node.target})"
@@ -106,7 +106,7 @@ class Recordings:
     def forget(self, settle: Callable[[], None]) -> bool:
         """Give up all recordings and their memory, after `settle`, which waits for the queue; whether there were any.
 
-        They are not made again: what needed their memory will need it again.
+        They are not made again, because the memory will be needed again.
         """
         with self._lock:
             had = bool(self._replays) or self._pool > 0
@@ -128,7 +128,7 @@ class Recordings:
                 self._seen.popitem(last=False)
             return False
         if len(self._replays) >= self._limit:
-            # A cycle longer than the limit would record everything anew at each turn: only what rests makes room.
+            # A cycle longer than the limit would record all anew in each turn: only unused recordings are dropped.
             _, (_, last) = next(iter(self._replays.items()))
             if self._launches - last < REST:
                 return False

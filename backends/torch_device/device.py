@@ -1,12 +1,12 @@
-"""PyTorch's accelerators as devices: cuda (NVIDIA, and AMD through ROCm), xpu (Intel), mps (Apple). One class.
+"""PyTorch's accelerators as one device class: cuda (NVIDIA, and AMD through ROCm), xpu (Intel), mps (Apple).
 
 Each queue is a stream with a thread that submits to it (`hal.kit.streams`). Programs run as they were traced, with
-PyTorch's own kernels (flash attention and the like); launches on the same addresses are recorded and replayed where
-the family can (`backends.torch_device.cuda_graphs`). Temporaries come from PyTorch's caching allocator, on the stream
-they are used on, and are accounted as each kernel's workspace.
+PyTorch's own kernels (flash attention and the like); launches on the same addresses are recorded and replayed where the
+family can (`backends.torch_device.cuda_graphs`). Temporaries come from PyTorch's caching allocator, on the stream they
+are used on, and are accounted as each kernel's workspace.
 
-What a family can do is an `Accelerator` (`backends.torch_device.accelerator`); nothing here names a vendor. Invariant:
-work is given inside a queue's own stream, by its own thread, and never to what happens to be current.
+The calls of a family are an `Accelerator` (`backends.torch_device.accelerator`); nothing here names a vendor.
+Invariant: work is submitted to a queue's own stream, by its own thread, and never to PyTorch's current stream.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hal.program import Kernel, Program
 logger = logging.getLogger(__name__)
 
 PLAIN = "plain"
-"""What a device string says, after a comma, of a device that records no launches."""
+"""The option of a device string, after a comma, for a device that records no launches."""
 
 
 class TorchBuffer(TensorBuffer):
@@ -157,7 +157,7 @@ class TorchDevice(AccountedDevice[TorchQueue]):
         end(self.queues())
         try:
             self.accelerator.synchronize()
-        except RuntimeError as failure:  # whoever waited for the call that failed knows
+        except RuntimeError as failure:  # raised where the failed call is waited for
             logger.warning("device %r failed before it was closed: %s", self.info.name, failure)
 
 

@@ -4,7 +4,7 @@ The graph is run as it was traced, op by op, undecomposed. Three things are chan
 any result:
 
   * an output is stored the moment it exists (written, or added to what is there), so that its memory is free for
-    the next op instead of being held to the end (page faults were 5 to 10 % of a step);
+    the next op instead of being occupied to the end (page faults were 5 to 10 % of a step);
   * where the op that makes an output can write to given memory (`mm.out`), it does: no copy;
   * copies that a functional graph does not need (`clone` of a contiguous value, `detach`) are dropped.
 
@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 def lower(program: Program, accumulate: tuple[bool, ...], device: torch.device = CPU) -> Callable[..., Any]:
     """A function of (inputs..., [key], outputs...) that stores the program's outputs in the given tensors.
 
-    The tensors are on `device`; so is what the program makes by itself, whatever device it was traced for.
+    The tensors are on `device`; so is what the program makes by itself, not on the device that it was traced for.
     """
     graph = fx.Graph()
     environment: dict[fx.Node, fx.Node] = {}
@@ -64,7 +64,7 @@ def lower(program: Program, accumulate: tuple[bool, ...], device: torch.device =
                 graph.call_function(aten.copy_.default, (target, value))
     output.args = ((),)
     graph.lint()
-    _place(graph, device)
+    _move_to_device(graph, device)
     root = torch.nn.Module()
     for name, constant in program.constants.items():
         root.register_buffer(name, constant.to(device))
@@ -90,7 +90,7 @@ def _add_use_by_use(graph: fx.Graph, value: fx.Node, target: fx.Node) -> None:
         latest = use if position[use] > position[latest] else latest
         with graph.inserting_after(latest):
             added = graph.call_function(aten.add_.Tensor, (target, use))
-        position[added] = position[latest]  # it stands right behind
+        position[added] = position[latest]  # it is inserted right behind
         latest = added
 
 
@@ -98,7 +98,7 @@ def _inverse(order: Any) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
 
-def _place(graph: fx.Graph, device: torch.device) -> None:
+def _move_to_device(graph: fx.Graph, device: torch.device) -> None:
     """Name the device in ops that make tensors; masks are drawn there, what cannot be is drawn on the host and sent."""
     for node in list(graph.nodes):
         if "device" in node.kwargs:
@@ -141,11 +141,11 @@ def _write_through(graph: fx.Graph, value: fx.Node, target: fx.Node, written: se
     if made.dim() == 0:
         return False  # some reductions (mse_loss.out) first resize the memory they are given to their input's shape
     with graph.inserting_before(producer):
-        place = target
+        destination = target
         if made.shape != final.shape:
-            place = graph.call_function(aten.view.default, (target, list(made.shape)))
+            destination = graph.call_function(aten.view.default, (target, list(made.shape)))
     producer.target = variant
-    producer.kwargs = {**producer.kwargs, "out": place}
+    producer.kwargs = {**producer.kwargs, "out": destination}
     written.add(producer)
     return True
 

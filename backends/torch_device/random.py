@@ -45,7 +45,7 @@ ON_DEVICE: dict[Any, Callable[..., torch.Tensor]] = {
     counter_random.keep_mask: keep_mask,
     counter_random.uniform: uniform,
 }
-"""What draws on the device in the place of a draw on the host. Normal numbers want float64, which not all have."""
+"""The draw on the device for each draw on the host. Normal numbers need float64, which not all devices have."""
 
 
 def _drawn(
@@ -61,8 +61,8 @@ def _drawn(
     made = torch.empty((blocks, 4), dtype=dtype, device=device)
     for start in range(0, blocks, PIECE):
         piece = made[start : start + PIECE]
-        for place, word in enumerate(_words(key, number, start, len(piece), device)):
-            piece[:, place] = convert(word)
+        for column, word in enumerate(_words(key, number, start, len(piece), device)):
+            piece[:, column] = convert(word)
     return made.view(-1)[:count].view(tuple(shape))
 
 

@@ -32,10 +32,10 @@ def open_device(name: str) -> Iterator[OpenDevice]:
     """Opens further ones, perhaps with a capacity in bytes; they are closed after the test."""
     opened: list[Device] = []
 
-    def open_one(capacity: int | None = None) -> Device:
+    def open_another(capacity: int | None = None) -> Device:
         opened.append(registry.open(name, capacity))
         return opened[-1]
 
-    yield open_one
-    for one in opened:
-        one.close()
+    yield open_another
+    for opened_device in opened:
+        opened_device.close()

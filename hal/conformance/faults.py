@@ -230,14 +230,14 @@ class _Failed(Event):
         self._wait: Sequence[Event] = list(wait)
         self._error: BaseException = error
         self._ended = False
-        self._told = False
+        self._waited = False
 
     def done(self) -> bool:
         self._ended = self._ended or all(event.done() for event in self._wait)
         return self._ended
 
     def wait(self) -> None:
-        if not self._told:
+        if not self._waited:
             first: BaseException | None = None
             for event in self._wait:
                 try:
@@ -245,7 +245,7 @@ class _Failed(Event):
                 except Exception as failure:
                     first = first or failure
             self._error = first or self._error
-            self._ended = self._told = True
+            self._ended = self._waited = True
         raise self._error
 
     def span(self) -> tuple[float, float]:

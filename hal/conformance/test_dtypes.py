@@ -37,8 +37,8 @@ def constant(dtype: torch.dtype) -> Program:
     """A program with a constant of a dtype."""
     builder = GraphBuilder(f"layer with a constant of {dtype}")
     builder.input((3,))
-    held = builder.constant(torch.ones(3, dtype=dtype))
-    return builder.program([builder.call("aten._to_copy.default", held, dtype=torch.float32)])
+    constant = builder.constant(torch.ones(3, dtype=dtype))
+    return builder.program([builder.call("aten._to_copy.default", constant, dtype=torch.float32)])
 
 
 @pytest.mark.parametrize("make", [of, through, constant], ids=["inputs", "inside", "constants"])
@@ -61,7 +61,7 @@ def test_what_is_promised_is_held_in_full(device: Device) -> None:
     """Numbers that no narrower dtype holds, through a program and back."""
     for dtype in (torch.float64, torch.float32, torch.int64, torch.int32):
         if has(device, dtype):
-            one = torch.ones(3, dtype=dtype)
+            unit = torch.ones(3, dtype=dtype)
             step = torch.finfo(dtype).eps if dtype.is_floating_point else torch.iinfo(dtype).max - 1
-            given = one + step * torch.tensor([0, 1, 1], dtype=dtype)
+            given = unit + step * torch.tensor([0, 1, 1], dtype=dtype)
             assert torch.equal(run(device, of(dtype), [given])[0], given.flip(0)), f"{dtype} lost some of its bits"

@@ -8,7 +8,7 @@ import torch
 from hal.conformance.conftest import OpenDevice
 from hal.device import Device
 from hal.errors import HalError, OutOfMemory
-from hal.kit.program_builder import QUEUE, GraphBuilder, fetch, for_device, place
+from hal.kit.program_builder import QUEUE, GraphBuilder, fetch, for_device, upload
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 1000, 4096, 1 << 20])
@@ -180,7 +180,7 @@ def test_what_crosses_from_the_hosts_own_memory_arrives(open_device: OpenDevice)
     host = device.host()
     up, down = (host.alloc(777, torch.float32, "staging", crosses=True) for _ in range(2))
     up.copy_(torch.arange(777))
-    buffer, (view,) = place(device, [torch.zeros(777)])
+    buffer, (view,) = upload(device, [torch.zeros(777)])
     queue = device.queue(QUEUE)
     queue.read(down, view, [queue.write(view, up)]).wait()
     assert torch.equal(down, up)

@@ -11,7 +11,7 @@ from hal import registry
 from hal.conformance.conftest import OpenDevice
 from hal.device import UNIFIED, Device
 from hal.errors import HalError, Unavailable, Unsupported
-from hal.kit.program_builder import QUEUE, fetch, place
+from hal.kit.program_builder import QUEUE, fetch, upload
 
 
 def test_probing_finds_the_device_and_says_that_it_works(name: str, device: Device) -> None:
@@ -55,7 +55,7 @@ def test_what_it_says_of_itself_is_whole(device: Device) -> None:
 def test_it_opens_and_closes_twice(open_device: OpenDevice) -> None:
     for number in range(2):
         device = open_device()
-        buffer, views = place(device, [torch.full((5,), float(number))])
+        buffer, views = upload(device, [torch.full((5,), float(number))])
         assert torch.equal(fetch(device, views)[0], torch.full((5,), float(number)))
         buffer.free()
         device.close()

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from hal.conformance.samples.edge_cases import Sample, samples, tried
 from hal.conformance.samples.oracle import assert_near, evaluate
-from hal.conformance.samples.samples import Sample, samples, tried
 from hal.device import Device
 from hal.kit.program_builder import GraphBuilder, run
 from hal.ops import OPS, Kind
@@ -62,7 +62,7 @@ def test_an_op_gives_what_the_oracle_gives(
     asked = 0
     # Where not all are wanted, each dtype starts with another, so that most are tried in some dtype.
     every = list(enumerate(samples(op, dtype)))
-    start = [one for name, one in CASES if name == op].index(dtype) % len(every)
+    start = [candidate for name, candidate in CASES if name == op].index(dtype) % len(every)
     for number, sample in [*every[start:], *every[:start]]:
         if asked == request.config.getoption("samples"):
             break
@@ -70,8 +70,8 @@ def test_an_op_gives_what_the_oracle_gives(
             continue
         program, inputs = program_of(op, sample)
         found = run(device, program, inputs)
-        for place, (ours, theirs) in enumerate(zip(found, evaluate(program, inputs), strict=True)):
-            assert_near(ours, theirs, ours.dtype, f"sample {number}, result {place} of {op}")
+        for position, (ours, theirs) in enumerate(zip(found, evaluate(program, inputs), strict=True)):
+            assert_near(ours, theirs, ours.dtype, f"sample {number}, result {position} of {op}")
         asked += 1
     assert asked
 

@@ -11,7 +11,7 @@ from hal.conformance.gate import Gate, failed
 from hal.device import Device, KernelCall, View
 from hal.errors import HalError
 from hal.event import Event
-from hal.kit.program_builder import QUEUE, GraphBuilder, fetch, for_device, place
+from hal.kit.program_builder import QUEUE, GraphBuilder, fetch, for_device, upload
 from hal.program import Kernel
 
 
@@ -25,20 +25,20 @@ def increment(device: Device, count: int) -> Kernel:
 def test_calls_on_one_queue_run_in_the_order_of_submission(device: Device) -> None:
     count = 2051
     kernel = increment(device, count)
-    buffer, (one, other) = place(device, [torch.zeros(count), torch.zeros(count)])
+    buffer, (source, target) = upload(device, [torch.zeros(count), torch.zeros(count)])
     queue = device.queue(QUEUE)
     for _ in range(25):
-        queue.run(KernelCall(kernel, [one], [other]))
-        queue.copy(one, other)
-    last = queue.run(KernelCall(kernel, [one], [other]))
+        queue.run(KernelCall(kernel, [source], [target]))
+        queue.copy(source, target)
+    last = queue.run(KernelCall(kernel, [source], [target]))
     last.wait()
-    assert torch.equal(fetch(device, [other])[0], torch.full((count,), 26.0))
+    assert torch.equal(fetch(device, [target])[0], torch.full((count,), 26.0))
     buffer.free()
 
 
 def test_reads_and_writes_take_turns_on_one_queue(device: Device) -> None:
     count = 4099
-    buffer, (view,) = place(device, [torch.zeros(count)])
+    buffer, (view,) = upload(device, [torch.zeros(count)])
     queue = device.queue("turns")
     sources = [torch.full((count,), float(number)) for number in range(20)]
     targets = [torch.empty(count) for _ in sources]
@@ -55,16 +55,16 @@ def test_a_call_waits_for_events_of_other_queues(device: Device) -> None:
     """Load, compute and drain on three queues, tied by nothing but `wait`, as the relay does it."""
     count = 3001
     kernel = increment(device, count)
-    buffer, (one, other) = place(device, [torch.zeros(count), torch.zeros(count)])
+    buffer, (first, second) = upload(device, [torch.zeros(count), torch.zeros(count)])
     load, compute, drain = (device.queue(name) for name in ("load", QUEUE, "drain"))
     sources = [torch.full((count,), float(number)) for number in range(20)]
     targets = [torch.empty(count) for _ in sources]
     ran: Event | None = None
     read: Event | None = None
     for source, target in zip(sources, targets, strict=True):
-        written = load.write(one, source, [ran] if ran else [])
-        ran = compute.run(KernelCall(kernel, [one], [other]), [written, read] if read else [written])
-        read = drain.read(target, other, [ran])
+        written = load.write(first, source, [ran] if ran else [])
+        ran = compute.run(KernelCall(kernel, [first], [second]), [written, read] if read else [written])
+        read = drain.read(target, second, [ran])
     assert read is not None
     read.wait()
     for source, target in zip(sources, targets, strict=True):
@@ -73,29 +73,29 @@ def test_a_call_waits_for_events_of_other_queues(device: Device) -> None:
 
 
 def test_a_submission_returns_while_what_it_waits_for_is_not_done(device: Device) -> None:
-    buffer, (view,) = place(device, [torch.zeros(16)])
+    buffer, (view,) = upload(device, [torch.zeros(16)])
     with Gate() as gate:
-        held = device.queue("held").fill(view, 5.0, [gate.event])
-        assert not held.done()
+        delayed = device.queue("held").fill(view, 5.0, [gate.event])
+        assert not delayed.done()
         assert not gate.event.done()
-    held.wait()
-    assert held.done()
+    delayed.wait()
+    assert delayed.done()
     assert torch.equal(fetch(device, [view])[0], torch.full((16,), 5.0))
     buffer.free()
 
 
 def test_a_queue_that_waits_does_not_hold_up_another(device: Device) -> None:
-    buffer, (one, other) = place(device, [torch.zeros(16), torch.zeros(16)])
+    buffer, (first, second) = upload(device, [torch.zeros(16), torch.zeros(16)])
     with Gate() as gate:
-        held = device.queue("held").fill(one, 5.0, [gate.event])
-        device.queue("free").fill(other, 6.0).wait()
-        assert not held.done()
-    held.wait()
+        delayed = device.queue("held").fill(first, 5.0, [gate.event])
+        device.queue("free").fill(second, 6.0).wait()
+        assert not delayed.done()
+    delayed.wait()
     buffer.free()
 
 
 def test_waiting_again_and_for_many_is_harmless(device: Device) -> None:
-    buffer, (view,) = place(device, [torch.zeros(64)])
+    buffer, (view,) = upload(device, [torch.zeros(64)])
     queue = device.queue(QUEUE)
     events = [queue.fill(view, float(number)) for number in range(30)]
     last = device.queue("after").fill(view, 99.0, [*events, *events])
@@ -107,7 +107,7 @@ def test_waiting_again_and_for_many_is_harmless(device: Device) -> None:
 
 
 def test_the_span_of_a_call_is_in_order(device: Device) -> None:
-    buffer, (view,) = place(device, [torch.zeros(64)])
+    buffer, (view,) = upload(device, [torch.zeros(64)])
     queue = device.queue(QUEUE)
     first = queue.fill(view, 1.0)
     second = queue.fill(view, 2.0, [first])
@@ -135,7 +135,7 @@ def calls(device: Device, view: View) -> dict[str, Callable[[Sequence[Event]], E
 @pytest.mark.parametrize("kind", ["write", "read", "copy", "fill", "run"])
 def test_a_call_that_waits_on_a_failed_one_fails_with_its_error_and_does_not_run(device: Device, kind: str) -> None:
     cause = ArithmeticError("the cause of it all")
-    buffer, (view,) = place(device, [torch.full((16,), 4.0)])
+    buffer, (view,) = upload(device, [torch.full((16,), 4.0)])
     event = calls(device, view)[kind]([failed(cause)])
     with pytest.raises(HalError, match="the cause of it all") as caught:
         event.wait()
@@ -146,7 +146,7 @@ def test_a_call_that_waits_on_a_failed_one_fails_with_its_error_and_does_not_run
 
 
 def test_the_first_error_of_several_wins(device: Device) -> None:
-    buffer, (view,) = place(device, [torch.zeros(16)])
+    buffer, (view,) = upload(device, [torch.zeros(16)])
     first, second = failed(ArithmeticError("number one")), failed(ArithmeticError("number two"))
     queue = device.queue(QUEUE)
     for wait, wanted in (([first, second], "number one"), ([second, first], "number two")):
@@ -156,13 +156,13 @@ def test_the_first_error_of_several_wins(device: Device) -> None:
 
 
 def test_an_error_goes_along_a_chain_through_queues_as_it_was(device: Device) -> None:
-    buffer, (view,) = place(device, [torch.zeros(16)])
+    buffer, (view,) = upload(device, [torch.zeros(16)])
     first = failed(ArithmeticError("at the root"))
-    one = device.queue("one").fill(view, 1.0, [first])
-    two = device.queue("two").read(torch.zeros(16), view, [one, failed(ArithmeticError("too late"))])
-    three = device.queue("three").fill(view, 3.0, [two])
+    filled = device.queue("one").fill(view, 1.0, [first])
+    was_read = device.queue("two").read(torch.zeros(16), view, [filled, failed(ArithmeticError("too late"))])
+    three = device.queue("three").fill(view, 3.0, [was_read])
     errors = []
-    for event in (first, one, two, three):
+    for event in (first, filled, was_read, three):
         with pytest.raises(HalError, match="at the root") as caught:
             event.wait()
         errors.append(caught.value)
@@ -171,7 +171,7 @@ def test_an_error_goes_along_a_chain_through_queues_as_it_was(device: Device) ->
 
 
 def test_an_error_is_raised_at_every_wait(device: Device) -> None:
-    buffer, (view,) = place(device, [torch.zeros(16)])
+    buffer, (view,) = upload(device, [torch.zeros(16)])
     event = device.queue(QUEUE).fill(view, 1.0, [failed(ArithmeticError("again"))])
     for _ in range(2):
         with pytest.raises(HalError, match="again"):
@@ -180,7 +180,7 @@ def test_an_error_is_raised_at_every_wait(device: Device) -> None:
 
 
 def test_what_does_not_wait_on_a_failed_call_is_not_touched(device: Device) -> None:
-    buffer, (view,) = place(device, [torch.zeros(16)])
+    buffer, (view,) = upload(device, [torch.zeros(16)])
     queue = device.queue(QUEUE)
     bad = queue.fill(view, 1.0, [failed(ArithmeticError("alone"))])
     good = queue.fill(view, 2.0)

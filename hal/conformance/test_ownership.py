@@ -15,7 +15,7 @@ from hal.conformance.conftest import OpenDevice
 from hal.conformance.gate import Gate
 from hal.device import Device, KernelCall, View
 from hal.event import Event
-from hal.kit.program_builder import QUEUE, GraphBuilder, fetch, for_device, place
+from hal.kit.program_builder import QUEUE, GraphBuilder, fetch, for_device, upload
 from hal.program import Kernel
 from hal.worker import Worker
 
@@ -39,7 +39,7 @@ def doubling(device: Device) -> Kernel:
 @pytest.mark.parametrize("by", ["a host task", "a read on another queue", "a read earlier on its own queue"])
 def test_a_write_takes_its_host_memory_no_sooner_than_what_it_waits_for_is_done(device: Device, by: str) -> None:
     """What a write carries may be put there by a task or by a read that it waits for, or that its queue has before."""
-    buffer, (first, second) = place(device, [full(3.0), full(0.0)])
+    buffer, (first, second) = upload(device, [full(3.0), full(0.0)])
     between = full(-1.0)
     queue = device.queue("staging")
     host = Worker("host")
@@ -61,7 +61,7 @@ def test_a_write_takes_its_host_memory_no_sooner_than_what_it_waits_for_is_done(
 
 def test_a_read_leaves_its_destination_alone_until_what_it_waits_for_is_done(device: Device) -> None:
     """A write that the destination's old contents still have to go out by comes first."""
-    buffer, (first, second) = place(device, [full(3.0), full(0.0)])
+    buffer, (first, second) = upload(device, [full(3.0), full(0.0)])
     between = full(5.0)
     with Gate() as gate:
         written = device.queue("staging").write(second, between, [gate.event])
@@ -82,13 +82,13 @@ def submissions(device: Device) -> dict[str, Submit]:
     """Each kind of call that uses a view of a buffer to be freed: (that view, a view that stays, host memory, wait)."""
     queue, kernel = device.queue("freeing"), doubling(device)
     return {
-        "write": lambda freed, kept, host, wait: queue.write(freed, host, wait),
-        "read": lambda freed, kept, host, wait: queue.read(host, freed, wait),
-        "copy to it": lambda freed, kept, host, wait: queue.copy(freed, kept, wait),
-        "copy from it": lambda freed, kept, host, wait: queue.copy(kept, freed, wait),
-        "fill": lambda freed, kept, host, wait: queue.fill(freed, 8.0, wait),
-        "run on it": lambda freed, kept, host, wait: queue.run(KernelCall(kernel, [freed], [kept]), wait),
-        "run into it": lambda freed, kept, host, wait: queue.run(KernelCall(kernel, [kept], [freed]), wait),
+        "write": lambda freed, live, host, wait: queue.write(freed, host, wait),
+        "read": lambda freed, live, host, wait: queue.read(host, freed, wait),
+        "copy to it": lambda freed, live, host, wait: queue.copy(freed, live, wait),
+        "copy from it": lambda freed, live, host, wait: queue.copy(live, freed, wait),
+        "fill": lambda freed, live, host, wait: queue.fill(freed, 8.0, wait),
+        "run on it": lambda freed, live, host, wait: queue.run(KernelCall(kernel, [freed], [live]), wait),
+        "run into it": lambda freed, live, host, wait: queue.run(KernelCall(kernel, [live], [freed]), wait),
     }
 
 
@@ -97,14 +97,14 @@ def test_a_freed_buffer_outlives_the_call_queued_on_it(open_device: OpenDevice, 
     """Nothing but the queued call knows the memory any more, and other buffers of that size are made meanwhile."""
     device = open_device()
     submit = submissions(device)[kind]
-    kept_buffer, (kept,) = place(device, [full(1.0)])
+    live_buffer, (live,) = upload(device, [full(1.0)])
     before = device.memory().in_use
     buffer = device.alloc(SIZE, "freed early")
     view = buffer.view(0, (COUNT,), torch.float32)
     device.queue(QUEUE).fill(view, 4.0).wait()
     host = full(8.0)
     with Gate() as gate:
-        event = submit(view, kept, host, [gate.event])
+        event = submit(view, live, host, [gate.event])
         buffer.free()
         del view, buffer
         assert device.memory().in_use == before, "the account is settled at once"
@@ -117,11 +117,11 @@ def test_a_freed_buffer_outlives_the_call_queued_on_it(open_device: OpenDevice, 
     for number, found in enumerate(fetch(device, views)):
         assert (found == -1.0).all(), f"buffer {number} was written to by work on the freed one"
     wanted = {"copy from it": 4.0, "run on it": 8.0}.get(kind, 1.0)
-    assert torch.equal(fetch(device, [kept])[0], full(wanted)), "the call saw another buffer in the place of its own"
+    assert torch.equal(fetch(device, [live])[0], full(wanted)), "the call saw another buffer in the place of its own"
     assert torch.equal(host, full(4.0 if kind == "read" else 8.0)), "the read saw another buffer"
     for other in others:
         other.free()
-    kept_buffer.free()
+    live_buffer.free()
 
 
 # -- outputs -------------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def test_an_output_has_memory_of_its_own_also_where_its_value_is_an_inputs(devic
     program = builder.program([x, flat, part, twice, twice], accumulates=False)
     given = torch.arange(12.0).view(3, 4)
     wanted = [given, given.view(-1), given[:2], given * 2, given * 2]
-    buffer, (source, *targets) = place(device, [given, *(torch.zeros(tensor.shape) for tensor in wanted)])
+    buffer, (source, *targets) = upload(device, [given, *(torch.zeros(tensor.shape) for tensor in wanted)])
     queue = device.queue(QUEUE)
     queue.run(KernelCall(device.compile(for_device(program, device)), [source], targets)).wait()
     queue.fill(source, -1.0).wait()

@@ -18,7 +18,7 @@ from torch import fx
 from hal.conformance.samples.oracle import assert_near, evaluate
 from hal.device import NATIVE, Device, KernelCall
 from hal.errors import CompileError, Unsupported
-from hal.kit.program_builder import QUEUE, GraphBuilder, fetch, for_device, place, run
+from hal.kit.program_builder import QUEUE, GraphBuilder, fetch, for_device, run, upload
 from hal.ops import name_of, spec_of
 from hal.program import Program, Role
 
@@ -77,7 +77,7 @@ def feed_forward() -> tuple[Program, list[torch.Tensor]]:
     bent = builder.call("aten.gelu.default", wide, approximate="tanh")
     narrow = builder.call("aten.mm.default", bent, builder.call("aten.permute.default", down, [1, 0]))
     out = builder.call("aten.add.Tensor", x, builder.call("aten.view.default", narrow, [3, 5, 12]))
-    inputs = [numbers(*port.shape, seed=place) for place, port in enumerate(builder.inputs)]
+    inputs = [numbers(*port.shape, seed=position) for position, port in enumerate(builder.inputs)]
     return builder.program([out, mean, deviation, wide]), inputs
 
 
@@ -90,24 +90,24 @@ def attention() -> tuple[Program, list[torch.Tensor]]:
         split = builder.call("aten.permute.default", builder.call("aten.view.default", tensor, [2, 7, 3, 4]), order)
         heads.append(builder.call("aten.view.default", split, [6, 7, 4] if order[2] == 1 else [6, 4, 7]))
     scores = builder.call("aten.mul.Scalar", builder.call("aten.bmm.default", heads[0], heads[1]), 0.5)
-    places = builder.call("aten.arange.start_step", 0, 7, 1, dtype=torch.int64)
-    later = builder.call("aten.gt.Tensor", places, builder.call("aten.unsqueeze.default", places, 1))
+    positions = builder.call("aten.arange.start_step", 0, 7, 1, dtype=torch.int64)
+    later = builder.call("aten.gt.Tensor", positions, builder.call("aten.unsqueeze.default", positions, 1))
     hidden = builder.call("aten.full.default", [], float("-inf"), dtype=torch.float32)
     masked = builder.call("aten.where.self", later, hidden, scores)
     weights = builder.call("aten._softmax.default", masked, 2, False)
     mixed = builder.call("aten.view.default", builder.call("aten.bmm.default", weights, heads[2]), [2, 3, 7, 4])
     joined = builder.call("aten.view.default", builder.call("aten.permute.default", mixed, [0, 2, 1, 3]), [2, 7, 12])
-    inputs = [numbers(2, 7, 12, seed=place) for place in range(3)]
+    inputs = [numbers(2, 7, 12, seed=position) for position in range(3)]
     return builder.program([joined, weights]), inputs
 
 
 def lookup() -> tuple[Program, list[torch.Tensor]]:
     """An embedding and its gradient: rows that come twice add up."""
     builder = GraphBuilder("lookup")
-    table, places, gradient = builder.input((9, 6)), builder.input((2, 8), torch.int64), builder.input((2, 8, 6))
-    rows = builder.call("aten.embedding.default", table, places)
+    table, indices, gradient = builder.input((9, 6)), builder.input((2, 8), torch.int64), builder.input((2, 8, 6))
+    rows = builder.call("aten.embedding.default", table, indices)
     zeros = builder.call("aten.full.default", [9, 6], 0.0, dtype=torch.float32)
-    scattered = builder.call("aten.index_put.default", zeros, [places], gradient, True)
+    scattered = builder.call("aten.index_put.default", zeros, [indices], gradient, True)
     chosen = torch.randint(0, 9, (2, 8), generator=torch.Generator().manual_seed(3))
     return builder.program([rows, scattered]), [numbers(9, 6), chosen, numbers(2, 8, 6)]
 
@@ -173,7 +173,7 @@ def test_a_random_graph_gives_what_the_oracle_gives(device: Device, seed: int) -
 def test_one_run_after_another_gives_the_same_bits(device: Device) -> None:
     program, inputs = attention()
     first, second = run(device, program, inputs), run(device, program, inputs)
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert all(torch.equal(before, after) for before, after in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -200,9 +200,9 @@ def test_an_output_is_added_to_what_is_there_rounded_once(device: Device, dtype:
     builder = GraphBuilder("doubled")
     x = builder.input((3, 171), dtype)
     program = builder.program([builder.call("aten.mul.Scalar", x, 2.0), builder.call("aten.neg.default", x)])
-    given, held = numbers(3, 171).to(dtype), [numbers(3, 171, seed=1).to(dtype), numbers(3, 171, seed=2).to(dtype)]
-    found = run(device, program, [given], held=held)
-    wanted = [held[0] + given * 2, held[1] - given]  # exact terms, so there is one rounding and one right answer
+    given, before = numbers(3, 171).to(dtype), [numbers(3, 171, seed=1).to(dtype), numbers(3, 171, seed=2).to(dtype)]
+    found = run(device, program, [given], before=before)
+    wanted = [before[0] + given * 2, before[1] - given]  # exact terms, so there is one rounding and one right answer
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
 
 
@@ -213,7 +213,7 @@ def test_outputs_are_replaced_or_added_to_one_by_one(device: Device) -> None:
         builder.program([builder.call("aten.neg.default", x), builder.call("aten.abs.default", x)]), device
     )
     given = numbers(50)
-    buffer, (source, added, replaced) = place(device, [given, torch.ones(50), torch.ones(50)])
+    buffer, (source, added, replaced) = upload(device, [given, torch.ones(50), torch.ones(50)])
     device.queue(QUEUE).run(KernelCall(device.compile(program), [source], [added, replaced], (True, False))).wait()
     found_added, found_replaced = fetch(device, [added, replaced])
     assert torch.equal(found_added, 1 - given)
@@ -234,7 +234,7 @@ def test_a_new_buffer_may_take_the_memory_of_the_old_one(device: Device) -> None
     )
     del other
     given = [numbers(33), numbers(33, seed=1), numbers(8, 33)]
-    buffer, views = place(device, [*given, torch.zeros(8, 33)])
+    buffer, views = upload(device, [*given, torch.zeros(8, 33)])
     kernel = device.compile(for_device(program, device))
     device.queue(QUEUE).run(KernelCall(kernel, views[:3], [views[0], views[1], views[3]])).wait()
     first, second, result = fetch(device, [views[0], views[1], views[3]])
@@ -248,8 +248,8 @@ def test_constants_travel_with_the_program(device: Device) -> None:
     builder = GraphBuilder("constants")
     x = builder.input((3, 5))
     table = builder.constant(numbers(3, 5, seed=4))
-    places = builder.constant(torch.tensor([2, 0, 2]))
-    moved = builder.call("aten.index.Tensor", builder.call("aten.add.Tensor", x, table), [places])
+    indices = builder.constant(torch.tensor([2, 0, 2]))
+    moved = builder.call("aten.index.Tensor", builder.call("aten.add.Tensor", x, table), [indices])
     program = builder.program([moved])
     given = numbers(3, 5)
     (found,) = run(device, program, [given])
@@ -279,7 +279,7 @@ def test_an_output_may_be_an_input_a_view_or_the_same_value_twice(device: Device
 def test_inputs_are_not_written_to(device: Device) -> None:
     program, inputs = feed_forward()
     kernel = device.compile(for_device(program, device))
-    buffer, views = place(device, [*inputs, *(torch.zeros(port.shape) for port in program.outputs)])
+    buffer, views = upload(device, [*inputs, *(torch.zeros(port.shape) for port in program.outputs)])
     device.queue(QUEUE).run(KernelCall(kernel, views[: len(inputs)], views[len(inputs) :])).wait()
     for given, found in zip(inputs, fetch(device, views[: len(inputs)]), strict=True):
         assert torch.equal(given, found)
@@ -290,14 +290,14 @@ def test_a_wrong_binding_is_refused_at_the_call(device: Device) -> None:
     builder = GraphBuilder("two")
     x, y = builder.input((4,)), builder.input((4,))
     kernel = device.compile(for_device(builder.program([builder.call("aten.add.Tensor", x, y)]), device))
-    buffer, (one, other, out) = place(device, [torch.ones(4)] * 3)
+    buffer, (first, second, out) = upload(device, [torch.ones(4)] * 3)
     queue = device.queue(QUEUE)
     with pytest.raises(ValueError, match="two"):
-        queue.run(KernelCall(kernel, [one], [out]))
+        queue.run(KernelCall(kernel, [first], [out]))
     with pytest.raises(ValueError, match="two"):
-        queue.run(KernelCall(kernel, [one, other], []))
+        queue.run(KernelCall(kernel, [first, second], []))
     with pytest.raises(ValueError, match="two"):
-        queue.run(KernelCall(kernel, [one, other], [out], (True, False)))
+        queue.run(KernelCall(kernel, [first, second], [out], (True, False)))
     buffer.free()
 
 

@@ -8,7 +8,7 @@ from hal.conformance.conftest import OpenDevice
 from hal.conformance.threads import at_once
 from hal.device import Device, KernelCall
 from hal.event import Event
-from hal.kit.program_builder import QUEUE, GraphBuilder, fetch, for_device, place
+from hal.kit.program_builder import QUEUE, GraphBuilder, fetch, for_device, upload
 from hal.program import Program
 
 THREADS = 4
@@ -25,37 +25,37 @@ def test_two_devices_work_at_once_and_keep_apart(open_device: OpenDevice) -> Non
     devices = [open_device(), open_device()]
     program = for_device(doubling(2051), devices[0])
     kernels = [device.compile(program) for device in devices]
-    placed = [place(device, [torch.full((2051,), float(number + 1))] * 2) for number, device in enumerate(devices)]
+    uploaded = [upload(device, [torch.full((2051,), float(number + 1))] * 2) for number, device in enumerate(devices)]
     last: list[Event] = []
     for _ in range(ROUNDS):
         last = []
-        for device, kernel, (_, (one, other)) in zip(devices, kernels, placed, strict=True):
+        for device, kernel, (_, (source, target)) in zip(devices, kernels, uploaded, strict=True):
             queue = device.queue(QUEUE)
-            queue.run(KernelCall(kernel, [one], [other]))
-            last.append(queue.copy(one, other))
+            queue.run(KernelCall(kernel, [source], [target]))
+            last.append(queue.copy(source, target))
     for event in last:
         event.wait()
-    for number, (device, (_, views)) in enumerate(zip(devices, placed, strict=True)):
+    for number, (device, (_, views)) in enumerate(zip(devices, uploaded, strict=True)):
         assert torch.equal(fetch(device, views[:1])[0], torch.full((2051,), (number + 1) * 2.0**ROUNDS))
     assert devices[0].memory().in_use == devices[1].memory().in_use
 
 
 def test_a_device_outlives_the_closing_of_its_twin(open_device: OpenDevice) -> None:
-    one, other = open_device(), open_device()
-    buffer, views = place(other, [torch.arange(9.0)])
-    one.close()
-    assert torch.equal(fetch(other, views)[0], torch.arange(9.0))
+    first, second = open_device(), open_device()
+    buffer, views = upload(second, [torch.arange(9.0)])
+    first.close()
+    assert torch.equal(fetch(second, views)[0], torch.arange(9.0))
     buffer.free()
 
 
 def test_a_call_may_wait_for_an_event_of_another_device(open_device: OpenDevice) -> None:
-    one, other = open_device(), open_device()
-    buffer, (view,) = place(one, [torch.full((4099,), 3.0)])
-    second_buffer, (second,) = place(other, [torch.zeros(4099)])
+    first, second = open_device(), open_device()
+    buffer, (view,) = upload(first, [torch.full((4099,), 3.0)])
+    second_buffer, (second_view,) = upload(second, [torch.zeros(4099)])
     between = torch.zeros(4099)
-    read = one.queue(QUEUE).read(between, view)
-    other.queue(QUEUE).write(second, between, [read]).wait()
-    assert (fetch(other, [second])[0] == 3.0).all()
+    read = first.queue(QUEUE).read(between, view)
+    second.queue(QUEUE).write(second_view, between, [read]).wait()
+    assert (fetch(second, [second_view])[0] == 3.0).all()
     buffer.free()
     second_buffer.free()
 
@@ -67,13 +67,13 @@ def test_threads_with_queues_of_their_own(device: Device) -> None:
         kernel = device.compile(program)
         queue = device.queue(f"thread {number}")
         buffer = device.alloc(2 * 4160)
-        one, other = (buffer.view(at, (1027,), torch.float32) for at in (0, 4160))
+        source, target = (buffer.view(at, (1027,), torch.float32) for at in (0, 4160))
         given, back = torch.full((1027,), number + 1.0), torch.zeros(1027)
-        queue.write(one, given)
+        queue.write(source, given)
         for _ in range(ROUNDS):
-            queue.run(KernelCall(kernel, [one], [other]))
-            queue.copy(one, other)
-        queue.read(back, one).wait()
+            queue.run(KernelCall(kernel, [source], [target]))
+            queue.copy(source, target)
+        queue.read(back, source).wait()
         buffer.free()
         assert torch.equal(back, given * 2.0**ROUNDS)
 

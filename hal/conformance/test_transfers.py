@@ -7,7 +7,7 @@ import torch
 
 from hal import dtypes
 from hal.device import Device
-from hal.kit.program_builder import QUEUE, fetch, place
+from hal.kit.program_builder import QUEUE, fetch, upload
 
 DTYPES = sorted(dtypes.ALL, key=str)
 COUNTS = [1, 3, 255, 1025, 65_537]
@@ -26,8 +26,8 @@ def bits(count: int, dtype: torch.dtype) -> torch.Tensor:
     return (raw & 1).bool() if dtype is torch.bool else raw.view(dtype)
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -35,7 +35,7 @@ def test_a_round_trip_keeps_every_bit(device: Device, dtype: torch.dtype) -> Non
     stored(device, dtype)
     for count in COUNTS:
         given = bits(count, dtype)
-        buffer, views = place(device, [given])
+        buffer, views = upload(device, [given])
         assert same_bits(fetch(device, views)[0], given), count
         buffer.free()
 
@@ -44,7 +44,7 @@ def test_a_round_trip_keeps_every_bit(device: Device, dtype: torch.dtype) -> Non
 def test_writing_a_part_leaves_the_rest(device: Device, dtype: torch.dtype) -> None:
     stored(device, dtype)
     whole, part = bits(1000, dtype), bits(333, dtype)
-    buffer, (view,) = place(device, [whole])
+    buffer, (view,) = upload(device, [whole])
     for start in (1, 17, 667):
         inside = buffer.view(start * dtype.itemsize, (333,), dtype)
         device.queue(QUEUE).write(inside, part).wait()
@@ -58,7 +58,7 @@ def test_writing_a_part_leaves_the_rest(device: Device, dtype: torch.dtype) -> N
 def test_copies_within_the_device_keep_every_bit(device: Device, dtype: torch.dtype) -> None:
     stored(device, dtype)
     given = bits(515, dtype)
-    buffer, (source, target) = place(device, [given, torch.zeros(515, dtype=dtype)])
+    buffer, (source, target) = upload(device, [given, torch.zeros(515, dtype=dtype)])
     device.queue(QUEUE).copy(target, source).wait()
     assert same_bits(fetch(device, [target])[0], given)
     buffer.free()
@@ -73,7 +73,7 @@ def test_filling_sets_every_element_and_no_other(device: Device, dtype: torch.dt
         if dtype is torch.uint8:
             value = abs(value)
         around = torch.ones(77, dtype=dtype)
-        buffer, (view,) = place(device, [around])
+        buffer, (view,) = upload(device, [around])
         device.queue(QUEUE).fill(buffer.view(5 * dtype.itemsize, (61,), dtype), value).wait()
         around[5:66] = value
         assert torch.equal(fetch(device, [view])[0], around), value
@@ -81,7 +81,7 @@ def test_filling_sets_every_element_and_no_other(device: Device, dtype: torch.dt
 
 
 def test_the_shapes_of_both_sides_may_differ(device: Device) -> None:
-    buffer, (view,) = place(device, [torch.zeros(6, 4)])
+    buffer, (view,) = upload(device, [torch.zeros(6, 4)])
     device.queue(QUEUE).write(view, torch.arange(24.0)).wait()
     back = torch.empty(2, 12)
     device.queue(QUEUE).read(back, view).wait()
@@ -90,7 +90,7 @@ def test_the_shapes_of_both_sides_may_differ(device: Device) -> None:
 
 
 def test_two_sides_that_do_not_fit_are_refused_at_the_call(device: Device) -> None:
-    buffer, (view, other) = place(device, [torch.zeros(8), torch.zeros(9)])
+    buffer, (view, other) = upload(device, [torch.zeros(8), torch.zeros(9)])
     queue = device.queue(QUEUE)
     for wrong in (torch.zeros(7), torch.zeros(9), torch.zeros(8, dtype=torch.int32)):
         with pytest.raises(ValueError, match="write"):
@@ -122,7 +122,7 @@ def test_host_memory_may_be_used_again_once_its_write_is_done(device: Device) ->
 
 
 def test_what_was_read_stays_when_the_device_memory_changes(device: Device) -> None:
-    buffer, (view,) = place(device, [torch.ones(1025)])
+    buffer, (view,) = upload(device, [torch.ones(1025)])
     queue = device.queue(QUEUE)
     back = torch.zeros(1025)
     queue.read(back, view).wait()
@@ -136,7 +136,7 @@ def test_host_memory_at_any_address_is_read_and_written(device: Device) -> None:
     source, target = torch.arange(1000, dtype=torch.int16), torch.zeros(1000, dtype=torch.int16)
     if torch.int16 not in device.info.storage:
         pytest.skip("torch.int16 is not in DeviceInfo.storage")
-    buffer, (view,) = place(device, [torch.zeros(501, dtype=torch.int16)])
+    buffer, (view,) = upload(device, [torch.zeros(501, dtype=torch.int16)])
     queue = device.queue(QUEUE)
     queue.read(target[7:508], view, [queue.write(view, source[3:504])]).wait()
     assert torch.equal(target[7:508], source[3:504])

@@ -1,8 +1,8 @@
-"""The bookkeeping of an opened device: buffers, queues by name, kernels by fingerprint, bytes in an account, its end.
+"""An opened device with an account of its memory: buffers, queues by name, kernels by fingerprint, and its closing.
 
-A backend says what memory, a queue and a kernel are, and how its queues end. Nothing here knows of drivers, threads or
-streams. Invariant: what is handed out is accounted before it exists, queues and kernels are made once, whoever asks
-first, and after `close` nothing is accounted any more.
+A backend defines memory, queues, kernels, and how its queues end. Nothing here depends on drivers, threads or streams.
+Invariant: memory is charged before it exists, queues and kernels are made once whichever thread is first, and after
+`close` the account is empty.
 """
 
 from __future__ import annotations
@@ -25,7 +25,16 @@ Memory = TypeVar("Memory")
 
 
 class AccountedBuffer(Buffer, Generic[Memory]):
-    """Charged before its memory exists, which a backend puts into `memory`; freed with the last that refers to it."""
+    """A buffer that charges the account before its memory exists. The backend sets `memory` after `__init__`.
+
+    Args:
+        account: the account of the device.
+        size: bytes.
+        what: what the memory is for, as errors name it.
+
+    Raises:
+        OutOfMemory: the capacity is exceeded.
+    """
 
     memory: Memory | None = None
 
@@ -35,32 +44,37 @@ class AccountedBuffer(Buffer, Generic[Memory]):
         self._account = account
 
     @abc.abstractmethod
-    def place(self, memory: Memory, offset: int, view: View) -> Any:
-        """The handle of a view that begins `offset` bytes into the memory."""
+    def native_view(self, memory: Memory, offset: int, view: View) -> Any:
+        """The handle (`View.native`) of a view that begins `offset` bytes into the memory."""
 
     def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> View:
         if self.memory is None:
-            raise HalError("this buffer was freed; allocate a new one")
+            raise HalError("This buffer was freed. Allocate a new one.")
         view = View(None, tuple(shape), dtype)
-        view.check_place(offset, self.size)
-        view.native = self.place(self.memory, offset, view)
+        view.check_bounds(offset, self.size)
+        view.native = self.native_view(self.memory, offset, view)
         return view
 
     def free(self) -> None:
         if self.memory is not None:
-            self.memory = None  # views, and calls that are queued, hold what they use
+            self.memory = None  # views and queued calls have references of their own
             self._account.release(self.size)
 
 
 class AccountedDevice(Device, Generic[AnyQueue]):
-    """An opened device, its memory accounted up to `capacity` bytes."""
+    """An opened device with accounted memory: queues by name, kernels by fingerprint, and its closing.
+
+    Args:
+        info: the description of the device.
+        capacity: the limit of its memory in bytes; None for no limit.
+    """
 
     def __init__(self, info: DeviceInfo, capacity: int | None) -> None:
         self.info = info
         self.account = MemoryAccount(f"device {info.name!r}", capacity)
         self.closed = False
         self._queues: dict[str, AnyQueue] = {}
-        # Whoever asked for a kernel keeps it; one that nobody keeps any more is compiled anew if it is asked for.
+        # Callers own their kernels; a kernel without a reference is compiled anew at its next use.
         self._kernels: weakref.WeakValueDictionary[str, Kernel] = weakref.WeakValueDictionary()
         self._buffers: weakref.WeakSet[Buffer] = weakref.WeakSet()
         self._workspace = 0
@@ -68,7 +82,7 @@ class AccountedDevice(Device, Generic[AnyQueue]):
 
     @abc.abstractmethod
     def make_buffer(self, size: int, what: str) -> Buffer:
-        """A new buffer, which charges the account itself. Raises OutOfMemory."""
+        """A new buffer, which charges the account. Raises OutOfMemory."""
 
     @abc.abstractmethod
     def make_queue(self, name: str) -> AnyQueue:
@@ -80,21 +94,21 @@ class AccountedDevice(Device, Generic[AnyQueue]):
 
     @abc.abstractmethod
     def end_queues(self) -> None:
-        """Wait for queued work and stop the queues; `queues` has them. Called once."""
+        """Wait for the queued work and stop all of `queues()`. Called once, by `close`."""
 
     def workspace(self, kernel: Kernel) -> int:
-        """Bytes that a run of the kernel needs beside its inputs and outputs."""
+        """Bytes of device memory that a run of the kernel needs beside its inputs and outputs."""
         return kernel.program.workspace
 
     def load(self, kernel: Kernel) -> None:
-        """Put what a new kernel holds for good onto the device, and charge it. Raises OutOfMemory."""
+        """Send the constants of a new kernel to the device, and charge them to the account. Raises OutOfMemory."""
 
     def spare(self) -> bool:
-        """Give up memory that is taken for speed alone, where something else needs it; whether there was any."""
+        """Free memory that only makes the device faster; True if there was any. Called before an OutOfMemory."""
         return False
 
     def queues(self) -> list[AnyQueue]:
-        """All queues so far."""
+        """All queues made so far."""
         with self.lock:
             return list(self._queues.values())
 
@@ -169,4 +183,6 @@ class AccountedDevice(Device, Generic[AnyQueue]):
     def check_unified(self) -> None:
         """Raises Unsupported on a device with memory of its own."""
         if not self.info.unified:
-            raise Unsupported(f"device {self.info.name!r} has memory of its own: write and read instead of aliasing")
+            raise Unsupported(
+                f"device {self.info.name!r} has memory of its own. Use Queue.write and Queue.read instead."
+            )

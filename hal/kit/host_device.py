@@ -1,11 +1,11 @@
-"""What devices that live in host memory share: buffers that are counted, queues that are threads, the device itself.
+"""Devices that live in host memory: accounted buffers, queues that are threads, the device, its self-test.
 
-A backend that runs its kernels on the host's cores (PyTorch's, numpy's) says only how a program becomes a kernel and
-how a kernel is called; everything about memory, queues, events and accounting is here. It computes nothing.
+A backend that runs its kernels on the host's cores (PyTorch's, numpy's) defines only how a program becomes a kernel
+(`make_kernel`) and how a kernel is called (`HostQueue.prepare`). Nothing is computed here.
 
-Each queue is a thread. Every byte of `alloc` and of kernel workspace is accounted against `capacity`; on a unified
-device slots are accounted too, though nothing is copied into them, because that is the device memory an accelerator
-would need. A view's `native` is a torch tensor over the memory.
+Each queue is a thread. Every byte of `alloc` and of kernel workspace is charged against `capacity`; on a unified device
+slots are charged too, though nothing is copied into them, because an accelerator would need that device memory.
+Invariant: a view's `native` is a torch tensor over its memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class HostBuffer(TensorBuffer):
 
 
 class HostQueue(TensorTransfers):
-    """A worker thread. See `hal.device.Queue` for the contracts; how a kernel is called is the backend's."""
+    """A queue that is a worker thread. A backend defines `prepare`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -63,9 +63,9 @@ class HostQueue(TensorTransfers):
         """A function that runs a kernel call when it is called, on the queue's thread."""
 
     def as_its_caller(self, call: Callable[[], None]) -> Callable[[], None]:
-        """`call` on as many threads as torch has where this is called.
+        """A function that runs `call` with the number of torch threads that the calling thread has now.
 
-        As if the caller ran the ops: other numbers cut sums differently, and results would differ in the last bit.
+        Sums are split by the number of threads, so with another number results would differ in the last bit.
         """
         threads = torch.get_num_threads()
 
@@ -85,7 +85,7 @@ class HostQueue(TensorTransfers):
 
 
 class HostDevice(AccountedDevice[HostQueue]):
-    """An opened device in host memory. A backend gives `make_queue`, `make_kernel`, and perhaps `workspace`."""
+    """An opened device in host memory. A backend defines `make_queue`, `make_kernel`, and `workspace` if needed."""
 
     def make_buffer(self, size: int, what: str) -> Buffer:
         return HostBuffer(self.account, size, what)
@@ -99,7 +99,7 @@ class HostDevice(AccountedDevice[HostQueue]):
     def adopt(self, tensor: torch.Tensor) -> View:
         self.check_unified()
         if not tensor.is_contiguous():
-            raise ValueError(f"only contiguous memory can be adopted, got strides {tensor.stride()}")
+            raise ValueError(f"Only a contiguous tensor can be adopted; received strides {tensor.stride()}.")
         return View(tensor, tuple(tensor.shape), tensor.dtype)
 
     def host_tensor(self, view: View) -> torch.Tensor:
@@ -113,7 +113,12 @@ class HostDevice(AccountedDevice[HostQueue]):
 
 
 def self_test(backend: Backend, name: str) -> Probe:
-    """Open the device of that name, write, fill, run a small kernel, and read what it made (contract 10)."""
+    """Probe a device: open it, write, fill, run a small kernel, and read its result back (contract 10).
+
+    Args:
+        backend: the backend of the device.
+        name: the device string.
+    """
     try:
         device = backend.open(name.partition(":")[2])
         try:
@@ -131,17 +136,17 @@ def self_test(backend: Backend, name: str) -> Probe:
             queue.read(back, target, [ran]).wait()
             numbers[0] = 7.0
             if not torch.equal(back, numbers * 3):
-                return Probe(name, False, "its self-test, three times some numbers in a kernel, gave other numbers")
+                return Probe(name, False, "its self-test, a kernel that triples some numbers, gave wrong numbers")
         finally:
             device.close()
-    except Exception as failure:  # contract 10: the reason is kept, not raised
+    except Exception as failure:  # contract 10: probing reports the reason and never raises
         return Probe(name, False, f"{type(failure).__name__}: {failure}")
     info = device.info
     return Probe(name, True, "", info.description, info.memory, info.tags, info.notes)
 
 
 def _nothing() -> None:
-    """A transfer between two names of the same memory."""
+    """The call of a transfer whose two sides are the same memory."""
 
 
 def _enter_thread() -> None:
@@ -160,7 +165,7 @@ def describe_processor() -> str:
 
 
 def memory_size() -> int | None:
-    """Bytes of the host's memory, where the system says."""
+    """Bytes of the host's memory; None if the system does not tell."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):

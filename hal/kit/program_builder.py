@@ -1,8 +1,9 @@
-"""Small core programs made by hand, and running them: what the suite asks a device to compile.
+"""Core programs made by hand, and running them: for tests of a device and for trying a kernel alone.
 
-`GraphBuilder` makes graphs in the form that `hal.ops` promises, with shapes and dtypes by its table. It is not a
-lowering of modules. For a NATIVE device, which hands graphs to PyTorch, `view` is written as `reshape`, as the promise
-has it: there strides would matter.
+`GraphBuilder` makes graphs in the form that `hal.ops` describes, with shapes and dtypes by its table. It does not lower
+modules, which `relay.capture` does. For a NATIVE device, which runs graphs with PyTorch, `for_device` replaces `view`
+by `reshape`, because strides matter there. Invariant: a program's fingerprint covers its graph, its ports and the bytes
+of its constants.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ALIGNMENT = 64
 
 
 def target_of(name: str) -> Any:
-    """What a node of that op calls, by the table's name."""
+    """The target of a node that calls an op, such as `aten.add.Tensor` or `hal.random.uniform`."""
     if name.startswith("hal.random."):
         return getattr(counter_random, name.rpartition(".")[2])
     _, packet, overload = name.split(".")
@@ -36,7 +37,7 @@ def target_of(name: str) -> Any:
 
 
 def blank(result: Any) -> Any:
-    """A node's `meta["val"]` for a Spec or several, of which those that are not wanted are None."""
+    """The value of `meta["val"]` of a node: a meta tensor for each Spec, None for results that are not asked for."""
     if result is None:
         return None
     if isinstance(result, Spec):
@@ -55,19 +56,19 @@ class GraphBuilder:
         self.key: fx.Node | None = None
 
     def input(self, shape: Sequence[int], dtype: torch.dtype = torch.float32, role: Role = Role.VALUE) -> fx.Node:
-        """A tensor given at each run."""
+        """Add an input of that shape and dtype, and return its node."""
         node = self.graph.placeholder(f"input_{len(self.inputs)}")
         node.meta = {"val": blank(Spec(tuple(shape), dtype))}
         self.inputs.append(Port(role, len(self.inputs), tuple(shape), dtype))
         return node
 
     def random_key(self) -> fx.Node:
-        """The key, after all inputs."""
+        """Add the key of random numbers, after all inputs, and return its node."""
         self.key = self.graph.placeholder("key")
         return self.key
 
     def constant(self, tensor: torch.Tensor) -> fx.Node:
-        """A tensor that belongs to the program."""
+        """Add a constant tensor, and return its node."""
         name = f"constant_{len(self.constants)}"
         self.constants[name] = tensor
         node = self.graph.create_node("get_attr", name)
@@ -75,18 +76,18 @@ class GraphBuilder:
         return node
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """A node of that op, or one for each of its results; None for those that are not wanted."""
+        """Add a call of an op. Returns its node, or a tuple of nodes (or None) for an op with several results."""
         node = self.graph.call_function(target_of(name), args, kwargs)
         specs, named = arguments_of(node)
         node.meta = {"val": blank(OPS[name].results(*specs, **named))}
         if not isinstance(node.meta["val"], tuple):
             return node
         parts: list[fx.Node | None] = []
-        for place, value in enumerate(node.meta["val"]):
+        for position, value in enumerate(node.meta["val"]):
             if value is None:
                 parts.append(None)
                 continue
-            part = self.graph.call_function(operator.getitem, (node, place))
+            part = self.graph.call_function(operator.getitem, (node, position))
             part.meta = {"val": value}
             parts.append(part)
         return tuple(parts)
@@ -94,14 +95,21 @@ class GraphBuilder:
     def program(
         self, outputs: Sequence[fx.Node], roles: Sequence[Role] | None = None, accumulates: bool = True
     ) -> Program:
-        """The program of these outputs. Outputs with the role BUFFER_UPDATE belong to the inputs of that place."""
+        """The program with these outputs.
+
+        Args:
+            outputs: nodes, in the order of the outputs.
+            roles: the role of each output; VALUE unless given. An output with the role BUFFER_UPDATE replaces the input
+                of its index.
+            accumulates: whether floating-point outputs may be added to their memory.
+        """
         self.graph.output(tuple(outputs))
         given = roles or [Role.VALUE] * len(outputs)
         ports = []
-        for place, (node, role) in enumerate(zip(outputs, given, strict=True)):
+        for position, (node, role) in enumerate(zip(outputs, given, strict=True)):
             spec = spec_of(node.meta["val"])
             adds = accumulates and spec.dtype.is_floating_point and role is not Role.BUFFER_UPDATE
-            ports.append(Port(role, place, spec.shape, spec.dtype, adds))
+            ports.append(Port(role, position, spec.shape, spec.dtype, adds))
         text = f"{self.name} {self.inputs} {ports} {self.graph}"
         constants = b"".join(
             tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in self.constants.values()
@@ -121,7 +129,7 @@ class GraphBuilder:
 
 
 def _workspace(graph: fx.Graph) -> int:
-    """Bytes of everything computed: no run needs more."""
+    """Bytes of all values that the graph computes: an upper bound of what a run needs."""
     total = 0
     for node in calls(graph):
         row = OPS.get(name_of(node.target))
@@ -132,7 +140,7 @@ def _workspace(graph: fx.Graph) -> int:
 
 
 def for_device(program: Program, device: Device) -> Program:
-    """The program as that device takes it."""
+    """The program in the form that the device takes. The graph of `program` itself is changed."""
     if NATIVE in device.info.tags:
         for node in program.graph.nodes:
             if node.target is aten.view.default:
@@ -140,13 +148,13 @@ def for_device(program: Program, device: Device) -> Program:
     return program
 
 
-def place(device: Device, tensors: Sequence[torch.Tensor]) -> tuple[Buffer, list[View]]:
-    """One buffer with a view for each tensor, and the tensors written into it."""
+def upload(device: Device, tensors: Sequence[torch.Tensor]) -> tuple[Buffer, list[View]]:
+    """Write host tensors into one new buffer. Returns the buffer and a view for each tensor."""
     offsets, size = [], 0
     for tensor in tensors:
         offsets.append(size)
         size += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
-    buffer = device.alloc(max(size, ALIGNMENT), "conformance")
+    buffer = device.alloc(max(size, ALIGNMENT), "uploaded tensors")
     views = [
         buffer.view(offset, tuple(tensor.shape), tensor.dtype) for offset, tensor in zip(offsets, tensors, strict=True)
     ]
@@ -156,7 +164,7 @@ def place(device: Device, tensors: Sequence[torch.Tensor]) -> tuple[Buffer, list
 
 
 def fetch(device: Device, views: Sequence[View]) -> list[torch.Tensor]:
-    """What the views hold, as host tensors."""
+    """Read views into new host tensors."""
     results = []
     for view in views:
         results.append(torch.empty(view.shape, dtype=view.dtype))
@@ -169,15 +177,24 @@ def run(
     program: Program,
     inputs: Sequence[torch.Tensor],
     key: RandomKey | None = None,
-    held: Sequence[torch.Tensor] | None = None,
+    before: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """The outputs of one run. `held` are what the outputs are added to; without it they replace other numbers."""
+    """Compile a program, run it once, and return its outputs as host tensors.
+
+    Args:
+        device: the device that runs it.
+        program: for a NATIVE device `view` is replaced by `reshape` in it.
+        inputs: a host tensor for each input of the program.
+        key: the key of its random numbers, if it draws any.
+        before: a host tensor for each output, to which the output is added where the program allows it. Without it the
+            outputs replace what their memory holds.
+    """
     kernel = device.compile(for_device(program, device))
-    before = held if held is not None else [torch.full(port.shape, 1).to(port.dtype) for port in program.outputs]
-    buffer, views = place(device, [*inputs, *before])
+    initial = before if before is not None else [torch.full(port.shape, 1).to(port.dtype) for port in program.outputs]
+    buffer, views = upload(device, [*inputs, *initial])
     try:
         sources, targets = views[: len(inputs)], views[len(inputs) :]
-        accumulate = tuple(port.accumulates for port in program.outputs) if held is not None else ()
+        accumulate = tuple(port.accumulates for port in program.outputs) if before is not None else ()
         device.queue(QUEUE).run(KernelCall(kernel, sources, targets, accumulate, key)).wait()
         return fetch(device, targets)
     finally:

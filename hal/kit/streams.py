@@ -1,12 +1,12 @@
 """Queues that are streams of an accelerator, each with a thread that submits to it, and the events of both.
 
-The thread is what lets a call wait for the host (an update that must end before a layer is sent) without the caller
-waiting too; calls that wait for other streams of the same device are ordered there, by marks, and the thread goes on.
-A queue holds on to everything that it gave the device until the mark after it is reached: host memory that a transfer
-reads, and device memory, which lets a freed buffer outlive its work.
+The thread lets a call wait for the host (an update that must end before a layer is sent) while the caller goes on.
+Calls that wait for other streams of the same device are ordered on the device, by marks, and the thread does not wait.
+A queue has a reference to everything that a call uses until the mark after the call is reached: host memory that a
+transfer reads, and device memory, so that a freed buffer outlives its work.
 
-What a stream and a mark are is the runtime's (`Streams`): PyTorch's accelerators and CuPy share all else. Invariant: a
-call is with the device before anything that waits for it is.
+Streams and marks are the runtime's (`Streams`); PyTorch's accelerators and CuPy share all else. Invariant: a call is
+submitted to the device before any call that waits for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hal.worker import Worker, WorkerEvent
 
 
 class Streams(abc.ABC):
-    """What queues need of a runtime. Marks are its own objects; times are seconds."""
+    """The runtime of an accelerator, as queues use it: streams, and marks recorded on them. Times are in seconds."""
 
     @abc.abstractmethod
     def memory_size(self) -> int:
@@ -37,35 +37,35 @@ class Streams(abc.ABC):
 
     @abc.abstractmethod
     def record(self, stream: Any) -> Any:
-        """A mark on the stream, after what it was given so far."""
+        """Record a mark on the stream, after all work submitted to it so far."""
 
     @abc.abstractmethod
     def order(self, stream: Any, mark: Any) -> None:
-        """What the stream is given from now on waits for the mark."""
+        """Make all work submitted to the stream from now on wait for the mark."""
 
     @abc.abstractmethod
     def reached(self, mark: Any) -> bool:
-        """Whether the device is past the mark. Raises RuntimeError where the device failed."""
+        """Whether the device has reached the mark. Raises RuntimeError if the device failed."""
 
     @abc.abstractmethod
     def wait(self, mark: Any) -> None:
-        """Block until it is. Raises RuntimeError where the device failed."""
+        """Block until the device has reached the mark. Raises RuntimeError if the device failed."""
 
     @abc.abstractmethod
     def seconds(self, mark: Any) -> float:
-        """When the device passed the mark, from when it was opened."""
+        """Seconds from the opening of the device to the mark."""
 
     @abc.abstractmethod
     def between(self, start: Any, end: Any) -> float:
-        """Seconds from one mark to a later one, with the clock's own resolution."""
+        """Seconds from the mark `start` to the later mark `end`, with the resolution of the device's clock."""
 
     @abc.abstractmethod
     def lost(self, failure: BaseException) -> bool:
-        """Whether the device answers nothing any more after this error of its runtime."""
+        """Whether the device is unusable after this error of its runtime."""
 
     @abc.abstractmethod
     def out_of_memory(self, failure: BaseException) -> bool:
-        """Whether the runtime refused memory."""
+        """Whether this error is the runtime's refusal to allocate memory."""
 
 
 class StreamEvent(Event):
@@ -100,7 +100,7 @@ class StreamEvent(Event):
             return True
         try:
             return self.streams.reached(self._marks[1])
-        except RuntimeError:  # a device that failed reaches nothing any more; `wait` says so
+        except RuntimeError:  # a device that failed reaches no mark; `wait` raises the error
             return True
 
     def wait(self) -> None:
@@ -121,7 +121,15 @@ class StreamEvent(Event):
 
 
 class StreamQueue(Queue):
-    """A stream and the thread that submits to it. See `hal.device.Queue` for the contracts."""
+    """A stream and the thread that submits to it. A backend adds the five calls of `hal.device.Queue`.
+
+    Args:
+        name: the name of the queue.
+        owner: the device string, for the name of the thread.
+        streams: the runtime.
+        memory: gives the memory use of the device, for errors.
+        on_start: called first on the thread.
+    """
 
     def __init__(
         self,
@@ -140,7 +148,14 @@ class StreamQueue(Queue):
         self._letting_go = threading.Lock()
 
     def submit(self, call: Callable[[], Any], wait: Sequence[Event], label: str, uses: Any) -> Event:
-        """Hand `call` to the stream, after the events of `wait`; it `uses` memory until it has ended there."""
+        """Submit `call` to the stream after the events of `wait`.
+
+        Args:
+            call: a function that gives the stream its work. It is called on the queue's thread.
+            wait: events of any device or host.
+            label: the name of the call, for errors.
+            uses: objects whose memory the call uses; they are referenced until the call has ended on the device.
+        """
         event = StreamEvent(self._streams)
         wait = tuple(wait)
 
@@ -182,13 +197,13 @@ class StreamQueue(Queue):
         event.recorded(start, end)
 
     def _let_go(self) -> None:
-        """Drop what the device no longer uses."""
+        """Drop the references to memory that the device no longer uses."""
         with self._letting_go:
             while self._given and self._streams.reached(self._given[0][0]):
                 self._given.popleft()
 
     def settle(self) -> None:
-        """Block until the device has ended what it was given so far, and let go of it."""
+        """Block until the device has ended all work submitted so far, and drop the references to its memory."""
         with self._letting_go:
             last = self._given[-1][0] if self._given else None
         if last is None:
@@ -196,13 +211,13 @@ class StreamQueue(Queue):
         try:
             self._streams.wait(last)
             self._let_go()
-        except RuntimeError:  # it uses nothing any more; whoever waited for the call that failed knows
+        except RuntimeError:  # a failed device uses no memory; the error is raised where the call is waited for
             with self._letting_go:
                 self._given.clear()
 
 
 def end(queues: Sequence[StreamQueue]) -> None:
-    """Run what is queued, on the device too, and end the threads: all of them first, as one may wait for another."""
+    """Run all queued calls to their end on the device, and end the threads of the queues."""
     for queue in queues:
         queue.worker.close()
     for queue in queues:
@@ -210,7 +225,7 @@ def end(queues: Sequence[StreamQueue]) -> None:
 
 
 def allocate(get: Callable[[], Any], streams: Streams, queues: Callable[[], Sequence[StreamQueue]]) -> Any:
-    """Device memory by `get`; where it is refused, once more when the queues have let go of what was freed."""
+    """Allocate device memory by `get`. If it is refused, try again after the queues have dropped freed memory."""
     try:
         return get()
     except Exception as failure:
@@ -222,8 +237,8 @@ def allocate(get: Callable[[], Any], streams: Streams, queues: Callable[[], Sequ
 
 
 def lost(failure: BaseException) -> DeviceLost:
-    """The error of a device that answers nothing any more."""
+    """The error of a device that is unusable."""
     return DeviceLost(
-        f"The device failed: {failure}. What lives on the host is intact; open the device again, in a new process if "
+        f"The device failed: {failure}. The memory of the host is intact. Open the device again, in a new process if "
         "it still fails."
     )

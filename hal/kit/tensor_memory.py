@@ -1,7 +1,7 @@
 """Device memory that is torch tensors: the host's, and that of PyTorch's accelerators.
 
-A view's `native` is a typed piece of the buffer's tensor of bytes, so a transfer is one tensor copied to another. Where
-the bytes come from, and on which thread or stream a copy runs, is the backend's.
+A view's `native` is a typed slice of the buffer's tensor of bytes, so a transfer is a copy of one tensor to another. A
+backend defines how the bytes are allocated, and on which thread or stream a copy runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hal.kit.accounted_device import AccountedBuffer
 class TensorBuffer(AccountedBuffer[torch.Tensor]):
     """A flat tensor of bytes."""
 
-    def place(self, memory: torch.Tensor, offset: int, view: View) -> torch.Tensor:
+    def native_view(self, memory: torch.Tensor, offset: int, view: View) -> torch.Tensor:
         return memory[offset : offset + view.size].view(view.dtype).view(view.shape)
 
 

@@ -17,13 +17,13 @@ Invariants of a core program, so that a backend need not care about the rest of 
   * The tensor operands of an element-wise op have one dtype and broadcast; a Python number beside them is of their
     kind (an int for integers, else a float). Casts are `_to_copy` nodes. A condition is bool. Indices are int64.
   * Ops with several results (`native_layer_norm`, `topk`, ...) are followed by `operator.getitem`, which is not in
-    the table. Of `convolution_backward`, the results that its mask does not ask for are None, in the graph's
-    `meta["val"]` as in what a backend makes of it, and nobody reads them.
+    the table. Of `convolution_backward`, the results that its mask leaves out are None, in the graph's
+    `meta["val"]` and in what a backend computes, and they are never read.
   * Constants without data are ops (`full`, `arange`); constants with data are `get_attr` nodes.
 
 Names are those of the overload, `aten.add.Tensor`; random ops are functions of `hal.random` and go by
 `hal.random.keep_mask`. FLOPs are multiplications and additions (2 a multiply-add) and one for any other element-wise
-operation; bytes are what an op reads and writes were nothing kept in a cache.
+operation; bytes are what an op reads and writes if no value stays in a cache.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ def check(
     `lacking` are ops that this device has not got, `advice` is what to do where it has not got a dtype.
 
     Raises Unsupported, naming the layer, for an op (named too) outside the table or lacking and for a dtype (named
-    too) that `info` does not list, and CompileError for a node whose shapes or dtypes are not what the table says.
+    too) that `info` does not list, and CompileError for a node whose shapes or dtypes differ from the table's.
     """
     device = info.name
     for node in calls(program.graph):

@@ -66,9 +66,9 @@ def _flops_of(node: fx.Node) -> tuple[float, bool]:
 
 def _unmasked(node: fx.Node) -> float:
     """The share of the scores that a fused attention computes."""
-    for place, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if argument.name == "is_causal":
-            causal = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name, False)
+            causal = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name, False)
             length = next(value.meta["val"].shape[-2] for value in node.args if isinstance(value, fx.Node))
             return min(1.0, (1 + TILE / length) / 2) if causal else 1.0
     return 1.0

@@ -33,7 +33,7 @@ class Spec:
 
 
 Result = Spec | tuple[Spec | None, ...]
-"""Of an op with several results, those that its arguments say are not wanted are None, and nobody reads them."""
+"""Of an op with several results, those that its arguments leave out are None and are never read."""
 Rule = Callable[..., Result]
 """Called with an op's arguments, tensors as Spec; returns its results, or raises ValueError for what cannot be."""
 
@@ -46,8 +46,8 @@ def require(condition: bool, message: str) -> None:
 def broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
     """The shape that `shapes` broadcast to. ValueError where they do not."""
     result: list[int] = []
-    for place in range(-max(map(len, shapes), default=0), 0):
-        extents = {shape[place] for shape in shapes if len(shape) >= -place} - {1}
+    for axis in range(-max(map(len, shapes), default=0), 0):
+        extents = {shape[axis] for shape in shapes if len(shape) >= -axis} - {1}
         require(len(extents) <= 1, f"{' and '.join(map(str, shapes))} do not broadcast")
         result.append(extents.pop() if extents else 1)
     return tuple(result)
@@ -159,7 +159,7 @@ def squeeze(x: Spec, dims: Sequence[int]) -> Spec:
 
 
 def unsqueeze(x: Spec, dim: int) -> Spec:
-    require(0 <= dim <= len(x.shape), f"{x.shape} has no place {dim}")
+    require(0 <= dim <= len(x.shape), f"{x.shape} has no dimension {dim} to insert")
     return Spec((*x.shape[:dim], 1, *x.shape[dim:]), x.dtype)
 
 
@@ -269,12 +269,12 @@ def embedding(weight: Spec, index: Spec) -> Spec:
 
 def indexed(x: Spec, indices: Sequence[Spec | None]) -> tuple[int, ...]:
     """The shape of x[indices]: as numpy has it, indices that stand together replace their dimensions in place."""
-    used = [place for place, index in enumerate(indices) if index is not None]
+    used = [axis for axis, index in enumerate(indices) if index is not None]
     require(bool(used) and len(indices) <= len(x.shape), f"{len(indices)} indices into {x.shape}")
     picked = broadcast(*[int64(index).shape for index in indices if index is not None])
-    kept = [extent for place, extent in enumerate(x.shape) if place not in used]
+    remaining = [extent for axis, extent in enumerate(x.shape) if axis not in used]
     front = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
-    return (*kept[:front], *picked, *kept[front:])
+    return (*remaining[:front], *picked, *remaining[front:])
 
 
 def index(x: Spec, indices: Sequence[Spec | None]) -> Spec:
@@ -326,8 +326,8 @@ def cat(tensors: Sequence[Spec], dim: int) -> Spec:
 
 def pad(x: Spec, pads: Sequence[int], value: Any) -> Spec:
     shape = list(x.shape)
-    for place in range(len(pads) // 2):
-        shape[-1 - place] += pads[2 * place] + pads[2 * place + 1]
+    for axis in range(len(pads) // 2):
+        shape[-1 - axis] += pads[2 * axis] + pads[2 * axis + 1]
     require(min(shape, default=0) >= 0, f"padding {tuple(pads)} of {x.shape}")
     return Spec(tuple(shape), x.dtype)
 

@@ -1,8 +1,8 @@
 """Devices whose time is virtual: what a simulator offers beyond a device.
 
-It says how time and traffic are reported, and how a described machine is opened. It models nothing itself.
-Invariant of a timeline: the seconds that compute was busy and the seconds it was held up by each lane add up to the
-time that passed while somebody waited.
+Time and traffic are reported by `Timeline`, and a described machine is opened by `VirtualBackend`. Nothing is
+modelled here. Invariant of a timeline: the seconds in which compute was busy and those in which it waited for each
+lane add up to the time that passed while a caller waited.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Span:
 class Timeline:
     """What a virtual device has done since it was opened. Times in seconds, traffic in bytes.
 
-    `busy` is by lane. `stalled` is the time in which compute stood still, by the lane that held it up. `launch` is
+    `busy` is by lane. `stalled` is the time in which compute waited, by the lane that it waited for. `launch` is
     the part of the compute lane's busy time that is neither arithmetic nor bytes. `beside` is the time in which any
     lane but compute's was busy, and `beside_alone` the part of it in which compute was not. `spans`, where recorded,
     are of calls that have ended and `unfinished` of those under way, up to now, with no bytes yet.
@@ -62,7 +62,7 @@ class Timeline:
         began = earlier.now
 
         def cut(spans: tuple[Span, ...]) -> tuple[Span, ...]:
-            return tuple(replace(one, start=max(one.start - began, 0.0), end=one.end - began) for one in spans)
+            return tuple(replace(span, start=max(span.start - began, 0.0), end=span.end - began) for span in spans)
 
         return Timeline(
             self.now - began,

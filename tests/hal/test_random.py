@@ -382,7 +382,7 @@ def test_read_only_package_is_cached_for_the_user_and_damage_is_survived(copied_
         file.write_bytes(file.read_bytes()[:3])
     damaged = draw_in_a_new_process(copied_package, cache_home)
     assert expected in damaged.split()
-    assert "for want of a cache" in damaged
+    assert "because its cache cannot be used" in damaged
 
 
 def test_no_place_for_a_cache_is_survived(copied_package):
@@ -391,4 +391,4 @@ def test_no_place_for_a_cache_is_survived(copied_package):
     cache_home.write_text("")
     printed = draw_in_a_new_process(copied_package, cache_home)
     assert expected in printed.split()
-    assert "for want of a cache" in printed
+    assert "because its cache cannot be used" in printed

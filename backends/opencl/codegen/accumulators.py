@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from backends.opencl.codegen.emit import held, rounded
+from backends.opencl.codegen.emit import c_type, rounded
 
 START = {
     "sum": lambda dtype: "0",
@@ -19,16 +19,16 @@ START = {
 
 
 def _limits(dtype: torch.dtype) -> tuple[str, str]:
-    if held(dtype) == "float":
+    if c_type(dtype) == "float":
         return "INT_MIN", "INT_MAX"  # ordered as integers
     if dtype.is_floating_point:
         return "-INFINITY", "INFINITY"
-    name = {"long": "LONG", "int": "INT", "short": "SHRT", "char": "CHAR", "uchar": "UCHAR"}[held(dtype)]
+    name = {"long": "LONG", "int": "INT", "short": "SHRT", "char": "CHAR", "uchar": "UCHAR"}[c_type(dtype)]
     return ("0" if name == "UCHAR" else f"{name}_MIN"), f"{name}_MAX"
 
 
 def accumulator(kind: str, dtype: torch.dtype) -> str:
-    return "int" if kind in ("max", "min") and held(dtype) == "float" else held(dtype)
+    return "int" if kind in ("max", "min") and c_type(dtype) == "float" else c_type(dtype)
 
 
 def combined(kind: str, dtype: torch.dtype, total: str, value: str) -> str:
@@ -36,7 +36,7 @@ def combined(kind: str, dtype: torch.dtype, total: str, value: str) -> str:
     if kind == "sum":
         if dtype.is_floating_point:
             return f"{{ REASSOCIATE {total} += {value}; }}"
-        return f"{total} = ({held(dtype)})((ulong){total} + (ulong){value});"
+        return f"{total} = ({c_type(dtype)})((ulong){total} + (ulong){value});"
     if kind == "prod":
         return f"{total} *= {value};"
     if kind == "any":
@@ -49,12 +49,12 @@ def combined(kind: str, dtype: torch.dtype, total: str, value: str) -> str:
 
 def taken_in(kind: str, dtype: torch.dtype, value: str) -> str:
     """A value as an accumulator holds it."""
-    if kind in ("max", "min") and held(dtype) == "float":
+    if kind in ("max", "min") and c_type(dtype) == "float":
         return f"{'ordered_high' if kind == 'max' else 'ordered_low'}({value})"
     return value
 
 
 def given_out(kind: str, dtype: torch.dtype, total: str) -> str:
-    if kind in ("max", "min") and held(dtype) == "float":
+    if kind in ("max", "min") and c_type(dtype) == "float":
         return f"unordered({total})"
     return rounded(total, dtype)

@@ -1,7 +1,7 @@
 """Element-wise ops as C expressions, inlined wherever their result is used.
 
 Each entry takes the C names of the operands and the dtype in which it computes. Results whose dtype is half precision
-are rounded where they arise, as the ops' definition says. Functions of float come from the prelude where those
+are rounded where they arise, as the ops define. Functions of float come from the prelude where those
 vectorise, else from OpenCL.
 """
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from backends.opencl.codegen.emit import Scope, held, number, rounded
-from backends.opencl.codegen.values import Computed, Place, Value, expand
+from backends.opencl.codegen.emit import Scope, c_type, number, rounded
+from backends.opencl.codegen.values import Computed, Coordinates, Value, expand
 from hal.ops.rules import broadcast
 
 DEAR = 8
@@ -47,7 +47,7 @@ def _wrapped(sign: str) -> Form:
     def form(dtype: torch.dtype, x: Sequence[str]) -> str:
         if dtype.is_floating_point:
             return f"({x[0]} {sign} {x[1]})"
-        kind = held(dtype)
+        kind = c_type(dtype)
         if dtype is torch.bool:
             return {"+": f"({x[0]} | {x[1]})", "*": f"({x[0]} & {x[1]})", "-": f"({x[0]} ^ {x[1]})"}[sign]
         return f"(({kind})((ulong){x[0]} {sign} (ulong){x[1]}))"
@@ -66,26 +66,26 @@ def _extreme(sign: str) -> Form:
 
 
 def _negative(dtype: torch.dtype, x: Sequence[str]) -> str:
-    return f"(-{x[0]})" if dtype.is_floating_point else f"(({held(dtype)})(0 - (ulong){x[0]}))"
+    return f"(-{x[0]})" if dtype.is_floating_point else f"(({c_type(dtype)})(0 - (ulong){x[0]}))"
 
 
 def _absolute(dtype: torch.dtype, x: Sequence[str]) -> str:
     if dtype.is_floating_point:
         return f"fabs({x[0]})"
-    return f"({x[0]} < 0 ? ({held(dtype)})(0 - (ulong){x[0]}) : {x[0]})"
+    return f"({x[0]} < 0 ? ({c_type(dtype)})(0 - (ulong){x[0]}) : {x[0]})"
 
 
 def _sign(dtype: torch.dtype, x: Sequence[str]) -> str:
-    kind = held(dtype)
+    kind = c_type(dtype)
     return f"(({kind})(({x[0]} > 0) - ({x[0]} < 0)))"
 
 
 def _inverted(dtype: torch.dtype, x: Sequence[str]) -> str:
-    return f"(!{x[0]})" if dtype is torch.bool else f"(({held(dtype)})~{x[0]})"
+    return f"(!{x[0]})" if dtype is torch.bool else f"(({c_type(dtype)})~{x[0]})"
 
 
 def _integer_power(dtype: torch.dtype, x: Sequence[str]) -> str:
-    return f"(({held(dtype)})llpow({x[0]}, {x[1]}))"
+    return f"(({c_type(dtype)})llpow({x[0]}, {x[1]}))"
 
 
 def _power(dtype: torch.dtype, x: Sequence[str]) -> str:
@@ -98,11 +98,11 @@ def _remainder(dtype: torch.dtype, x: Sequence[str]) -> str:
         rest = f"fmod({x[0]}, {x[1]})"
         return f"({rest} != 0 && (({rest} < 0) != ({x[1]} < 0)) ? {rest} + {x[1]} : {rest})"
     rest = f"({x[0]} % {x[1]})"
-    return f"(({held(dtype)})({rest} != 0 && (({rest} < 0) != ({x[1]} < 0)) ? {rest} + {x[1]} : {rest}))"
+    return f"(({c_type(dtype)})({rest} != 0 && (({rest} < 0) != ({x[1]} < 0)) ? {rest} + {x[1]} : {rest}))"
 
 
 def _truncated_remainder(dtype: torch.dtype, x: Sequence[str]) -> str:
-    return f"fmod({x[0]}, {x[1]})" if dtype.is_floating_point else f"(({held(dtype)})({x[0]} % {x[1]}))"
+    return f"fmod({x[0]}, {x[1]})" if dtype.is_floating_point else f"(({c_type(dtype)})({x[0]} % {x[1]}))"
 
 
 def _floor_divided(dtype: torch.dtype, x: Sequence[str]) -> str:
@@ -111,7 +111,7 @@ def _floor_divided(dtype: torch.dtype, x: Sequence[str]) -> str:
         return f"floor_divide_d({x[0]}, {x[1]})"
     if dtype.is_floating_point:
         return f"floor_divide_f({x[0]}, {x[1]})"
-    return f"(({held(dtype)})floor_divide_l({x[0]}, {x[1]}))"
+    return f"(({c_type(dtype)})floor_divide_l({x[0]}, {x[1]}))"
 
 
 def _divided(dtype: torch.dtype, x: Sequence[str]) -> str:
@@ -131,7 +131,7 @@ FORMS: dict[str, tuple[Form, int]] = {
     "tan": (_call("tan"), DEAR),
     "tanh": (_call("tanh", "tanh_f"), DEAR),
     "sigmoid": (
-        lambda dtype, x: f"sigmoid_f({x[0]})" if held(dtype) == "float" else f"(1.0 / (1.0 + exp(-{x[0]})))",
+        lambda dtype, x: f"sigmoid_f({x[0]})" if c_type(dtype) == "float" else f"(1.0 / (1.0 + exp(-{x[0]})))",
         DEAR,
     ),
     "erf": (_call("erf", "erf_f"), DEAR),
@@ -193,8 +193,8 @@ def elementwise(op: str, args: Sequence[Any], keywords: dict[str, Any], dtype: t
     operands = [expand(arg, shape) if isinstance(arg, Value) else arg for arg in args]
     inner = tensors[-1].dtype if op == "where" else tensors[0].dtype
 
-    def names(scope: Scope, place: Place) -> list[str]:
-        return [arg.at(scope, place) if isinstance(arg, Value) else number(arg, inner) for arg in operands]
+    def names(scope: Scope, coordinates: Coordinates) -> list[str]:
+        return [arg.at(scope, coordinates) if isinstance(arg, Value) else number(arg, inner) for arg in operands]
 
     if op == "_to_copy":
         return _cast(tensors[0], dtype)
@@ -216,8 +216,8 @@ def elementwise(op: str, args: Sequence[Any], keywords: dict[str, Any], dtype: t
     if op == "div" and not isinstance(operands[1], Value):
         cost = 1
 
-    def function(scope: Scope, place: Place) -> str:
-        return scope.value(held(dtype), rounded(form(inner, names(scope, place)), dtype))
+    def function(scope: Scope, coordinates: Coordinates) -> str:
+        return scope.value(c_type(dtype), rounded(form(inner, names(scope, coordinates)), dtype))
 
     return Computed(shape, dtype, function, price + cost)
 
@@ -240,26 +240,26 @@ def _gelu(approximate: str) -> Form:
 
 
 def _clamp(x: Value, least: Any, most: Any) -> Value:
-    def function(scope: Scope, place: Place) -> str:
-        name = x.at(scope, place)
+    def function(scope: Scope, coordinates: Coordinates) -> str:
+        name = x.at(scope, coordinates)
         for bound, sign in ((least, "<"), (most, ">")):
             if bound is not None:  # a NaN is neither and stays
                 limit = number(bound, x.dtype)
-                name = scope.value(held(x.dtype), f"({name} {sign} {limit} ? {limit} : {name})")
+                name = scope.value(c_type(x.dtype), f"({name} {sign} {limit} ? {limit} : {name})")
         return name
 
     return Computed(x.shape, x.dtype, function, x.cost + 2)
 
 
 def _cast(x: Value, dtype: torch.dtype) -> Value:
-    def function(scope: Scope, place: Place) -> str:
-        name = x.at(scope, place)
+    def function(scope: Scope, coordinates: Coordinates) -> str:
+        name = x.at(scope, coordinates)
         if dtype is torch.bool:
             return scope.value("int", f"({name} != 0)")
-        if held(x.dtype) == held(dtype) and rounded("", dtype) == "":
+        if c_type(x.dtype) == c_type(dtype) and rounded("", dtype) == "":
             return name
         if x.dtype.is_floating_point and dtype in (torch.uint8, torch.int8, torch.int16):
-            name = f"(int)({name})"  # out of the small type's range, PyTorch goes by way of a wider one
-        return scope.value(held(dtype), rounded(f"(({held(dtype)})({name}))", dtype))
+            name = f"(int)({name})"  # out of the small type's range, PyTorch converts by way of a wider type
+        return scope.value(c_type(dtype), rounded(f"(({c_type(dtype)})({name}))", dtype))
 
-    return Computed(x.shape, dtype, function, x.cost + (0 if held(x.dtype) == held(dtype) else 1))
+    return Computed(x.shape, dtype, function, x.cost + (0 if c_type(x.dtype) == c_type(dtype) else 1))

@@ -29,7 +29,7 @@ STORED = {
 """C types of dtypes in memory."""
 
 
-def held(dtype: torch.dtype) -> str:
+def c_type(dtype: torch.dtype) -> str:
     """The C type of a value in registers."""
     if dtype in (torch.float16, torch.bfloat16):
         return "float"
@@ -42,7 +42,7 @@ class Buffer:
 
     kind: str
     """input, output, constant or workspace."""
-    place: int
+    index: int
     """Of a port: its position."""
     dtype: torch.dtype
     count: int
@@ -58,11 +58,11 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Argument:
-    """What a kernel is given: a buffer, whether output `place` accumulates, the words of draw `place`, or a number."""
+    """What a kernel is given: a buffer, whether output `index` accumulates, the words of draw `index`, or a number."""
 
     kind: str
     buffer: Buffer | None = None
-    place: int = 0
+    index: int = 0
 
 
 @dataclass
@@ -134,12 +134,12 @@ class Writer:
             parameters.append(f"{kind} {name}_, ulong {name}_at")
             starts.append(f"  {kind} {name} = {name}_ + {name}_at;")
             arguments.append(Argument("buffer", buffer))
-        for (kind, place), name in self._others.items():
+        for (kind, index), name in self._others.items():
             if kind == "flag":
                 parameters.append(f"int {name}")
             else:
                 parameters.append(", ".join(f"uint {name}_{word}" for word in range(5)))
-            arguments.append(Argument(kind, None, place))
+            arguments.append(Argument(kind, None, index))
         for count, value in enumerate(self._numbers, 1):
             parameters.append(f"long n{count}_")
             starts.append(f"  const INDEX n{count} = n{count}_;")
@@ -187,7 +187,7 @@ class Scope:
             self.lines.append(f"const {kind} {known} = {expression};")
         return known
 
-    def place(self, expression: str, extent: int) -> Index:
+    def index(self, expression: str, extent: int) -> Index:
         """An index computed at run time: any expression below extent and not below zero."""
         name = self.value("INDEX", expression)
         self.ranges.extents[name] = max(extent, 1)
@@ -196,7 +196,7 @@ class Scope:
     def load(self, buffer: Buffer, index: Index) -> str:
         """The value of an element, in a register."""
         pointer = self.writer.pointer(buffer)
-        return self.value(held(buffer.dtype), loaded(pointer, index.text, buffer.dtype))
+        return self.value(c_type(buffer.dtype), loaded(pointer, index.text, buffer.dtype))
 
     def store(self, buffer: Buffer, index: Index, value: str, output: int | None = None) -> None:
         """Write an element; with `output`, add it where that output accumulates."""
@@ -242,7 +242,7 @@ def rounded(value: str, dtype: torch.dtype) -> str:
 
 def number(value: float | int | bool, dtype: torch.dtype) -> str:
     """A Python number as C."""
-    kind = held(dtype)
+    kind = c_type(dtype)
     if not dtype.is_floating_point:
         whole = int(value)
         if dtype is torch.int64 and whole == -(2**63):

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from backends.opencl.codegen.emit import Buffer, Launch, Scope, Writer, held, loaded, rounded, stored
+from backends.opencl.codegen.emit import Buffer, Launch, Scope, Writer, c_type, loaded, rounded, stored
 from backends.opencl.codegen.indices import Index, linear, variable
 from backends.opencl.codegen.loops import Traits
-from backends.opencl.codegen.values import Place, Stored, Value
+from backends.opencl.codegen.values import Coordinates, Stored, Value
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def tile_of(traits: Traits, rows: int, columns: int) -> Tile:
 
 
 def pack(value: Value, target: Buffer, along: int, panel: int, traits: Traits) -> Launch:
-    """(batch, m, k), or with `along` 2 (batch, k, n), into panels [batch][panel][k][panel places], zeros at the end."""
+    """(batch, m, k), or with `along` 2 (batch, k, n), into panels [batch][panel][k][element], zeros at the end."""
     batch, extent, depth = value.shape[0], value.shape[along], value.shape[3 - along]
     panels = -(-extent // panel)
     writer = Writer()
@@ -63,7 +63,7 @@ def pack(value: Value, target: Buffer, along: int, panel: int, traits: Traits) -
     ]
     if not whole_panels:
         lines.append(f"const int valid = min({panel}, (int)({writer.number(extent)} - {q} * {panel}));")
-    if _unit(value) == 3 - along:  # short runs along k, one place after another: both sides stay in the cache
+    if _unit(value) == 3 - along:  # short runs along k, one element after another: both sides stay in the cache
         lines += [
             f"const INDEX run = {long} > 256 ? 16 : {long};",
             f"for (INDEX k0 = 0; k0 < {long}; k0 += run) {{",
@@ -84,23 +84,23 @@ def pack(value: Value, target: Buffer, along: int, panel: int, traits: Traits) -
 
 
 def _unit(value: Value) -> int | None:
-    """The dimension along which an operand in memory lies without gaps, of rows and columns."""
+    """The dimension along which an operand in memory is contiguous, of rows and columns."""
     if not isinstance(value, Stored):
         return None
     return 2 if value.strides[2] == 1 else 1 if value.strides[1] == 1 else None
 
 
 def _element(value: Value, along: int, scope: Scope, batch: Index, across: Index, k: Index) -> str:
-    """The name of an operand's element. Where an operand in memory lies is told at each launch."""
-    place: Place = (batch, across, k) if along == 1 else (batch, k, across)
+    """The name of an operand's element. The address of an operand in memory is an argument of each launch."""
+    coordinates: Coordinates = (batch, across, k) if along == 1 else (batch, k, across)
     if not isinstance(value, Stored):
-        return value.at(scope, place)
+        return value.at(scope, coordinates)
     unit = _unit(value)
     terms = [scope.writer.number(value.offset)]
-    for dim, index in enumerate(place):
+    for dim, index in enumerate(coordinates):
         terms.append(index.text if dim == unit else f"{index.text}*{scope.writer.number(value.strides[dim])}")
     pointer = scope.writer.pointer(value.buffer)
-    return scope.value(held(value.dtype), loaded(pointer, "+".join(terms), value.dtype))
+    return scope.value(c_type(value.dtype), loaded(pointer, "+".join(terms), value.dtype))
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def product(
     if traits.lanes > 1:
         return _shared_product(writer, a, b, target, sizes, (depth, all_rows, all_columns), bias, output)
     real = left.dtype
-    kind = held(real)
+    kind = c_type(real)
     width = traits.wide if kind == "float" else traits.wide // 2
     vectors = tile.columns // width
     panels, tiles = -(-sizes.columns // tile.columns), -(-sizes.rows // tile.rows)
@@ -161,9 +161,9 @@ def product(
     lines.append(f"{kind} out[{tile.rows * tile.columns}];")
     lines += [f"vstore{width}(c{i}_{v}, {i * vectors + v}, out);" for i in range(tile.rows) for v in range(vectors)]
     writer.ranges.extents |= {"batch": sizes.batch, "tile": tiles, "column": panels, "i": tile.rows, "j": tile.columns}
-    row, place = linear([("tile", tile.rows), ("i", 1)]), linear([("column", tile.columns), ("j", 1)])
+    row, column = linear([("tile", tile.rows), ("i", 1)]), linear([("column", tile.columns), ("j", 1)])
     end = _ending(
-        writer, f"out[i * {tile.columns} + j]", (variable("batch"), row, place), "start + j", target, bias, output
+        writer, f"out[i * {tile.columns} + j]", (variable("batch"), row, column), "start + j", target, bias, output
     )
     loop = ["for (int j = 0; j < {}; j++) {{", *[line.replace("{", "{{").replace("}", "}}") for line in end], "}}"]
     text = "\n".join(loop)
@@ -182,16 +182,22 @@ def product(
 
 
 def _ending(
-    writer: Writer, total: str, place: Place, where: str, target: Stored, bias: Value | None, output: int | None
+    writer: Writer,
+    total: str,
+    coordinates: Coordinates,
+    where: str,
+    target: Stored,
+    bias: Value | None,
+    output: int | None,
 ) -> list[str]:
-    """C that takes a sum to its place in memory, of which `where` is the address."""
+    """C that stores a sum in memory at the address `where`."""
     scope = Scope(writer)
     dtype = target.dtype
-    value = scope.value(held(dtype), total)
+    value = scope.value(c_type(dtype), total)
     if bias is not None:
-        value = scope.value(held(dtype), f"({value} + {bias.at(scope, place)})")
-    value = scope.value(held(dtype), rounded(value, dtype))
-    scope.store(target.buffer, scope.place(where, target.count), value, output)
+        value = scope.value(c_type(dtype), f"({value} + {bias.at(scope, coordinates)})")
+    value = scope.value(c_type(dtype), rounded(value, dtype))
+    scope.store(target.buffer, scope.index(where, target.count), value, output)
     return scope.lines
 
 
@@ -206,7 +212,7 @@ def _shared_product(
     output: int | None,
 ) -> Launch:
     """For GPUs: 16 x 16 work-items share a tile of 64 x 64, 16 deep, and keep 4 x 4 sums each."""
-    kind = held(torch.float64 if target.dtype is torch.float64 else torch.float32)
+    kind = c_type(torch.float64 if target.dtype is torch.float64 else torch.float32)
     panels, tiles = -(-sizes.columns // 64), -(-sizes.rows // 64)
     depth, rows, columns = names
     lines = [
@@ -237,8 +243,8 @@ def _shared_product(
         f"if (m < {rows} && n < {columns}) {{",
     ]
     writer.ranges.extents |= {"batch": sizes.batch, "m": sizes.rows, "n": sizes.columns}
-    place = (variable("batch"), variable("m"), variable("n"))
+    coordinates = (variable("batch"), variable("m"), variable("n"))
     where = f"(batch * {rows} + m) * {columns} + n"
-    lines += _ending(writer, "sums[i][j]", place, where, target, bias, output)
+    lines += _ending(writer, "sums[i][j]", coordinates, where, target, bias, output)
     lines.append("}}")
     return writer.launch("\n".join(lines) + "\n", (panels * 16, tiles * 16, sizes.batch), (16, 16, 1), "product")

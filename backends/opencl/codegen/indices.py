@@ -1,7 +1,7 @@
 """Indices as linear expressions of loop variables, so that views cost arithmetic at compile time and none at run time.
 
 A reshape takes an index apart by division. Where the loop variables' ranges show that a division comes out even it
-vanishes; where a loop would have to be cut in two for that, `Split` says so and the kernel is generated again with
+vanishes; where a loop would have to be cut in two for that, `Split` is raised and the kernel is generated again with
 two loops; else the division is left to the device. It knows nothing of tensors' contents.
 
 Invariant: every variable is named in `Ranges` and runs from 0 to its extent, less one.
@@ -35,8 +35,8 @@ class Index:
 
     def only(self, names: Iterable[str]) -> Index:
         """The terms in those variables, without the constant."""
-        kept = set(names)
-        return Index(tuple(term for term in self.terms if term[0] in kept))
+        wanted = set(names)
+        return Index(tuple(term for term in self.terms if term[0] in wanted))
 
     @property
     def text(self) -> str:
@@ -105,14 +105,14 @@ class Ranges:
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
     """Row-major strides, in elements."""
-    return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def flatten(index: Sequence[Index], shape: Sequence[int]) -> Index:
-    """The row-major place of an element."""
+    """The row-major index of an element."""
     total = ZERO
-    for one, stride in zip(index, strides_of(shape), strict=True):
-        total = total.plus(one.times(stride))
+    for coordinate, stride in zip(index, strides_of(shape), strict=True):
+        total = total.plus(coordinate.times(stride))
     return total
 
 

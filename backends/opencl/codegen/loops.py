@@ -1,9 +1,9 @@
 """Loops over rows and over columns: how element-wise chains and reductions become one kernel.
 
 A row kernel runs over `rows` x `inner` elements. All its tasks have that many elements, or one a row. A row is done
-by one work-item (of a CPU) or one work-group (of a GPU) in as many passes as its reductions ask for: softmax and
+by one work-item (of a CPU) or one work-group (of a GPU) in as many passes as its reductions need: softmax and
 layer norm are such kernels, and so are their gradients. A column kernel sums over leading dimensions, a block of
-columns at a time. Neither decides what is put together: `plan` tries, and `NotFusable` says no.
+columns at a time. Neither decides what is fused: `plan` tries, and `NotFusable` is raised where it cannot be done.
 
 Invariant: a work-item reads of what its kernel wrote only elements of its own row.
 """
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 
 from backends.opencl.codegen.accumulators import START, accumulator, combined, given_out, taken_in
-from backends.opencl.codegen.emit import Buffer, Launch, Scope, Writer, held
+from backends.opencl.codegen.emit import Buffer, Launch, Scope, Writer, c_type
 from backends.opencl.codegen.indices import Index, Split, flatten, linear, strides_of, variable
-from backends.opencl.codegen.values import Place, Stored, Value, permute, unflatten
+from backends.opencl.codegen.values import Coordinates, Stored, Value, permute, unflatten
 
 
 class NotFusable(Exception):
@@ -54,12 +54,12 @@ class Map:
 
 @dataclass(frozen=True, eq=False)
 class Reduce:
-    """A reduction over the last `inner` dimensions of a value (`kept` of them stay in front)."""
+    """A reduction over the last `inner` dimensions of a value (the first `remaining` dimensions stay)."""
 
     kind: str
     """sum, prod, max, min or any."""
     value: Value
-    kept: int
+    remaining: int
     target: Stored
     output: int | None = None
 
@@ -88,7 +88,7 @@ def space_of(task: Map | Reduce, traits: Traits) -> Space:
     """The loops that suit a task by itself."""
     shape = task.value.shape
     if isinstance(task, Reduce):
-        return shape[: task.kept], shape[task.kept :]
+        return shape[: task.remaining], shape[task.remaining :]
     inner: list[int] = []
     outer = list(shape)
     while outer and math.prod(inner) < ROW_GOAL:
@@ -187,18 +187,18 @@ class _Rows:
         self.scalars[task.target.buffer] = name
         self._store_scalar(task, name, unflatten(self.row_scope, self.row, task.target.shape))
 
-    def _store_scalar(self, task: Task, name: str, place: Place) -> None:
+    def _store_scalar(self, task: Task, name: str, coordinates: Coordinates) -> None:
         if task.target.buffer in self.skipped:
             return
         scope = self._scope(None)
-        scope.store(task.target.buffer, task.target.address(place), name, task.output)
+        scope.store(task.target.buffer, task.target.address(coordinates), name, task.output)
         lines = " ".join(scope.lines)
         self.row_scope.lines.append(f"if (lane == 0) {{ {lines} }}" if self.traits.lanes > 1 else lines)
 
     def _map(self, task: Map, scope: Scope) -> None:
-        place = unflatten(scope, self.flat, task.value.shape)
-        name = task.value.at(scope, place)
-        address = task.target.address(place)
+        coordinates = unflatten(scope, self.flat, task.value.shape)
+        name = task.value.at(scope, coordinates)
+        address = task.target.address(coordinates)
         if task.target.buffer not in self.skipped:
             scope.store(task.target.buffer, address, name, task.output)
         # Only what lies as the loops run can be read again.
@@ -209,7 +209,7 @@ class _Rows:
         name = task.value.at(scope, unflatten(scope, self.flat, task.value.shape))
         total = self.writer.name("a")
         kind = accumulator(task.kind, dtype)
-        taken = scope.value(kind, taken_in(task.kind, dtype, name)) if kind != held(dtype) else name
+        taken = scope.value(kind, taken_in(task.kind, dtype, name)) if kind != c_type(dtype) else name
         scope.lines.append(combined(task.kind, dtype, total, taken))
         self.before.append(f"{kind} {total} = {START[task.kind](dtype)};")
         self.pending.add(task.target.buffer)
@@ -217,7 +217,7 @@ class _Rows:
         def finish() -> None:
             if self.traits.lanes > 1:
                 self.row_scope.lines.append(self._shared(task.kind, dtype, kind, total))
-            result = self.row_scope.value(held(dtype), given_out(task.kind, dtype, total))
+            result = self.row_scope.value(c_type(dtype), given_out(task.kind, dtype, total))
             self.scalars[task.target.buffer] = result
             self._store_scalar(task, result, unflatten(self.row_scope, self.row, task.target.shape))
 
@@ -243,9 +243,9 @@ class _Rows:
         self.row_scope.lines.clear()
         self.body += self.before
         last = len(self.inner) - 1
-        for place, (name, extent) in enumerate(zip(self.inner, self.inner_extents, strict=True)):
+        for position, (name, extent) in enumerate(zip(self.inner, self.inner_extents, strict=True)):
             lanes = self.traits.lanes
-            start, step = ("lane", f"{name} += {lanes}") if place == last and lanes > 1 else ("0", f"{name}++")
+            start, step = ("lane", f"{name} += {lanes}") if position == last and lanes > 1 else ("0", f"{name}++")
             self.body.append(f"for (INDEX {name} = {start}; {name} < {extent}; {step}) {{")
         if not self.inner and self.traits.lanes > 1:
             self.body.append("if (lane == 0) {")
@@ -292,7 +292,7 @@ def row_kernel(
 ) -> tuple[Launch, set[Buffer]]:
     """One kernel for the tasks, and which of the buffers it writes it must read again.
 
-    `skipped` are targets that nobody reads outside. Raises NotFusable.
+    `skipped` are targets that are not read outside. Raises NotFusable.
     """
     outer, inner = list(space[0]), list(space[1])
     for _ in range(12):
@@ -304,8 +304,8 @@ def row_kernel(
         except Split as split:
             for names, extents in ((attempt.outer, outer), (attempt.inner, inner)):
                 if split.name in names:
-                    place = names.index(split.name)
-                    extents[place : place + 1] = [extents[place] // split.inner, split.inner]
+                    position = names.index(split.name)
+                    extents[position : position + 1] = [extents[position] // split.inner, split.inner]
     attempt = _Rows(outer, inner, traits, skipped)
     attempt.writer.ranges.loops.clear()
     for task in tasks:
@@ -317,7 +317,7 @@ def column_kernel(tasks: Sequence[Columns], traits: Traits) -> Launch:
     """One kernel for reductions of values of one shape over the same leading dimensions."""
     first = tasks[0]
     shape, dims = first.value.shape, first.dims
-    kept = [dim for dim in range(len(shape)) if dim not in dims]
+    remaining = [dim for dim in range(len(shape)) if dim not in dims]
     columns = shape[-1]
     block = 1 if traits.lanes > 1 else min(BLOCK, columns)
     blocks = -(-columns // block)
@@ -325,10 +325,10 @@ def column_kernel(tasks: Sequence[Columns], traits: Traits) -> Launch:
     scope = Scope(writer)
     names = {dim: writer.counter(extent, "k") for dim, extent in enumerate(shape[:-1])}
     which, inside = writer.counter(blocks, "b"), writer.counter(block, "c")
-    place = [variable(names[dim]) for dim in range(len(shape) - 1)]
-    place.append(linear([(which, block), (inside, 1)]))
+    coordinates = [variable(names[dim]) for dim in range(len(shape) - 1)]
+    coordinates.append(linear([(which, block), (inside, 1)]))
     lines, rest = [], "item"
-    for name, extent in [(which, blocks), *[(names[dim], shape[dim]) for dim in reversed(kept[:-1])]]:
+    for name, extent in [(which, blocks), *[(names[dim], shape[dim]) for dim in reversed(remaining[:-1])]]:
         lines.append(f"const INDEX {name} = {rest} % {extent};")
         rest = f"({rest} / {extent})"
     count = str(block) if columns % block == 0 else f"min({block}, {columns} - {which} * {block})"
@@ -340,12 +340,12 @@ def column_kernel(tasks: Sequence[Columns], traits: Traits) -> Launch:
         kind = accumulator(task.kind, dtype)
         lines.append(f"{kind} {total}[{block}];")
         lines.append(f"for (int c = 0; c < {block}; c++) {total}[c] = {START[task.kind](dtype)};")
-        taken = taken_in(task.kind, dtype, task.value.at(scope, tuple(place)))
-        if kind != held(dtype):
+        taken = taken_in(task.kind, dtype, task.value.at(scope, tuple(coordinates)))
+        if kind != c_type(dtype):
             taken = scope.value(kind, taken)
         scope.lines.append(combined(task.kind, dtype, f"{total}[{inside}]", taken))
         store = Scope(writer)
-        flat = flatten([place[dim] for dim in kept], [shape[dim] for dim in kept])
+        flat = flatten([coordinates[dim] for dim in remaining], [shape[dim] for dim in remaining])
         where = task.target.address(unflatten(store, flat, task.target.shape))
         store.store(task.target.buffer, where, given_out(task.kind, dtype, f"{total}[{inside}]"), task.output)
         ends += store.lines
@@ -353,7 +353,7 @@ def column_kernel(tasks: Sequence[Columns], traits: Traits) -> Launch:
     for dim in dims:
         lines.append(f"for (INDEX {names[dim]} = 0; {names[dim]} < {shape[dim]}; {names[dim]}++) {{")
     lines += [loop, *scope.lines, "}", "}" * len(dims), loop, *ends, "}"]
-    items = blocks * math.prod(shape[dim] for dim in kept[:-1])
+    items = blocks * math.prod(shape[dim] for dim in remaining[:-1])
     start = "const INDEX item = get_global_id(0);\n"
     return writer.launch(start + "\n".join(lines) + "\n", (items,), (1,) if traits.lanes == 1 else (), "columns")
 

@@ -1,8 +1,8 @@
 """From a core program to tasks: what is computed where it is used, what goes to memory, and in which order.
 
-Views and element-wise ops are never tasks of their own: they are part of whoever reads them. A value goes to memory
-where it is read several times and is not cheap, where a reduction, a product or a scatter makes it, or where it is an
-output. Which tasks share a kernel is decided in `plan`.
+Views and element-wise ops are never tasks of their own: they are computed in the tasks that read them. A value goes to
+memory where it is read several times and is not cheap, where a reduction, a product or a scatter makes it, or where it
+is an output. Which tasks share a kernel is decided in `plan`.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Lowering(Tasks):
         nodes = list(self.program.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
         results = nodes[-1].args[0]
-        self._choose_places(results)
+        self._choose_outputs(results)
         for node in nodes:
             self._uses[node] = sum(_reads(user, node) for user in node.users)
-        for place, (node, port) in enumerate(zip(placeholders, self.program.inputs, strict=False)):
-            buffer = Buffer("input", place, port.dtype, math.prod(port.shape))
+        for position, (node, port) in enumerate(zip(placeholders, self.program.inputs, strict=False)):
+            buffer = Buffer("input", position, port.dtype, math.prod(port.shape))
             self._values[node] = whole(buffer, port.shape)
         for node in nodes:
             if node.op == "get_attr":
@@ -57,44 +57,46 @@ class Lowering(Tasks):
                 if isinstance(value, Computed) and self._worth_memory(node, value):
                     value = self.realize(value)
                 self._values[node] = value
-                for place, result in enumerate(results):
-                    if result is node and place not in self.done:
-                        self._give(place, value)
-        for place, result in enumerate(results):
+                for position, result in enumerate(results):
+                    if result is node and position not in self.done:
+                        self._give(position, value)
+        for position, result in enumerate(results):
             if result.op != "call_function":
-                self._give(place, self._values[result])
+                self._give(position, self._values[result])
         # Of values that replace an input in place: all are computed before any is written.
-        ready = [(place, self.realize(self._own(value))) for place, value in self._late]
+        ready = [(position, self.realize(self._own(value))) for position, value in self._late]
         self.barrier = len(self.steps)
-        for place, value in ready:
-            self.realize(again(value), whole(self.output(place), value.shape), self._adds(place))
+        for position, value in ready:
+            self.realize(again(value), whole(self.output(position), value.shape), self._adds(position))
 
-    def _adds(self, place: int) -> int | None:
-        return place if self.program.outputs[place].accumulates else None
+    def _adds(self, position: int) -> int | None:
+        return position if self.program.outputs[position].accumulates else None
 
     def _own(self, value: Value) -> Value:
         if isinstance(value, Stored) and value.buffer.kind != "workspace":
             return again(value)
         return value
 
-    def _give(self, place: int, value: Value) -> None:
-        port = self.program.outputs[place]
-        self.done.add(place)
+    def _give(self, position: int, value: Value) -> None:
+        port = self.program.outputs[position]
+        self.done.add(position)
         if port.role is Role.BUFFER_UPDATE:
-            self._late.append((place, values.view(value, port.shape)))
+            self._late.append((position, values.view(value, port.shape)))
             return
-        self.realize(again(values.view(value, port.shape)), whole(self.output(place), port.shape), self._adds(place))
+        self.realize(
+            again(values.view(value, port.shape)), whole(self.output(position), port.shape), self._adds(position)
+        )
 
-    def _choose_places(self, results: Sequence[fx.Node]) -> None:
-        """Nodes that are one output and nothing else are made where the output is."""
-        for place, node in enumerate(results):
-            port = self.program.outputs[place]
+    def _choose_outputs(self, results: Sequence[fx.Node]) -> None:
+        """Find the nodes that are one output and nothing else: they are written to its memory."""
+        for position, node in enumerate(results):
+            port = self.program.outputs[position]
             if port.role is Role.BUFFER_UPDATE or results.count(node) > 1:
                 continue
             while node.op == "call_function" and len(node.users) == 1:
                 kind = _kind(node)
                 if kind in (Kind.REDUCTION, Kind.MATMUL):
-                    self.placed[node] = place
+                    self.output_of[node] = position
                     break
                 if not (kind is Kind.VIEW and name_of(node.target) in _RESHAPES):
                     break
@@ -139,7 +141,7 @@ def _kind(node: fx.Node) -> Kind | None:
 
 
 def _reads(user: fx.Node, node: fx.Node) -> int:
-    """How often a reader asks for each element: softmax and layer norm pass over it three times."""
+    """How often a reader uses each element: softmax and layer norm pass over it three times."""
     if _kind(user) is Kind.NORMALISATION:
         return 3
     if user.op == "output":

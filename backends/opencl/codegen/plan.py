@@ -66,7 +66,7 @@ def plan(program: Program, traits: Traits) -> Plan:
             groups.append(_Group([], None, step))
             where = len(groups) - 1
         else:
-            where = _place(step, groups, made, traits, floor)
+            where = _assign(step, groups, made, traits, floor)
         for buffer in groups[where].launch.writes:
             made[buffer] = max(made.get(buffer, 0), where)
     launches = [_final(group, groups, traits) for group in groups]
@@ -82,7 +82,7 @@ def _alone(task: Task, traits: Traits) -> _Group:
     return _Group([task], space, launch, reloaded)
 
 
-def _place(task: Task, groups: list[_Group], made: dict[Buffer, int], traits: Traits, floor: int) -> int:
+def _assign(task: Task, groups: list[_Group], made: dict[Buffer, int], traits: Traits, floor: int) -> int:
     """Put a task into a group, an old one or a new one; returns its number."""
     own = _alone(task, traits)
     needed = {made[buffer] for buffer in own.launch.reads if buffer in made}
@@ -110,9 +110,9 @@ def _joined(group: _Group, task: Task, own: _Group, depends: bool, traits: Trait
             return None
         if depends or (task.value.shape, task.dims) != (first.value.shape, first.dims):
             return None
-        columns = [one for one in tasks if isinstance(one, Columns)]
+        columns = [member for member in tasks if isinstance(member, Columns)]
         return _Group(tasks, None, column_kernel(columns, traits))
-    rows = [one for one in tasks if not isinstance(one, Columns)]
+    rows = [member for member in tasks if not isinstance(member, Columns)]
     assert group.space is not None
     assert own.space is not None
     for space in _spaces(group, task, own):
@@ -134,13 +134,13 @@ def _spaces(group: _Group, task: Task, own: _Group) -> list[Space]:
         return [group.space] if count in (rows * width, rows) else []
     if (rows, width) == tuple(math.prod(part) for part in own.space):
         return [group.space]
-    if count == rows * width and all(isinstance(one, Map) and one.value.count == count for one in group.tasks):
+    if count == rows * width and all(isinstance(member, Map) and member.value.count == count for member in group.tasks):
         return [own.space]
     return []
 
 
 def _final(group: _Group, groups: list[_Group], traits: Traits) -> Launch:
-    """The group's launch without stores that nobody reads."""
+    """The group's launch without stores that are never read."""
     if group.space is None or len(group.tasks) < 2:
         return group.launch
     outside = {buffer for other in groups if other is not group for buffer in other.launch.reads}
@@ -164,7 +164,7 @@ def _lay_out(launches: list[Launch]) -> tuple[dict[Buffer, int], int]:
                 last[buffer] = number
     offsets: dict[Buffer, int] = {}
     size = 0
-    for buffer in sorted(first, key=lambda one: (first[one], -one.size)):
+    for buffer in sorted(first, key=lambda candidate: (first[candidate], -candidate.size)):
         taken = sorted(
             (offset, offset + _rounded(other.size)) for other, offset in offsets.items() if last[other] >= first[buffer]
         )

@@ -16,10 +16,10 @@ from torch import fx
 
 from backends.opencl.codegen import gemm, scatters, values
 from backends.opencl.codegen.elementwise import elementwise
-from backends.opencl.codegen.emit import Scope, held, number
-from backends.opencl.codegen.placing import PLACES
+from backends.opencl.codegen.emit import Scope, c_type, number
+from backends.opencl.codegen.indexing import INDEXING
 from backends.opencl.codegen.tasks import CHEAP, Tasks
-from backends.opencl.codegen.values import Computed, Place, Stored, Value, whole
+from backends.opencl.codegen.values import Computed, Coordinates, Stored, Value, whole
 from backends.opencl.codegen.windows import WINDOWS
 
 # -- reductions and rows ------------------------------------------------------------------------------------------
@@ -49,12 +49,12 @@ def _mean_of(tasks: Tasks, x: Value, dims: tuple[int, ...]) -> Value:
     return elementwise("_to_copy", [mean], {}, x.dtype)
 
 
-def _place(largest: bool) -> Callable[..., Value]:
+def _extreme_index(largest: bool) -> Callable[..., Value]:
     def function(tasks: Tasks, node: fx.Node, x: Value, dim: int, keep: bool) -> Value:
-        shape = [1 if place == dim else extent for place, extent in enumerate(x.shape)]
+        shape = [1 if axis == dim else extent for axis, extent in enumerate(x.shape)]
         target = whole(tasks.buffer(math.prod(shape), torch.int64), shape)
         if target.count:
-            tasks.steps.append(scatters.extreme_place(x, dim, largest, target))
+            tasks.steps.append(scatters.extreme_index(x, dim, largest, target))
         return values.view(target, tuple(node.meta["val"].shape))
 
     return function
@@ -94,7 +94,7 @@ def _softmax(safe: bool, logarithm: bool) -> Callable[..., Value]:
         most: Value = tasks.reduce("max", wide, (dim,))
         if safe:
             nothing = _calculated("eq", torch.bool, most, -math.inf)
-            zero = Computed((), kind, lambda scope, place: number(0, kind))
+            zero = Computed((), kind, lambda scope, coordinates: number(0, kind))
             most = _calculated("where", kind, nothing, zero, most)
         shifted = _calculated("sub", kind, wide, most)
         weights = _calculated("exp", kind, shifted)
@@ -191,15 +191,15 @@ def _plain_product(tasks: Tasks, x: Value, y: Value, bias: Value | None) -> Valu
 
 def _full(tasks: Tasks, node: fx.Node, shape: Sequence[int], value: Any) -> Value:
     dtype = node.meta["val"].dtype
-    return Computed(tuple(shape), dtype, lambda scope, place: number(value, dtype), 0)
+    return Computed(tuple(shape), dtype, lambda scope, coordinates: number(value, dtype), 0)
 
 
 def _arange(tasks: Tasks, node: fx.Node, start: Any, end: Any, step: Any) -> Value:
     dtype, shape = node.meta["val"].dtype, tuple(node.meta["val"].shape)
 
-    def function(scope: Scope, place: Place) -> str:
-        kind = held(dtype)
-        name = f"({kind})({number(start, dtype)} + ({kind})({place[0].text}) * {number(step, dtype)})"
+    def function(scope: Scope, coordinates: Coordinates) -> str:
+        kind = c_type(dtype)
+        name = f"({kind})({number(start, dtype)} + ({kind})({coordinates[0].text}) * {number(step, dtype)})"
         return scope.value(kind, name)
 
     return Computed(shape, dtype, function, 1)
@@ -234,7 +234,7 @@ def _pass(way: Callable[..., Value]) -> Callable[..., Value]:
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **PLACES,
+    **INDEXING,
     "view.default": _pass(values.view),
     "permute.default": _pass(values.permute),
     "expand.default": _pass(values.expand),
@@ -249,8 +249,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "any.dim": _reduced("any"),
     "prod.dim_int": _reduced("prod"),
     "mean.dim": _mean,
-    "argmax.default": _place(True),
-    "argmin.default": _place(False),
+    "argmax.default": _extreme_index(True),
+    "argmin.default": _extreme_index(False),
     "cumsum.default": _scan("cumsum"),
     "cumprod.default": _scan("cumprod"),
     "_softmax.default": _softmax(False, False),

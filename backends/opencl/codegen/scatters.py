@@ -1,4 +1,4 @@
-"""Kernels with a loop of their own: scatters, scans, orders, extremes' places, random draws.
+"""Kernels with a loop of their own: scatters, scans, orders, indices of extremes, random draws.
 
 Scatters add without races and in one order: what is indexed is walked through by one work-item after another's
 fashion, in sequence, and only dimensions that no index touches are done side by side. Sorting counts, for each
@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from backends.opencl.codegen.emit import Buffer, Launch, Scope, Writer, held, loaded, number, rounded, stored
+from backends.opencl.codegen.emit import Buffer, Launch, Scope, Writer, c_type, loaded, number, rounded, stored
 from backends.opencl.codegen.indices import Index, linear, variable
 from backends.opencl.codegen.loops import Traits
-from backends.opencl.codegen.values import Place, Stored, Value, expand
+from backends.opencl.codegen.values import Coordinates, Stored, Value, expand
 from hal.ops.rules import broadcast
 
 COLUMNS = 64
@@ -44,26 +44,26 @@ def _launch(writer: Writer, lines: Sequence[str], items: int, label: str) -> Lau
 def index_put(
     target: Stored, indices: Sequence[Value | None], values: Value, accumulate: bool, traits: Traits
 ) -> Launch:
-    """Values into places of memory that holds the first operand already."""
-    used = [place for place, index in enumerate(indices) if index is not None]
+    """Write values at indices of memory that holds the first operand already."""
+    used = [axis for axis, index in enumerate(indices) if index is not None]
     picked = broadcast(*[index.shape for index in indices if index is not None])
     free = [dim for dim in range(len(target.shape)) if dim not in used]
     front = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
-    kept = [target.shape[dim] for dim in free]
-    values = expand(values, (*kept[:front], *picked, *kept[front:]))
+    remaining = [target.shape[dim] for dim in free]
+    values = expand(values, (*remaining[:front], *picked, *remaining[front:]))
     writer = Writer()
-    block = min(COLUMNS, kept[-1]) if kept and traits.lanes == 1 and front < len(kept) else 1
-    while kept and kept[-1] % block:
+    block = min(COLUMNS, remaining[-1]) if remaining and traits.lanes == 1 and front < len(remaining) else 1
+    while remaining and remaining[-1] % block:
         block -= 1
-    extents = [*kept[:-1], kept[-1] // block] if kept else []
+    extents = [*remaining[:-1], remaining[-1] // block] if remaining else []
     names, lines, items = _grid(writer, extents)
     walk, loops = _loops(writer, picked)
     column = writer.counter(block, "c")
     own = [variable(name) for name in names]
     if own:
         own[-1] = linear([(names[-1], block), (column, 1)])
-    seen: Place = tuple(variable(name) for name in walk)
-    place: list[Index] = [Index()] * len(target.shape)
+    seen: Coordinates = tuple(variable(name) for name in walk)
+    coordinates: list[Index] = [Index()] * len(target.shape)
     outside = Scope(writer)
     for dim, index in enumerate(indices):
         if index is None:
@@ -71,20 +71,20 @@ def index_put(
         wide = expand(index, picked)
         extent = target.shape[dim]
         name = wide.at(outside, seen)
-        place[dim] = outside.place(f"(INDEX)({name} < 0 ? {name} + {extent} : {name})", extent)
-    for dim, one in zip(free, own, strict=True):
-        place[dim] = one
+        coordinates[dim] = outside.index(f"(INDEX)({name} < 0 ? {name} + {extent} : {name})", extent)
+    for dim, coordinate in zip(free, own, strict=True):
+        coordinates[dim] = coordinate
     inner = Scope(writer, outside)
     name = values.at(inner, (*own[:front], *seen, *own[front:]))
-    _put(inner, target, place, name, accumulate)
+    _put(inner, target, coordinates, name, accumulate)
     lines += [*loops, *outside.lines, f"for (int {column} = 0; {column} < {block}; {column}++) {{", *inner.lines, "}"]
     lines.append("}" * len(loops))
     return _launch(writer, lines, items, "put")
 
 
-def _put(scope: Scope, target: Stored, place: Sequence[Index], name: str, accumulate: bool) -> None:
+def _put(scope: Scope, target: Stored, coordinates: Sequence[Index], name: str, accumulate: bool) -> None:
     pointer = scope.writer.pointer(target.buffer, writes=True)
-    address = target.address(tuple(place)).text
+    address = target.address(tuple(coordinates)).text
     dtype = target.dtype
     if accumulate:
         before = loaded(pointer, address, dtype)
@@ -93,7 +93,7 @@ def _put(scope: Scope, target: Stored, place: Sequence[Index], name: str, accumu
 
 
 def scatter(target: Stored, dim: int, index: Value, source: Value | Any, accumulate: bool) -> Launch:
-    """Elements to the places that `index` names along a dimension, of memory that holds the first operand already."""
+    """Write elements at the indices `index` along a dimension of memory that holds the first operand already."""
     writer = Writer()
     scope = Scope(writer)
     shape = index.shape
@@ -101,17 +101,17 @@ def scatter(target: Stored, dim: int, index: Value, source: Value | Any, accumul
         name = source.at(scope, ()) if isinstance(source, Value) else number(source, target.dtype)
         _put(scope, target, (), name, accumulate)
         return _launch(writer, scope.lines, 1, "scatter")
-    side = [extent for place, extent in enumerate(shape) if place != dim]
+    side = [extent for axis, extent in enumerate(shape) if axis != dim]
     names, lines, items = _grid(writer, side)
     walk, loops = _loops(writer, [shape[dim]])
     around = [variable(name) for name in names]
-    seen: Place = (*around[:dim], variable(walk[0]), *around[dim:])
+    seen: Coordinates = (*around[:dim], variable(walk[0]), *around[dim:])
     extent = target.shape[dim]
     taken = index.at(scope, seen)
-    place = list(seen)
-    place[dim] = scope.place(f"(INDEX)({taken} < 0 ? {taken} + {extent} : {taken})", extent)
+    coordinates = list(seen)
+    coordinates[dim] = scope.index(f"(INDEX)({taken} < 0 ? {taken} + {extent} : {taken})", extent)
     name = source.at(scope, seen) if isinstance(source, Value) else number(source, target.dtype)
-    _put(scope, target, place, name, accumulate)
+    _put(scope, target, coordinates, name, accumulate)
     return _launch(writer, [*lines, *loops, *scope.lines, "}"], items, "scatter")
 
 
@@ -123,14 +123,14 @@ def scan(kind: str, value: Value, dim: int, target: Stored) -> Launch:
     if not shape:
         scope.store(target.buffer, Index(), value.at(scope, ()))
         return _launch(writer, scope.lines, 1, "scan")
-    names, lines, items = _grid(writer, [extent for place, extent in enumerate(shape) if place != dim])
+    names, lines, items = _grid(writer, [extent for axis, extent in enumerate(shape) if axis != dim])
     walk, loops = _loops(writer, [shape[dim]])
     around = [variable(name) for name in names]
-    place: Place = (*around[:dim], variable(walk[0]), *around[dim:])
-    name = value.at(scope, place)
-    kind_held = held(value.dtype)
+    coordinates: Coordinates = (*around[:dim], variable(walk[0]), *around[dim:])
+    name = value.at(scope, coordinates)
+    register_type = c_type(value.dtype)
     sign = "+" if kind == "cumsum" else "*"
-    if kind_held == "float" and kind == "cumsum":
+    if register_type == "float" and kind == "cumsum":
         # Kahan's compensated sum: what each addition loses is put into the next.
         scope.lines += [
             f"const float more = {name} - lost;",
@@ -141,12 +141,12 @@ def scan(kind: str, value: Value, dim: int, target: Stored) -> Launch:
         ]
     else:
         scope.lines.append(f"total = total {sign} {name};")
-    scope.store(target.buffer, target.address(place), rounded("total", value.dtype))
-    start = f"{kind_held} total = {0 if kind == 'cumsum' else 1}; float lost = 0;"
+    scope.store(target.buffer, target.address(coordinates), rounded("total", value.dtype))
+    start = f"{register_type} total = {0 if kind == 'cumsum' else 1}; float lost = 0;"
     return _launch(writer, [*lines, start, *loops, *scope.lines, "}"], items, "scan")
 
 
-def extreme_place(value: Value, dim: int, largest: bool, target: Stored) -> Launch:
+def extreme_index(value: Value, dim: int, largest: bool, target: Stored) -> Launch:
     """argmax or argmin: the first of the extreme elements; a NaN counts as extreme. `target` keeps the dimension."""
     writer = Writer()
     scope = Scope(writer)
@@ -154,7 +154,7 @@ def extreme_place(value: Value, dim: int, largest: bool, target: Stored) -> Laun
     if not shape:
         scope.lines.append(f"{writer.pointer(target.buffer, writes=True)}[0] = 0;")
         return _launch(writer, scope.lines, 1, "place")
-    names, lines, items = _grid(writer, [extent for place, extent in enumerate(shape) if place != dim])
+    names, lines, items = _grid(writer, [extent for axis, extent in enumerate(shape) if axis != dim])
     walk, loops = _loops(writer, [shape[dim]])
     around = [variable(name) for name in names]
     name = value.at(scope, (*around[:dim], variable(walk[0]), *around[dim:]))
@@ -162,12 +162,12 @@ def extreme_place(value: Value, dim: int, largest: bool, target: Stored) -> Laun
     scope.lines.append(f"if ({better}) {{ best = {name}; where = {walk[0]}; }}")
     end = Scope(writer)
     end.store(target.buffer, target.address((*around[:dim], Index(), *around[dim:])), "where")
-    start = f"{held(value.dtype)} best = 0; long where = 0;"
+    start = f"{c_type(value.dtype)} best = 0; long where = 0;"
     return _launch(writer, [*lines, start, *loops, *scope.lines, "}", *end.lines], items, "place")
 
 
-def order(value: Stored, dim: int, count: int, largest: bool, values: Stored, places: Stored) -> Launch:
-    """The first `count` elements in order along a dimension, and their places; equal ones keep theirs.
+def order(value: Stored, dim: int, count: int, largest: bool, values: Stored, positions: Stored) -> Launch:
+    """The first `count` elements in order along a dimension, and their positions; equal elements stay in order.
 
     NaN is the largest of all. `value` must lie in memory, for every element is read as often as the row is long.
     """
@@ -175,13 +175,13 @@ def order(value: Stored, dim: int, count: int, largest: bool, values: Stored, pl
     scope = Scope(writer)
     shape = value.shape
     names, lines, items = _grid(writer, shape)
-    place = [variable(name) for name in names]
-    mine = scope.value(held(value.dtype), value.at(scope, tuple(place)))
+    coordinates = [variable(name) for name in names]
+    mine = scope.value(c_type(value.dtype), value.at(scope, tuple(coordinates)))
     walk, loops = _loops(writer, [shape[dim]] if shape else [])
     inner = Scope(writer, scope)
     lines += [*scope.lines, "INDEX rank = 0;", *loops]
     if shape:
-        other = value.at(inner, (*place[:dim], variable(walk[0]), *place[dim + 1 :]))
+        other = value.at(inner, (*coordinates[:dim], variable(walk[0]), *coordinates[dim + 1 :]))
         if value.dtype.is_floating_point:
             if largest:
                 before = f"({other} > {mine} || ({other} != {other} && {mine} == {mine}))"
@@ -195,9 +195,9 @@ def order(value: Stored, dim: int, count: int, largest: bool, values: Stored, pl
         lines += [*inner.lines, "}"]
     writer.ranges.extents["rank"] = max(count, 1)
     end = Scope(writer)
-    spot: Place = (*place[:dim], variable("rank"), *place[dim + 1 :]) if shape else ()
+    spot: Coordinates = (*coordinates[:dim], variable("rank"), *coordinates[dim + 1 :]) if shape else ()
     end.store(values.buffer, values.address(spot), mine)
-    end.store(places.buffer, places.address(spot), names[dim] if shape else "0")
+    end.store(positions.buffer, positions.address(spot), names[dim] if shape else "0")
     lines += [f"if (rank < {max(count, 1 if not shape else count)}) {{", *end.lines, "}"]
     return _launch(writer, lines, items, "order")
 
@@ -215,19 +215,19 @@ def draw(kind: str, op: int, target: Buffer, threshold: int, traits: Traits) -> 
         f"const uint4 drawn = philox((uint)block, {words}_0, {words}_1, {words}_2, {words}_3, {words}_4);",
     ]
     if kind == "keep_mask":
-        values = [f"((ulong)drawn.s{place} >= {threshold}UL)" for place in range(4)]
+        values = [f"((ulong)drawn.s{lane} >= {threshold}UL)" for lane in range(4)]
     elif kind == "uniform":
-        values = [f"((float)(drawn.s{place} >> 8) * 0x1p-24f)" for place in range(4)]
+        values = [f"((float)(drawn.s{lane} >> 8) * 0x1p-24f)" for lane in range(4)]
     else:
         for pair in range(2):
             lines += [
                 f"const float radius{pair} = sqrt(-2.0f * log((float)((drawn.s{2 * pair} >> 8) + 1) * 0x1p-24f));",
                 f"const float turn{pair} = (float)(drawn.s{2 * pair + 1} >> 8) * 0x1p-23f;",
             ]
-        values = [f"(radius{place // 2} * {'sinpi' if place % 2 else 'cospi'}(turn{place // 2}))" for place in range(4)]
-    for place, value in enumerate(values):
-        guard = f"if (block * 4 + {place} < {target.count}) " if target.count % 4 else ""
-        lines.append(guard + stored(pointer, f"(block * 4 + {place})", value, target.dtype))
+        values = [f"(radius{lane // 2} * {'sinpi' if lane % 2 else 'cospi'}(turn{lane // 2}))" for lane in range(4)]
+    for lane, value in enumerate(values):
+        guard = f"if (block * 4 + {lane} < {target.count}) " if target.count % 4 else ""
+        lines.append(guard + stored(pointer, f"(block * 4 + {lane})", value, target.dtype))
     lines.append("}")
     group = (1,) if traits.lanes == 1 else ()
     return writer.launch("\n".join(lines) + "\n", (-(-blocks // chunk),), group, "draw")

@@ -33,7 +33,7 @@ class Tasks:
         self.program = program
         self.traits = traits
         self.steps: list[Step] = []
-        self.placed: dict[fx.Node, int] = {}
+        self.output_of: dict[fx.Node, int] = {}
         self.done: set[int] = set()
 
     def buffer(self, count: int, dtype: torch.dtype) -> Buffer:
@@ -59,7 +59,7 @@ class Tasks:
         if not math.prod(shape):
             return target
         if not value.count:  # of nothing: what the reduction starts from
-            start = Computed(tuple(shape), value.dtype, lambda scope, place: number(kind == "prod", value.dtype))
+            start = Computed(tuple(shape), value.dtype, lambda scope, coordinates: number(kind == "prod", value.dtype))
             self.steps.append(Map(start, target, output))
             return target
         last = len(value.shape) - 1
@@ -74,13 +74,13 @@ class Tasks:
 
     def target_of(self, node: fx.Node | None, shape: Sequence[int], dtype: torch.dtype) -> tuple[Stored, int | None]:
         """Where a node's own result goes: to the output that it alone is for, or to the workspace."""
-        place = self.placed.get(node) if node is not None else None
-        if place is None:
+        position = self.output_of.get(node) if node is not None else None
+        if position is None:
             return whole(self.buffer(math.prod(shape), dtype), shape), None
-        self.done.add(place)
-        return whole(self.output(place), shape), place if self.program.outputs[place].accumulates else None
+        self.done.add(position)
+        return whole(self.output(position), shape), position if self.program.outputs[position].accumulates else None
 
-    def output(self, place: int) -> Buffer:
+    def output(self, position: int) -> Buffer:
         """The memory of one of the program's outputs."""
-        port = self.program.outputs[place]
-        return Buffer("output", place, port.dtype, math.prod(port.shape))
+        port = self.program.outputs[position]
+        return Buffer("output", position, port.dtype, math.prod(port.shape))

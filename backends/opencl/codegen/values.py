@@ -1,7 +1,7 @@
-"""Values of a program as the generator sees them: in memory with strides, or computed wherever they are asked for.
+"""Values of a program in the generator: in memory with strides, or computed where they are used.
 
 A view of what lies in memory is other strides; where there are none, and for everything computed, a view is another
-way to the same elements. Invariant: `at` may be asked for any element inside the shape, any number of times, and
+way to the same elements. Invariant: `at` may be called for any element inside the shape, any number of times, and
 writes no memory.
 """
 
@@ -16,7 +16,7 @@ import torch
 from backends.opencl.codegen.emit import Buffer, Scope
 from backends.opencl.codegen.indices import Index, flatten, linear, reshaped_strides, strides_of
 
-Place = tuple[Index, ...]
+Coordinates = tuple[Index, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,26 +36,26 @@ class Value:
         """Cheap operations an element."""
         return 0
 
-    def at(self, scope: Scope, place: Place) -> str:
+    def at(self, scope: Scope, coordinates: Coordinates) -> str:
         """An element's name in a scope."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
 class Stored(Value):
-    """In memory, at offset + sum of place * stride, in elements."""
+    """In memory, at offset + sum of coordinate * stride, in elements."""
 
     buffer: Buffer
     strides: tuple[int, ...]
     offset: int = 0
 
-    def address(self, place: Place) -> Index:
+    def address(self, coordinates: Coordinates) -> Index:
         """Where an element is."""
         terms: list[tuple[str, int]] = []
         constant = self.offset
-        for one, stride in zip(place, self.strides, strict=True):
-            terms += [(name, value * stride) for name, value in one.terms]
-            constant += one.constant * stride
+        for index, stride in zip(coordinates, self.strides, strict=True):
+            terms += [(name, value * stride) for name, value in index.terms]
+            constant += index.constant * stride
         return linear(terms, constant)
 
     @property
@@ -66,8 +66,8 @@ class Stored(Value):
             extent == 1 or stride == want for extent, stride, want in zip(self.shape, self.strides, wanted, strict=True)
         )
 
-    def at(self, scope: Scope, place: Place) -> str:
-        address = self.address(place)
+    def at(self, scope: Scope, coordinates: Coordinates) -> str:
+        address = self.address(coordinates)
         ready = scope.notes.get("load")
         if ready is not None:
             return ready(scope, self.buffer, address)  # type: ignore[operator,no-any-return]
@@ -78,15 +78,15 @@ class Stored(Value):
 class Computed(Value):
     """Computed from others at each use."""
 
-    function: Callable[[Scope, Place], str]
+    function: Callable[[Scope, Coordinates], str]
     price: int = 1
 
     @property
     def cost(self) -> int:
         return self.price
 
-    def at(self, scope: Scope, place: Place) -> str:
-        return self.function(scope, place)
+    def at(self, scope: Scope, coordinates: Coordinates) -> str:
+        return self.function(scope, coordinates)
 
 
 def whole(buffer: Buffer, shape: Sequence[int]) -> Stored:
@@ -98,12 +98,12 @@ def _strided(x: Stored, shape: Sequence[int], strides: Sequence[int], offset: in
     return Stored(tuple(shape), x.dtype, x.buffer, tuple(strides), x.offset if offset is None else offset)
 
 
-def _mapped(x: Value, shape: Sequence[int], way: Callable[[Scope, Place], Place]) -> Computed:
-    return Computed(tuple(shape), x.dtype, lambda scope, place: x.at(scope, way(scope, place)), x.cost)
+def _mapped(x: Value, shape: Sequence[int], way: Callable[[Scope, Coordinates], Coordinates]) -> Computed:
+    return Computed(tuple(shape), x.dtype, lambda scope, coordinates: x.at(scope, way(scope, coordinates)), x.cost)
 
 
-def unflatten(scope: Scope, flat: Index, shape: Sequence[int]) -> Place:
-    """The place of a row-major index."""
+def unflatten(scope: Scope, flat: Index, shape: Sequence[int]) -> Coordinates:
+    """The coordinates of a row-major index."""
     result: list[Index] = []
     rest = flat
     for extent, stride in zip(shape, strides_of(shape), strict=True):
@@ -115,8 +115,8 @@ def unflatten(scope: Scope, flat: Index, shape: Sequence[int]) -> Place:
             name = scope.value("INDEX", rest.text)
             most = scope.ranges.bounds(rest)[1]
             scope.ranges.extents.setdefault(name, most + 1)
-            quotient = scope.place(f"{name}/{stride}", most // stride + 1)
-            remainder = scope.place(f"{name}%{stride}", stride)
+            quotient = scope.index(f"{name}/{stride}", most // stride + 1)
+            remainder = scope.index(f"{name}%{stride}", stride)
             split = quotient, remainder
         result.append(split[0])
         rest = split[1]
@@ -133,8 +133,8 @@ def view(x: Value, shape: Sequence[int]) -> Value:
         if strides is not None:
             return _strided(x, shape, strides)
 
-    def way(scope: Scope, place: Place) -> Place:
-        return unflatten(scope, flatten(place, shape), x.shape)
+    def way(scope: Scope, coordinates: Coordinates) -> Coordinates:
+        return unflatten(scope, flatten(coordinates, shape), x.shape)
 
     return _mapped(x, shape, way)
 
@@ -145,7 +145,7 @@ def permute(x: Value, dims: Sequence[int]) -> Value:
     if isinstance(x, Stored):
         return _strided(x, shape, [x.strides[dim] for dim in dims])
     back = [list(dims).index(dim) for dim in range(len(dims))]
-    return _mapped(x, shape, lambda scope, place: tuple(place[dim] for dim in back))
+    return _mapped(x, shape, lambda scope, coordinates: tuple(coordinates[dim] for dim in back))
 
 
 def expand(x: Value, shape: Sequence[int]) -> Value:
@@ -156,11 +156,11 @@ def expand(x: Value, shape: Sequence[int]) -> Value:
     new = len(shape) - len(x.shape)
     once = [extent == 1 and wanted != 1 for extent, wanted in zip(x.shape, shape[new:], strict=True)]
     if isinstance(x, Stored):
-        kept = [0 if single else stride for single, stride in zip(once, x.strides, strict=True)]
-        return _strided(x, shape, [0] * new + kept)
+        strides = [0 if single else stride for single, stride in zip(once, x.strides, strict=True)]
+        return _strided(x, shape, [0] * new + strides)
 
-    def way(scope: Scope, place: Place) -> Place:
-        return tuple(Index() if single else one for single, one in zip(once, place[new:], strict=True))
+    def way(scope: Scope, coordinates: Coordinates) -> Coordinates:
+        return tuple(Index() if single else index for single, index in zip(once, coordinates[new:], strict=True))
 
     return _mapped(x, shape, way)
 
@@ -176,23 +176,23 @@ def unsqueeze(x: Value, dim: int) -> Value:
 
 
 def select(x: Value, dim: int, index: int) -> Value:
-    """One place of a dimension, which goes."""
+    """One index of a dimension, which is removed."""
     shape = x.shape[:dim] + x.shape[dim + 1 :]
     if isinstance(x, Stored):
         strides = x.strides[:dim] + x.strides[dim + 1 :]
         return _strided(x, shape, strides, x.offset + index * x.strides[dim])
-    return _mapped(x, shape, lambda scope, place: (*place[:dim], Index((), index), *place[dim:]))
+    return _mapped(x, shape, lambda scope, coordinates: (*coordinates[:dim], Index((), index), *coordinates[dim:]))
 
 
 def sliced(x: Value, dim: int, start: int, end: int, step: int) -> Value:
-    """Every step-th place of a dimension."""
+    """Every step-th index of a dimension."""
     shape = (*x.shape[:dim], -(-(end - start) // step), *x.shape[dim + 1 :])
     if isinstance(x, Stored):
         strides = (*x.strides[:dim], x.strides[dim] * step, *x.strides[dim + 1 :])
         return _strided(x, shape, strides, x.offset + start * x.strides[dim])
 
-    def way(scope: Scope, place: Place) -> Place:
-        return (*place[:dim], place[dim].times(step).plus(Index((), start)), *place[dim + 1 :])
+    def way(scope: Scope, coordinates: Coordinates) -> Coordinates:
+        return (*coordinates[:dim], coordinates[dim].times(step).plus(Index((), start)), *coordinates[dim + 1 :])
 
     return _mapped(x, shape, way)
 
@@ -200,10 +200,10 @@ def sliced(x: Value, dim: int, start: int, end: int, step: int) -> Value:
 def flip(x: Value, dims: Sequence[int]) -> Value:
     """Dimensions backwards."""
 
-    def way(scope: Scope, place: Place) -> Place:
+    def way(scope: Scope, coordinates: Coordinates) -> Coordinates:
         return tuple(
-            one.times(-1).plus(Index((), extent - 1)) if dim in dims else one
-            for dim, (one, extent) in enumerate(zip(place, x.shape, strict=True))
+            index.times(-1).plus(Index((), extent - 1)) if dim in dims else index
+            for dim, (index, extent) in enumerate(zip(coordinates, x.shape, strict=True))
         )
 
     if isinstance(x, Stored):
@@ -214,4 +214,4 @@ def flip(x: Value, dims: Sequence[int]) -> Value:
 
 def again(value: Value) -> Computed:
     """The value as something to be computed: a copy, when it is put into memory."""
-    return Computed(value.shape, value.dtype, lambda scope, place: value.at(scope, place), value.cost)
+    return Computed(value.shape, value.dtype, lambda scope, coordinates: value.at(scope, coordinates), value.cost)

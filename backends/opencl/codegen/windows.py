@@ -14,30 +14,30 @@ import torch
 
 from backends.opencl.codegen import scatters, values
 from backends.opencl.codegen.elementwise import elementwise
-from backends.opencl.codegen.emit import Scope, held, number
+from backends.opencl.codegen.emit import Scope, c_type, number
 from backends.opencl.codegen.indices import Index
 from backends.opencl.codegen.tasks import Tasks
-from backends.opencl.codegen.values import Computed, Place, Value, whole
+from backends.opencl.codegen.values import Computed, Coordinates, Value, whole
 
 
-def _met(scope: Scope, at: Sequence[Index], extents: Sequence[int]) -> tuple[Place, str]:
+def _met(scope: Scope, at: Sequence[Index], extents: Sequence[int]) -> tuple[Coordinates, str]:
     """Places brought inside the extents, and C for whether they were."""
-    inside, places = [], []
-    for one, extent in zip(at, extents, strict=True):
-        low, high = scope.ranges.bounds(one)
+    inside, coordinates = [], []
+    for index, extent in zip(at, extents, strict=True):
+        low, high = scope.ranges.bounds(index)
         if low >= 0 and high < extent:
-            places.append(one)
+            coordinates.append(index)
             continue
-        name = scope.value("INDEX", one.text)
+        name = scope.value("INDEX", index.text)
         inside.append(f"{name} >= 0 && {name} < {extent}")
-        places.append(scope.place(f"min(max({name}, (INDEX)0), (INDEX){extent - 1})", extent))
-    return tuple(places), " && ".join(inside) or "1"
+        coordinates.append(scope.index(f"min(max({name}, (INDEX)0), (INDEX){extent - 1})", extent))
+    return tuple(coordinates), " && ".join(inside) or "1"
 
 
 def _moved(out: Sequence[Index], point: Sequence[Index], stride: Any, padding: Any, dilation: Any) -> list[Index]:
     return [
-        one.times(step).plus(k.times(far)).plus(Index((), -pad))
-        for one, k, step, pad, far in zip(out, point, stride, padding, dilation, strict=True)
+        index.times(step).plus(k.times(far)).plus(Index((), -pad))
+        for index, k, step, pad, far in zip(out, point, stride, padding, dilation, strict=True)
     ]
 
 
@@ -49,11 +49,11 @@ def _split(weight: Value, groups: int) -> Value:
     return values.view(weight, (groups, weight.shape[0] // groups, *weight.shape[1:]))
 
 
-def _summed(tasks: Tasks, shape: Sequence[int], kept: int, dtype: torch.dtype, function: Any) -> Value:
+def _summed(tasks: Tasks, shape: Sequence[int], outer: int, dtype: torch.dtype, function: Any) -> Value:
     """The sum of a function over the last dimensions of a shape, in float."""
     real = torch.float64 if dtype is torch.float64 else torch.float32
-    total = tasks.reduce("sum", Computed(tuple(shape), real, function), tuple(range(kept, len(shape))))
-    result = values.view(total, shape[:kept])
+    total = tasks.reduce("sum", Computed(tuple(shape), real, function), tuple(range(outer, len(shape))))
+    result = values.view(total, shape[:outer])
     return result if real is dtype else elementwise("_to_copy", [result], {}, dtype)
 
 
@@ -63,12 +63,12 @@ def _correlate(tasks: Tasks, x: Value, weight: Value, out: Sequence[int], stride
     kernel = weight.shape[3:]
     shape = (x.shape[0], *weight.shape[:2], *out, weight.shape[2], *kernel)
 
-    def function(scope: Scope, place: Place) -> str:
-        n, g, o = place[:3]
-        c, point = place[3 + space], place[4 + space :]
-        at, inside = _met(scope, _moved(place[3 : 3 + space], point, stride, pad, far), x.shape[3:])
+    def function(scope: Scope, coordinates: Coordinates) -> str:
+        n, g, o = coordinates[:3]
+        c, point = coordinates[3 + space], coordinates[4 + space :]
+        at, inside = _met(scope, _moved(coordinates[3 : 3 + space], point, stride, pad, far), x.shape[3:])
         product = f"{x.at(scope, (n, g, c, *at))} * {weight.at(scope, (g, o, c, *point))}"
-        return scope.value(held(x.dtype), f"({inside} ? {product} : 0)")
+        return scope.value(c_type(x.dtype), f"({inside} ? {product} : 0)")
 
     return _summed(tasks, shape, 3 + space, x.dtype, function)
 
@@ -81,18 +81,18 @@ def _spread(
     kernel = weight.shape[3:]
     shape = (gradient.shape[0], weight.shape[0], weight.shape[2], *extents, weight.shape[1], *kernel)
 
-    def function(scope: Scope, place: Place) -> str:
-        n, g, c = place[:3]
-        o, point = place[3 + space], place[4 + space :]
+    def function(scope: Scope, coordinates: Coordinates) -> str:
+        n, g, c = coordinates[:3]
+        o, point = coordinates[3 + space], coordinates[4 + space :]
         at, hits = [], []
-        for one, k, step, padding, spread, extent in zip(
-            place[3 : 3 + space], point, stride, pad, far, gradient.shape[3:], strict=True
+        for index, k, step, padding, spread, extent in zip(
+            coordinates[3 : 3 + space], point, stride, pad, far, gradient.shape[3:], strict=True
         ):
-            reach = scope.value("INDEX", one.plus(Index((), padding)).plus(k.times(-spread)).text)
+            reach = scope.value("INDEX", index.plus(Index((), padding)).plus(k.times(-spread)).text)
             hits.append(f"{reach} >= 0 && {reach} % {step} == 0 && {reach} / {step} < {extent}")
-            at.append(scope.place(f"min(max({reach} / {step}, (INDEX)0), (INDEX){extent - 1})", extent))
+            at.append(scope.index(f"min(max({reach} / {step}, (INDEX)0), (INDEX){extent - 1})", extent))
         product = f"{gradient.at(scope, (n, g, o, *at))} * {weight.at(scope, (g, o, c, *point))}"
-        return scope.value(held(gradient.dtype), f"({' && '.join(hits) or '1'} ? {product} : 0)")
+        return scope.value(c_type(gradient.dtype), f"({' && '.join(hits) or '1'} ? {product} : 0)")
 
     return _summed(tasks, shape, 3 + space, gradient.dtype, function)
 
@@ -105,12 +105,12 @@ def _weight_gradient(
     out = gradient.shape[3:]
     shape = (x.shape[1], gradient.shape[2], x.shape[2], *kernel, x.shape[0], *out)
 
-    def function(scope: Scope, place: Place) -> str:
-        g, o, c = place[:3]
-        n, where = place[3 + space], place[4 + space :]
-        at, inside = _met(scope, _moved(where, place[3 : 3 + space], stride, pad, far), x.shape[3:])
+    def function(scope: Scope, coordinates: Coordinates) -> str:
+        g, o, c = coordinates[:3]
+        n, where = coordinates[3 + space], coordinates[4 + space :]
+        at, inside = _met(scope, _moved(where, coordinates[3 : 3 + space], stride, pad, far), x.shape[3:])
         product = f"{gradient.at(scope, (n, g, o, *where))} * {x.at(scope, (n, g, c, *at))}"
-        return scope.value(held(x.dtype), f"({inside} ? {product} : 0)")
+        return scope.value(c_type(x.dtype), f"({inside} ? {product} : 0)")
 
     return _summed(tasks, shape, 3 + space, x.dtype, function)
 
@@ -172,25 +172,25 @@ def _max_pool(
     lead = len(shape) - 2
     size = math.prod(kernel)
 
-    def window(scope: Scope, place: Place) -> tuple[Place, str]:
-        point = values.unflatten(scope, place[-1], tuple(kernel))
-        return _met(scope, _moved(place[lead : lead + 2], point, stride, padding, dilation), x.shape[-2:])
+    def window(scope: Scope, coordinates: Coordinates) -> tuple[Coordinates, str]:
+        point = values.unflatten(scope, coordinates[-1], tuple(kernel))
+        return _met(scope, _moved(coordinates[lead : lead + 2], point, stride, padding, dilation), x.shape[-2:])
 
-    def function(scope: Scope, place: Place) -> str:
-        at, inside = window(scope, place)
-        return scope.value(held(x.dtype), f"({inside} ? {x.at(scope, (*place[:lead], *at))} : -INFINITY)")
+    def function(scope: Scope, coordinates: Coordinates) -> str:
+        at, inside = window(scope, coordinates)
+        return scope.value(c_type(x.dtype), f"({inside} ? {x.at(scope, (*coordinates[:lead], *at))} : -INFINITY)")
 
     met = Computed((*shape, size), x.dtype, function)
     best = values.view(tasks.reduce("max", met, (lead + 2,)), shape)
     won = whole(tasks.buffer(math.prod(shape), torch.int64), (*shape, 1))
-    tasks.steps.append(scatters.extreme_place(met, lead + 2, True, won))
+    tasks.steps.append(scatters.extreme_index(met, lead + 2, True, won))
 
-    def place_of(scope: Scope, place: Place) -> str:
-        point = scope.place(f"(INDEX){won.at(scope, (*place, Index()))}", size)
-        at, _ = window(scope, (*place, point))
+    def index_of(scope: Scope, coordinates: Coordinates) -> str:
+        point = scope.index(f"(INDEX){won.at(scope, (*coordinates, Index()))}", size)
+        at, _ = window(scope, (*coordinates, point))
         return scope.value("long", f"((long){at[0].text} * {x.shape[-1]} + {at[1].text})")
 
-    return best, tasks.realize(Computed(shape, torch.int64, place_of))
+    return best, tasks.realize(Computed(shape, torch.int64, index_of))
 
 
 def _max_pool_backward(
@@ -203,13 +203,13 @@ def _max_pool_backward(
     padding: Any,
     dilation: Any,
     up: bool,
-    places: Value,
+    indices: Value,
 ) -> Value:
     planes, plane = math.prod(x.shape[:-2]), x.shape[-2] * x.shape[-1]
-    zeros = Computed((planes, plane), x.dtype, lambda scope, place: number(0, x.dtype))
+    zeros = Computed((planes, plane), x.dtype, lambda scope, coordinates: number(0, x.dtype))
     target = tasks.realize(zeros)
     each = (planes, gradient.shape[-2] * gradient.shape[-1])
-    tasks.steps.append(scatters.scatter(target, 1, values.view(places, each), values.view(gradient, each), True))
+    tasks.steps.append(scatters.scatter(target, 1, values.view(indices, each), values.view(gradient, each), True))
     return values.view(target, x.shape)
 
 

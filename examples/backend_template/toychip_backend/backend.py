@@ -1,7 +1,7 @@
 """The toy chip as a device of the relay: the five classes of `hal.device`, whose docstrings are the contract.
 
 The driver's calls block, so each queue is a `hal.worker.Worker`: a thread that keeps order, waits for events and passes
-errors on. What is left to say is memory, transfers and kernels.
+errors on. This file adds memory, transfers and kernels.
 """
 
 import threading
@@ -41,7 +41,7 @@ class Region:
 
 
 class ToyBuffer(Buffer):
-    """Counted first, then allocated; freed in the account at once, and on the chip with its last reference."""
+    """Charged to the account, then allocated; freed in the account at once, and on the chip with its last reference."""
 
     def __init__(self, chip: Chip, account: MemoryAccount, size: int, what: str) -> None:
         account.charge(size, what)
@@ -54,9 +54,9 @@ class ToyBuffer(Buffer):
 
     def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> View:
         if self._region is None:
-            raise HalError("this buffer was freed; allocate a new one")
+            raise HalError("This buffer was freed. Allocate a new one.")
         view = View((self._region, offset), tuple(shape), dtype)
-        view.check_place(offset, self.size)
+        view.check_bounds(offset, self.size)
         return view
 
     def free(self) -> None:
@@ -137,7 +137,7 @@ class ToyDevice(Device):
         self._queues: dict[str, ToyQueue] = {}
         self._kernels: dict[str, Kernel] = {}
         self._workspace = 0
-        self._lock = threading.Lock()  # queues and kernels are made once, whoever asks first
+        self._lock = threading.Lock()  # queues and kernels are made once, whichever thread is first
         self._closed = False
 
     def alloc(self, size: int, what: str = "buffer") -> Buffer:
@@ -156,7 +156,7 @@ class ToyDevice(Device):
             self._check_open()
             if program.fingerprint not in self._kernels:
                 check(program, self.info, LACKING)
-                needed = 2 * program.workspace  # halves are held as float32 inside
+                needed = 2 * program.workspace  # half precision is computed in float32
                 if needed > self._workspace:
                     self._account.charge(needed - self._workspace, f"workspace of {program.name}")
                     self._workspace = needed

@@ -1,6 +1,6 @@
-"""The pretend driver: what a vendor's library would give you. Every call blocks; memory is named by handles.
+"""The simulated driver, in place of a vendor's library. Every call blocks; memory is named by handles.
 
-Delete this file when you have a real driver. It knows nothing of the relay.
+Delete this file when you have a real driver. It does not use the relay.
 """
 
 import itertools
@@ -25,7 +25,7 @@ class Chip:
         return handle
 
     def release(self, handle: int) -> None:
-        """Give the memory back: whoever still used it would crash."""
+        """Free the memory. A later use of the handle is an error."""
         del self._memory[handle]
 
     def write(self, handle: int, offset: int, data: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the chip cannot do: ops that it lacks, and so the tests that it does not pass, with reasons."""
+"""The ops that the chip lacks, and the conformance tests that it therefore does not pass, with reasons."""
 
 from hal.known_gaps import KnownGap
 

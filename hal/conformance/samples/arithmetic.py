@@ -129,7 +129,7 @@ def _any(s: Sampler) -> list[Any]:
     return [s.booleans(shape), s.dim(shape), s.flag()]
 
 
-def _place(s: Sampler) -> list[Any]:
+def _extreme_index(s: Sampler) -> list[Any]:
     shape = s.shape(1, 3, empty=False)
     return [s.distinct(shape), s.dim(shape), s.flag()]
 
@@ -210,7 +210,7 @@ ARITHMETIC: dict[str, Draw] = table_of(
         (_reduced, "sum.dim_IntList amax.default amin.default"),
         (_mean, "mean.dim"),
         (_any, "any.dim"),
-        (_place, "argmax.default argmin.default"),
+        (_extreme_index, "argmax.default argmin.default"),
         (_product, "prod.dim_int"),
         (_scan, "cumsum.default cumprod.default"),
         (_softmax, "_softmax.default _log_softmax.default"),

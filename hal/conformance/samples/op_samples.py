@@ -15,14 +15,14 @@ from torch import fx
 
 from hal import random as counter_random
 from hal.conformance.samples.arithmetic import ARITHMETIC
-from hal.conformance.samples.places import PLACES
+from hal.conformance.samples.indexing import INDEXING
 from hal.conformance.samples.sampler import Draw, Sampler
 from hal.ops import OPS, Spec, arguments_of, count_flops, count_moved
 from hal.program import Port, Program, Role
 
 Arguments = tuple[list[Any], dict[str, Any]]
 
-SAMPLES: dict[str, Draw] = {**ARITHMETIC, **PLACES}
+SAMPLES: dict[str, Draw] = {**ARITHMETIC, **INDEXING}
 """By the names of `hal.ops.OPS`."""
 
 
@@ -68,7 +68,7 @@ def case(name: str, seed: int, floating: torch.dtype = torch.float32) -> Case:
     key: counter_random.RandomKey | None = None
     key_node: fx.Node | None = None
 
-    def place(argument: Any) -> Any:
+    def graph_argument(argument: Any) -> Any:
         nonlocal key, key_node
         if isinstance(argument, torch.Tensor):
             node = graph.placeholder(f"value_{len(tensors)}")
@@ -79,11 +79,11 @@ def case(name: str, seed: int, floating: torch.dtype = torch.float32) -> Case:
             key, key_node = argument, graph.placeholder("key")
             return key_node
         if isinstance(argument, (list, tuple)):
-            return [place(item) for item in argument]
+            return [graph_argument(item) for item in argument]
         return argument
 
     row = OPS[name]
-    node = graph.call_function(target_of(name), tuple(place(argument) for argument in args), kwargs)
+    node = graph.call_function(target_of(name), tuple(graph_argument(argument) for argument in args), kwargs)
     specs, named = arguments_of(node)
     results = row.results(*specs, **named)
     blanks = [

@@ -95,8 +95,8 @@ class Sampler:
     def distinct(self, shape: Sequence[int]) -> torch.Tensor:
         """Numbers no two of which are equal: which of two equal ones comes first is not defined."""
         count = math.prod(shape)
-        places = torch.randperm(count, generator=self.generator).view(tuple(shape))
-        return ((places - count // 2) / 8).to(self.floating)
+        order = torch.randperm(count, generator=self.generator).view(tuple(shape))
+        return ((order - count // 2) / 8).to(self.floating)
 
     def extent(self) -> int:
         """One extent, from a scalar's to more than a tile's."""

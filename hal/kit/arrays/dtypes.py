@@ -1,8 +1,8 @@
 """How array code holds numbers: in memory, inside a program, and rounded from one to the other.
 
 Storage and arithmetic are two things. bf16 is stored as uint16 and fp16 as float16; inside a program every
-floating-point value is held in `Arrays.real` (float32), and rounded after each op whose result is half precision. With
-`real` float64 nothing is rounded before it is stored: the oracle. The ops themselves are in `hal.kit.arrays.ops`.
+floating-point value is computed in `Arrays.real` (float32), and rounded after each op whose result is half precision.
+With `real` float64 nothing is rounded before it is stored: the oracle. The ops themselves are in `hal.kit.arrays.ops`.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ class Arrays:
     real: np.dtype[Any]
     total: np.dtype[Any]
 
-    def held(self, dtype: torch.dtype) -> np.dtype[Any]:
-        """How values of that dtype are held inside a program."""
+    def compute_dtype(self, dtype: torch.dtype) -> np.dtype[Any]:
+        """The dtype of values inside a program that are stored as `dtype`."""
         return self.real if dtype.is_floating_point else _STORED[dtype]
 
     def load(self, stored: Any, dtype: torch.dtype) -> Any:
-        """Values from memory. They may be the memory itself."""
+        """Values from memory, in the dtype that they are computed in. The result may share the memory."""
         if dtype is torch.bfloat16:
             stored = (stored.astype(np.uint32) << 16).view(np.float32)
-        return stored.astype(self.held(dtype), copy=False)
+        return stored.astype(self.compute_dtype(dtype), copy=False)
 
     def store(self, values: Any, dtype: torch.dtype, memory: Any) -> None:
-        """Values into memory, rounded to nearest even."""
+        """Write values to memory, rounded to nearest even."""
         memory[...] = _to_bf16(self.xp, values) if dtype is torch.bfloat16 else values
 
     def add_to(self, values: Any, dtype: torch.dtype, memory: Any) -> None:
-        """Add values to what memory holds, rounded once."""
+        """Add values to memory, rounded once."""
         self.store(self.load(memory, dtype) + values, dtype, memory)
 
     def rounded(self, values: Any, dtype: torch.dtype) -> Any:
-        """Values as the dtype can hold them; unchanged in the oracle."""
+        """Values rounded to the dtype; unchanged where arithmetic is in float64."""
         if self.real == np.float64 or dtype not in (torch.float16, torch.bfloat16):
             return values
         if dtype is torch.float16:
@@ -69,7 +69,7 @@ class Arrays:
 
 
 def stored_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """How a dtype lies in memory."""
+    """The numpy dtype of a dtype in memory; bfloat16 is stored as uint16."""
     return _STORED[dtype]
 
 

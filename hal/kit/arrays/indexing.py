@@ -1,4 +1,4 @@
-"""The ops of `hal.kit.arrays.ops` that compute nothing and place elements: views, gathers, scatters, moves, orders.
+"""The ops of `hal.kit.arrays.ops` that move elements and compute nothing: views, gathers, scatters, moves, orders.
 
 Functions of an `Arrays` and of the op's own arguments, for numpy and CuPy alike. Invariant: none writes to its
 arguments, and results may be views of them.
@@ -57,27 +57,27 @@ def _embedding(a: Arrays, weight: Any, index: Any) -> Any:
     return weight[index]
 
 
-def _places(indices: Sequence[Any]) -> tuple[Any, ...]:
+def _index_tuple(indices: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(slice(None) if index is None else index for index in indices)
 
 
 def _index(a: Arrays, x: Any, indices: Sequence[Any]) -> Any:
-    return x[_places(indices)]
+    return x[_index_tuple(indices)]
 
 
 def _index_put(a: Arrays, x: Any, indices: Sequence[Any], values: Any, accumulate: bool) -> Any:
     result = x.copy()
     if accumulate:
-        a.xp.add.at(result, _places(indices), values)
+        a.xp.add.at(result, _index_tuple(indices), values)
     else:
-        result[_places(indices)] = values
+        result[_index_tuple(indices)] = values
     return result
 
 
 def _grid(a: Arrays, dim: int, index: Any) -> tuple[Any, ...]:
     """What numpy indexes with so that element i, j, ... goes to `index[i, j, ...]` along `dim`."""
     rank = index.ndim
-    along = [a.xp.arange(extent).reshape((-1,) + (1,) * (rank - place - 1)) for place, extent in enumerate(index.shape)]
+    along = [a.xp.arange(extent).reshape((-1,) + (1,) * (rank - axis - 1)) for axis, extent in enumerate(index.shape)]
     along[dim] = index
     return tuple(along)
 
@@ -130,8 +130,8 @@ def _cat(a: Arrays, tensors: Sequence[Any], dim: int) -> Any:
 def _pad(a: Arrays, x: Any, pads: Sequence[int], value: Any) -> Any:
     """`pads` are (before, after) from the last dimension on; below zero they cut."""
     pairs = [(0, 0)] * x.ndim
-    for place in range(len(pads) // 2):
-        pairs[x.ndim - 1 - place] = (pads[2 * place], pads[2 * place + 1])
+    for axis in range(len(pads) // 2):
+        pairs[x.ndim - 1 - axis] = (pads[2 * axis], pads[2 * axis + 1])
     cut = tuple(slice(max(0, -low), extent + min(0, high)) for (low, high), extent in zip(pairs, x.shape, strict=True))
     return a.xp.pad(x[cut], [(max(0, low), max(0, high)) for low, high in pairs], constant_values=value)
 
@@ -141,12 +141,12 @@ def _flip(a: Arrays, x: Any, dims: Sequence[int]) -> Any:
 
 
 def _full(a: Arrays, shape: Sequence[int], value: Any, *, dtype: torch.dtype) -> Any:
-    return a.xp.full(tuple(shape), value, dtype=a.held(dtype))
+    return a.xp.full(tuple(shape), value, dtype=a.compute_dtype(dtype))
 
 
 def _arange(a: Arrays, start: Any, end: Any, step: Any, *, dtype: torch.dtype) -> Any:
     count = max(0, math.ceil((end - start) / step))
-    return (start + a.xp.arange(count) * step).astype(a.held(dtype))
+    return (start + a.xp.arange(count) * step).astype(a.compute_dtype(dtype))
 
 
 def _order(a: Arrays, x: Any, dim: int, descending: bool) -> Any:
@@ -158,16 +158,16 @@ def _order(a: Arrays, x: Any, dim: int, descending: bool) -> Any:
 
 
 def _topk(a: Arrays, x: Any, count: int, dim: int, largest: bool, in_order: bool) -> Any:
-    places = _slice(a, _order(a, x, dim, largest), dim, 0, count, 1).astype(np.int64)
-    return _gather(a, x, dim, places), places
+    positions = _slice(a, _order(a, x, dim, largest), dim, 0, count, 1).astype(np.int64)
+    return _gather(a, x, dim, positions), positions
 
 
 def _sort(a: Arrays, x: Any, dim: int, descending: bool) -> Any:
-    places = _order(a, x, dim, descending).astype(np.int64)
-    return _gather(a, x, dim, places), places
+    positions = _order(a, x, dim, descending).astype(np.int64)
+    return _gather(a, x, dim, positions), positions
 
 
-PLACES: dict[str, Callable[..., Any]] = {
+INDEXING: dict[str, Callable[..., Any]] = {
     "view.default": _view,
     "permute.default": _permute,
     "expand.default": _expand,

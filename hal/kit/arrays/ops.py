@@ -1,10 +1,10 @@
 """Every op of `hal.ops` as array code, written once for numpy and for CuPy: what the ops mean.
 
-Each function takes an `Arrays` (the array module and how numbers are held) and then the op's own arguments. It is
-written to be read and to be right, as the oracle that other backends are checked against; speed comes from the array
+Each function takes an `Arrays` (the array module and the dtypes of its arithmetic) and then the op's own arguments. It
+is written to be read and to be right, as the oracle that other backends are checked against; speed comes from the array
 library alone. Invariant: no function writes to its arguments, and results may be views of them.
 
-How numbers are stored and held is told in `hal.kit.arrays.dtypes`.
+The dtypes in memory and inside a program are those of `hal.kit.arrays.dtypes`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _clamp(a: Arrays, x: Any, least: Any, most: Any) -> Any:
 
 
 def _cast(a: Arrays, x: Any, *, dtype: torch.dtype) -> Any:
-    return x.astype(a.held(dtype), copy=False)
+    return x.astype(a.compute_dtype(dtype), copy=False)
 
 
 # -- reductions, scans, rows --------------------------------------------------------------------------------------
@@ -111,13 +111,13 @@ def _any(a: Arrays, x: Any, dim: int, keep: bool) -> Any:
 
 
 def _argmax(a: Arrays, x: Any, dim: int, keep: bool) -> Any:
-    place = x.argmax(axis=dim).astype(np.int64)
-    return a.xp.expand_dims(place, dim) if keep else place
+    index = x.argmax(axis=dim).astype(np.int64)
+    return a.xp.expand_dims(index, dim) if keep else index
 
 
 def _argmin(a: Arrays, x: Any, dim: int, keep: bool) -> Any:
-    place = x.argmin(axis=dim).astype(np.int64)
-    return a.xp.expand_dims(place, dim) if keep else place
+    index = x.argmin(axis=dim).astype(np.int64)
+    return a.xp.expand_dims(index, dim) if keep else index
 
 
 def _prod(a: Arrays, x: Any, dim: int, keep: bool) -> Any:
@@ -258,7 +258,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
         "max_pool2d_with_indices.default": windows.max_pool,
         "max_pool2d_with_indices_backward.default": windows.max_pool_backward,
     }
-    table |= indexing.PLACES
+    table |= indexing.INDEXING
     table = {f"aten.{name}": function for name, function in table.items()}
     table |= {f"hal.random.{name}": _drawn(name) for name in ("keep_mask", "uniform", "normal")}
     return table

@@ -57,9 +57,9 @@ def lower(
     root = torch.nn.Module()
     for node in nodes:
         if node.op == "get_attr":
-            setattr(root, node.target, _Held(constants[node.target]))
-            held = graph.get_attr(node.target)
-            environment[node] = graph.call_function(_Held.value, (held,))
+            setattr(root, node.target, _Constant(constants[node.target]))
+            constant = graph.get_attr(node.target)
+            environment[node] = graph.call_function(_Constant.value, (constant,))
         elif node.op == "call_function":
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), environment.__getitem__)
             environment[node] = graph.call_function(_function(node, arrays), args, kwargs)
@@ -75,8 +75,8 @@ def lower(
     return fx.GraphModule(root, graph).forward
 
 
-class _Held:
-    """An array as torch.fx lets a module hold it."""
+class _Constant:
+    """An array in an object that torch.fx accepts as an attribute of a module."""
 
     def __init__(self, array: Any) -> None:
         self.array = array

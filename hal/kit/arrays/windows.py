@@ -19,8 +19,8 @@ from hal.ops.window_rules import transposed_windows, windows
 def _window(point: Sequence[int], stride: Sequence[int], dilation: Sequence[int], out: Sequence[int]) -> Any:
     """Of a padded input, the elements that a kernel's point meets: one for each element of the output."""
     return tuple(
-        slice(place * spread, place * spread + (extent - 1) * step + 1, step)
-        for place, step, spread, extent in zip(point, stride, dilation, out, strict=True)
+        slice(start * spread, start * spread + (extent - 1) * step + 1, step)
+        for start, step, spread, extent in zip(point, stride, dilation, out, strict=True)
     )
 
 
@@ -117,7 +117,7 @@ def convolution_backward(
     groups: int,
     wanted: Sequence[bool],
 ) -> Any:
-    """(gradient of the input, of the weight, of the bias); None where `wanted` says it is not."""
+    """(gradient of the input, of the weight, of the bias); None where `wanted` is False."""
     outer, inner, kernels = _grouped(gradient, groups), _grouped(x, groups), _split_weight(weight, groups)
     kernel = weight.shape[2:]
     by_input = by_weight = by_bias = None
@@ -137,30 +137,30 @@ def convolution_backward(
 def max_pool(
     a: Arrays, x: Any, kernel: Sequence[int], stride: Sequence[int], padding: Any, dilation: Any, up: bool
 ) -> Any:
-    """(largest of each window, its place in the plane, counted row by row)."""
+    """(largest of each window, its index in the plane, counted row by row)."""
     height, width = x.shape[-2:]
     out = windows((height, width), kernel, stride, padding, dilation)
     padded = _padded(a, x, padding, -np.inf)
     rows, columns = a.xp.arange(out[0]).reshape(-1, 1), a.xp.arange(out[1])
     best = a.xp.full((*x.shape[:-2], *out), -np.inf, dtype=x.dtype)
-    places = a.xp.full(best.shape, -1, dtype=np.int64)
+    indices = a.xp.full(best.shape, -1, dtype=np.int64)
     for point in itertools.product(*map(range, kernel)):
         met = padded[(..., *_window(point, stride, dilation, out))]
         row = rows * stride[0] - padding[0] + point[0] * dilation[0]
         column = columns * stride[1] - padding[1] + point[1] * dilation[1]
         inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
-        better = inside & ((met > best) | (places < 0) | a.xp.isnan(met))
+        better = inside & ((met > best) | (indices < 0) | a.xp.isnan(met))
         best = a.xp.where(better, met, best)
-        places = a.xp.where(better, row * width + column, places)
-    return best, places
+        indices = a.xp.where(better, row * width + column, indices)
+    return best, indices
 
 
 def max_pool_backward(
-    a: Arrays, gradient: Any, x: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, up: bool, places: Any
+    a: Arrays, gradient: Any, x: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, up: bool, indices: Any
 ) -> Any:
-    """The gradient of each window goes to the place that won it."""
+    """The gradient of each window goes to the element that was its largest."""
     planes = x.size // (x.shape[-2] * x.shape[-1])
     result = a.xp.zeros((planes, x.shape[-2] * x.shape[-1]), dtype=x.dtype)
     which = a.xp.arange(planes).reshape(-1, 1)
-    a.xp.add.at(result, (which, places.reshape(planes, -1)), gradient.reshape(planes, -1))
+    a.xp.add.at(result, (which, indices.reshape(planes, -1)), gradient.reshape(planes, -1))
     return result.reshape(x.shape)

@@ -126,7 +126,7 @@ CALLS: dict[str, Call] = {
 )
 def test_transfers_between_unlike_sides_are_value_errors(device: Device, call: str, tensor: torch.Tensor) -> None:
     view = place(device, torch.ones(12))
-    with pytest.raises(ValueError, match=f"{call} needs two sides alike"):
+    with pytest.raises(ValueError, match=f"{call} needs the same dtype"):
         CALLS[call](device.queue("any"), view, tensor)
     assert torch.equal(fetch(device, view), torch.ones(12))
 
@@ -142,7 +142,7 @@ def test_copies_between_unlike_views_are_value_errors(device: Device) -> None:
     queue = device.queue("any")
     view = place(device, torch.ones(12))
     for other in (torch.zeros(11), torch.zeros(12, dtype=torch.int32)):
-        with pytest.raises(ValueError, match="copy needs two sides alike"):
+        with pytest.raises(ValueError, match="copy needs the same dtype"):
             queue.copy(view, place(device, other))
 
 

@@ -20,8 +20,8 @@ def _view(s: Sampler) -> list[Any]:
     x = s.any_dtype(s.shape())
     extents = [extent for extent in x.shape if extent != 1 or s.flag()]
     if len(extents) > 1 and s.flag():
-        place = s.random.randrange(len(extents) - 1)
-        extents[place : place + 2] = [extents[place] * extents[place + 1]]
+        axis = s.random.randrange(len(extents) - 1)
+        extents[axis : axis + 2] = [extents[axis] * extents[axis + 1]]
     if s.flag():
         extents.insert(s.random.randint(0, len(extents)), 1)
     return [x, extents]
@@ -40,8 +40,8 @@ def _expand(s: Sampler) -> list[Any]:
 def _squeeze(s: Sampler) -> list[Any]:
     shape = [1 if s.flag() else extent for extent in s.shape(1)]
     shape[s.dim(shape)] = 1
-    ones = [dim for dim, extent in enumerate(shape) if extent == 1]
-    return [s.any_dtype(shape), sorted(s.random.sample(ones, s.random.randint(1, len(ones))))]
+    units = [dim for dim, extent in enumerate(shape) if extent == 1]
+    return [s.any_dtype(shape), sorted(s.random.sample(units, s.random.randint(1, len(units))))]
 
 
 def _unsqueeze(s: Sampler) -> list[Any]:
@@ -76,8 +76,8 @@ def _indexed(s: Sampler) -> tuple[list[int], list[Any]]:
     used = s.dims(shape)
     picked = s.shape(0, 2, empty=False)
     indices: list[Any] = [None] * (used[-1] + 1)
-    for place in used:
-        indices[place] = s.index(s.broadcasting(picked), shape[place], negative=s.flag())
+    for axis in used:
+        indices[axis] = s.index(s.broadcasting(picked), shape[axis], negative=s.flag())
     return shape, indices
 
 
@@ -94,8 +94,8 @@ def _index_put(s: Sampler) -> list[Any]:
     # Which of two values put to one place stays is not defined: the places differ.
     dim = s.dim(shape)
     count = s.random.randint(1, shape[dim])
-    places = torch.randperm(shape[dim], generator=s.generator)[:count]
-    indices = [*[None] * dim, places]
+    positions = torch.randperm(shape[dim], generator=s.generator)[:count]
+    indices = [*[None] * dim, positions]
     return [x, indices, s.real(x[_slices(indices)].shape), False]
 
 
@@ -231,8 +231,8 @@ def _pooled(s: Sampler) -> list[Any]:
 
 def _pool_backward(s: Sampler) -> list[Any]:
     x, *rest = _pooled(s)
-    values, places = torch.ops.aten.max_pool2d_with_indices.default(x, *rest)
-    return [s.real(values.shape), x, *rest, places]
+    values, indices = torch.ops.aten.max_pool2d_with_indices.default(x, *rest)
+    return [s.real(values.shape), x, *rest, indices]
 
 
 def _spec(tensor: torch.Tensor) -> Spec:
@@ -248,7 +248,7 @@ def _drawn(probability: bool) -> Draw:
     return draw
 
 
-PLACES: dict[str, Draw] = table_of(
+INDEXING: dict[str, Draw] = table_of(
     [
         (_view, "view.default"),
         (_permute, "permute.default"),

@@ -53,11 +53,11 @@ class Maker:
         """True and False."""
         return torch.rand(shape, generator=self._generator) < 0.5
 
-    def places(self, *shape: int, below: int) -> torch.Tensor:
+    def indices(self, *shape: int, below: int) -> torch.Tensor:
         """int64 indices, with repetitions."""
         return torch.randint(0, below, shape, generator=self._generator)
 
-    def different_places(self, *shape: int, dim: int, below: int) -> torch.Tensor:
+    def distinct_indices(self, *shape: int, dim: int, below: int) -> torch.Tensor:
         """int64 indices of which none comes twice along `dim`."""
         ranks = list(shape)
         ranks[dim] = below
@@ -91,7 +91,7 @@ def _row(names: str, build: Build, dtypes: tuple[torch.dtype, ...] = FLOATING) -
         _ROWS[f"aten.{name}"] = (build, dtypes)
 
 
-def _one(low: float = -2.0, high: float = 2.0) -> Build:
+def _unary(low: float = -2.0, high: float = 2.0) -> Build:
     """One tensor: of no dimension, of odd sizes, and long enough for several work groups and a remainder."""
     return lambda make: [(make.numbers(*shape, low=low, high=high),) for shape in ((), (3, 5, 7), (2051,))]
 
@@ -99,7 +99,7 @@ def _one(low: float = -2.0, high: float = 2.0) -> Build:
 def _two(low: float = -2.0, high: float = 2.0) -> Build:
     pairs = [((3, 5, 7), (3, 5, 7)), ((3, 1, 7), (5, 1)), ((), (11,)), ((1027,), (1027,)), ((4, 6), (1, 6))]
     return lambda make: [
-        (make.numbers(*one, low=low, high=high), make.numbers(*other, low=low, high=high)) for one, other in pairs
+        (make.numbers(*left, low=low, high=high), make.numbers(*right, low=low, high=high)) for left, right in pairs
     ]
 
 
@@ -182,21 +182,21 @@ def _addmm(make: Maker) -> list[tuple[Any, ...]]:
 
 def _indexed(make: Maker) -> list[tuple[Any, ...]]:
     return [
-        (make.numbers(7, 5, 3), [make.places(4, below=7)]),
-        (make.numbers(7, 5, 3), [make.places(4, 2, below=7) - 7, make.places(2, below=5)]),
-        (make.numbers(7, 5, 3), [None, make.places(6, below=5)]),
-        (make.numbers(7, 5, 3), [make.places(2, below=7), None, make.places(2, below=3)]),
+        (make.numbers(7, 5, 3), [make.indices(4, below=7)]),
+        (make.numbers(7, 5, 3), [make.indices(4, 2, below=7) - 7, make.indices(2, below=5)]),
+        (make.numbers(7, 5, 3), [None, make.indices(6, below=5)]),
+        (make.numbers(7, 5, 3), [make.indices(2, below=7), None, make.indices(2, below=3)]),
     ]
 
 
 def _put(make: Maker) -> list[tuple[Any, ...]]:
-    one = make.different_places(4, dim=0, below=7)
+    index = make.distinct_indices(4, dim=0, below=7)
     return [
-        (make.numbers(7, 5), [make.places(40, below=7)], make.numbers(40, 5), True),
-        (make.numbers(7, 5), [make.places(3, 4, below=7)], make.numbers(3, 4, 5), True),
-        (make.numbers(7, 5), [one], make.numbers(4, 5), False),
-        (make.numbers(7, 5), [None, make.places(9, below=5)], make.numbers(7, 9), True),
-        (make.numbers(7, 5), [one], make.numbers(1, 5), False),
+        (make.numbers(7, 5), [make.indices(40, below=7)], make.numbers(40, 5), True),
+        (make.numbers(7, 5), [make.indices(3, 4, below=7)], make.numbers(3, 4, 5), True),
+        (make.numbers(7, 5), [index], make.numbers(4, 5), False),
+        (make.numbers(7, 5), [None, make.indices(9, below=5)], make.numbers(7, 9), True),
+        (make.numbers(7, 5), [index], make.numbers(1, 5), False),
     ]
 
 
@@ -205,12 +205,12 @@ def _scattered(repeated: bool) -> Build:
         rows = [((5, 7), 1, (5, 3)), ((9, 4), 0, (6, 2)), ((3, 5, 7), 1, (3, 4, 7))]
         made = []
         for shape, dim, taken in rows:
-            place = (
-                make.places(*taken, below=shape[dim])
+            index = (
+                make.indices(*taken, below=shape[dim])
                 if repeated
-                else make.different_places(*taken, dim=dim, below=shape[dim])
+                else make.distinct_indices(*taken, dim=dim, below=shape[dim])
             )
-            made.append((make.numbers(*shape), dim, place, make.numbers(*taken)))
+            made.append((make.numbers(*shape), dim, index, make.numbers(*taken)))
         return made
 
     return build
@@ -257,8 +257,8 @@ def _pooled(make: Maker) -> list[tuple[Any, ...]]:
 def _pooled_back(make: Maker) -> list[tuple[Any, ...]]:
     made = []
     for x, *window in _pooled(make):
-        best, places = torch.ops.aten.max_pool2d_with_indices.default(x.double(), *window)
-        made.append((make.numbers(*best.shape), x, *window, places))
+        best, indices = torch.ops.aten.max_pool2d_with_indices.default(x.double(), *window)
+        made.append((make.numbers(*best.shape), x, *window, indices))
     return made
 
 
@@ -274,16 +274,16 @@ def _register() -> None:
     _row("select.int", lambda m: [(m.numbers(3, 5, 7), 1, 4), (m.numbers(9), 0, 2)], every)
     _row("slice.Tensor", lambda m: [(m.numbers(3, 9), 1, 2, 8, 3), (m.numbers(7, 5), 0, 1, 7, 1)], every)
 
-    _row("exp.default expm1.default sin.default cos.default tanh.default sigmoid.default erf.default", _one())
-    _row("log.default log1p.default sqrt.default rsqrt.default reciprocal.default", _one(0.1, 4.0))
-    _row("tan.default", _one(-1.2, 1.2))
-    _row("floor.default ceil.default trunc.default round.default", _one(-9, 9))
+    _row("exp.default expm1.default sin.default cos.default tanh.default sigmoid.default erf.default", _unary())
+    _row("log.default log1p.default sqrt.default rsqrt.default reciprocal.default", _unary(0.1, 4.0))
+    _row("tan.default", _unary(-1.2, 1.2))
+    _row("floor.default ceil.default trunc.default round.default", _unary(-9, 9))
     _row("gelu.default", lambda m: [(m.numbers(3, 5, 7), {"approximate": by}) for by in ("none", "tanh")])
-    _row("neg.default abs.default sign.default", _one(), counted)
-    _row("relu.default", _one())
-    _row("logical_not.default", _one(), BOOLEANS)
+    _row("neg.default abs.default sign.default", _unary(), counted)
+    _row("relu.default", _unary())
+    _row("logical_not.default", _unary(), BOOLEANS)
     _row("logical_and.default logical_or.default", _two(), BOOLEANS)
-    _row("bitwise_not.default", _one(), whole)
+    _row("bitwise_not.default", _unary(), whole)
     _row("bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor", _two(), whole)
     _row("add.Tensor sub.Tensor mul.Tensor maximum.default minimum.default", _two(), counted)
     _row("div.Tensor", _two(0.5, 2.0))
@@ -330,15 +330,15 @@ def _register() -> None:
 
     _row(
         "embedding.default",
-        lambda m: [(m.numbers(11, 6), m.places(3, 5, below=11)), (m.numbers(4, 3), m.places(9, below=4))],
+        lambda m: [(m.numbers(11, 6), m.indices(3, 5, below=11)), (m.numbers(4, 3), m.indices(9, below=4))],
     )
     _row("index.Tensor", _indexed, counted)
     _row(
         "gather.default",
         lambda m: [
-            (m.numbers(5, 7), 1, m.places(5, 3, below=7)),
-            (m.numbers(9, 4), 0, m.places(6, 2, below=9)),
-            (m.numbers(3, 5, 7), 1, m.places(2, 8, 6, below=5)),
+            (m.numbers(5, 7), 1, m.indices(5, 3, below=7)),
+            (m.numbers(9, 4), 0, m.indices(6, 2, below=9)),
+            (m.numbers(3, 5, 7), 1, m.indices(2, 8, 6, below=5)),
         ],
         counted,
     )
@@ -347,7 +347,7 @@ def _register() -> None:
     _row("scatter_add.default", _scattered(True))
     _row(
         "scatter.value",
-        lambda m: [(m.numbers(5, 7), 1, m.places(5, 3, below=7), 2.0 if m.dtype.is_floating_point else 2)],
+        lambda m: [(m.numbers(5, 7), 1, m.indices(5, 3, below=7), 2.0 if m.dtype.is_floating_point else 2)],
         counted,
     )
     _row(

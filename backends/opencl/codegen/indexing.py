@@ -1,4 +1,4 @@
-"""What gathers, scatters and moves of elements become: reads at places that are computed, or writes into a copy.
+"""Gathers, scatters and moves of elements: reads at computed indices, or writes into a copy.
 
 Functions as in `rewrites`. A gather is computed wherever its result is used; a scatter is a kernel of its own that
 writes into a copy of its first operand.
@@ -16,34 +16,34 @@ from backends.opencl.codegen import scatters, values
 from backends.opencl.codegen.emit import Scope, number
 from backends.opencl.codegen.indices import Index
 from backends.opencl.codegen.tasks import Tasks
-from backends.opencl.codegen.values import Computed, Place, Stored, Value, again, whole
+from backends.opencl.codegen.values import Computed, Coordinates, Stored, Value, again, whole
 from hal.ops.rules import broadcast
 
 
-def _picked(scope: Scope, index: Value, place: Place, extent: int) -> Index:
-    name = index.at(scope, place)
-    return scope.place(f"(INDEX)({name} < 0 ? {name} + {extent} : {name})", extent)
+def _picked(scope: Scope, index: Value, coordinates: Coordinates, extent: int) -> Index:
+    name = index.at(scope, coordinates)
+    return scope.index(f"(INDEX)({name} < 0 ? {name} + {extent} : {name})", extent)
 
 
 def _embedding(tasks: Tasks, node: fx.Node, weight: Value, index: Value) -> Value:
     source = tasks.realize(weight)
 
-    def function(scope: Scope, place: Place) -> str:
-        return source.at(scope, (_picked(scope, index, place[:-1], source.shape[0]), place[-1]))
+    def function(scope: Scope, coordinates: Coordinates) -> str:
+        return source.at(scope, (_picked(scope, index, coordinates[:-1], source.shape[0]), coordinates[-1]))
 
     return Computed((*index.shape, weight.shape[1]), weight.dtype, function, 2)
 
 
 def _index(tasks: Tasks, node: fx.Node, x: Value, indices: Sequence[Value | None]) -> Value:
     source = tasks.realize(x)
-    used = [place for place, index in enumerate(indices) if index is not None]
+    used = [axis for axis, index in enumerate(indices) if index is not None]
     picked = broadcast(*[index.shape for index in indices if index is not None])
     wide = [None if index is None else values.expand(index, picked) for index in indices]
     front = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
 
-    def function(scope: Scope, place: Place) -> str:
-        seen = place[front : front + len(picked)]
-        rest = list(place[:front] + place[front + len(picked) :])
+    def function(scope: Scope, coordinates: Coordinates) -> str:
+        seen = coordinates[front : front + len(picked)]
+        rest = list(coordinates[:front] + coordinates[front + len(picked) :])
         spot = []
         for dim, extent in enumerate(source.shape):
             index = wide[dim] if dim < len(wide) else None
@@ -58,15 +58,15 @@ def _gather(tasks: Tasks, node: fx.Node, x: Value, dim: int, index: Value) -> Va
         return x
     source = tasks.realize(x)
 
-    def function(scope: Scope, place: Place) -> str:
-        spot = _picked(scope, index, place, source.shape[dim])
-        return source.at(scope, (*place[:dim], spot, *place[dim + 1 :]))
+    def function(scope: Scope, coordinates: Coordinates) -> str:
+        spot = _picked(scope, index, coordinates, source.shape[dim])
+        return source.at(scope, (*coordinates[:dim], spot, *coordinates[dim + 1 :]))
 
     return Computed(index.shape, x.dtype, function, 2)
 
 
 def _copied(tasks: Tasks, x: Value) -> Stored:
-    """A copy in memory of one's own."""
+    """A copy in new memory."""
     return tasks.realize(again(x))
 
 
@@ -123,12 +123,12 @@ def _cat(tasks: Tasks, node: fx.Node, tensors: Sequence[Value], dim: int) -> Val
 def _pad(tasks: Tasks, node: fx.Node, x: Value, pads: Sequence[int], fill: Any) -> Value:
     """`pads` are (before, after) from the last dimension on; below zero they cut."""
     shape = tuple(node.meta["val"].shape)
-    constant = Computed(shape, x.dtype, lambda scope, place: number(fill, x.dtype))
+    constant = Computed(shape, x.dtype, lambda scope, coordinates: number(fill, x.dtype))
     target = tasks.realize(constant)
     part: Value = target
-    for place in range(len(pads) // 2):
-        dim = len(shape) - 1 - place
-        before, after = pads[2 * place], pads[2 * place + 1]
+    for pair in range(len(pads) // 2):
+        dim = len(shape) - 1 - pair
+        before, after = pads[2 * pair], pads[2 * pair + 1]
         x = values.sliced(x, dim, max(0, -before), x.shape[dim] + min(0, after), 1)
         part = values.sliced(part, dim, max(0, before), shape[dim] - max(0, after), 1)
     assert isinstance(part, Stored)
@@ -136,7 +136,7 @@ def _pad(tasks: Tasks, node: fx.Node, x: Value, pads: Sequence[int], fill: Any) 
     return target
 
 
-PLACES: dict[str, Callable[..., Any]] = {
+INDEXING: dict[str, Callable[..., Any]] = {
     "embedding.default": _embedding,
     "index.Tensor": _index,
     "gather.default": _gather,
