@@ -64,7 +64,7 @@ def lower(program: Program, accumulate: tuple[bool, ...], device: torch.device =
                 graph.call_function(aten.copy_.default, (target, value))
     output.args = ((),)
     graph.lint()
-    _move_to_device(graph, device)
+    move_to_device(graph, device)
     root = torch.nn.Module()
     for name, constant in program.constants.items():
         root.register_buffer(name, constant.to(device))
@@ -98,7 +98,7 @@ def _inverse(order: Any) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
 
-def _move_to_device(graph: fx.Graph, device: torch.device) -> None:
+def move_to_device(graph: fx.Graph, device: torch.device) -> None:
     """Name the device in ops that make tensors; masks are drawn there, what cannot be is drawn on the host and sent."""
     for node in list(graph.nodes):
         if "device" in node.kwargs:

@@ -50,7 +50,7 @@ def losses(device: str, which: str, optimizer: str, stash: str) -> list[float]:
         numbers = torch.randn(STEPS, 2, 6, WIDTH, generator=generator)
         batches = [(step[0], step[1]) for step in numbers]
         loss = nn.functional.mse_loss
-        trainer = relay.Trainer(modules, loss, device, spec, microbatches=2, stash=stash, seed=3)
+        trainer = relay.Trainer(modules, loss, device=device, optimizer=spec, microbatches=2, stash=stash, seed=3)
     with closing(trainer):
         return [trainer.step(batch).loss for batch in batches]
 

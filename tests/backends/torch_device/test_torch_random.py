@@ -34,7 +34,7 @@ def test_a_program_for_an_accelerator_draws_there() -> None:
         graph = fx.Graph()
         drawn = graph.call_function(draw, (graph.placeholder("key"), *arguments))
         graph.output((drawn,))
-        program._place(graph, place)
+        program.move_to_device(graph, place)
         (value,) = fx.GraphModule(torch.nn.Module(), graph)(KEYS[2])
         assert value.device == place
         on_host = [node for node in graph.nodes if node.target is draw]
