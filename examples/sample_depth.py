@@ -1,13 +1,12 @@
-"""Search depth and width by sampling: train one network of which each step takes a random part, and ask parts of it.
+"""Search depth and width by sampling: train one network, of which each step uses a random part, and evaluate its parts.
 
-Each step draws which layers take part (`active_layers=`) and how wide they are (a mask over the inner features that
-comes with the batch). Layers that sit out are not sent to the device, are not updated, and have no gradient. Afterwards
-every candidate is the same weights, cut down.
+Each step draws the layers that take part (`active_layers=`) and their width (a mask over the inner features, which is
+part of the batch). The other layers are not sent to the device, are not updated, and have no gradient. Afterwards every
+candidate is a part of the same weights.
 
-What the search is worth is told by training some candidates alone, from the start and for as many steps each, taking
-turns with the sampled network step by step so that whatever else the machine does slows all alike: their time and
-held-out losses against those of the parts, and how far both agree on which candidate is better. Times are of whole
-steps, those in which a depth is recorded and compiled for the first time included.
+For comparison some candidates are trained alone, from the start and for as many steps each. They take turns with the
+sampled network step by step, so that other load on the machine slows all alike. The example compares time, held-out
+losses, and the order of the candidates. Times are those of whole steps, including the compilation of each depth.
 
     python examples/sample_depth.py --layers 6 --steps 300
 """
@@ -28,7 +27,7 @@ FEATURES = 32
 
 
 class Output(NamedTuple):
-    """What the network returns."""
+    """The output of the network."""
 
     loss: Tensor
     value: Tensor
@@ -48,7 +47,7 @@ class Layer(nn.Module):
 
 
 class Network(nn.Module):
-    """All the depths and widths in one, or one of them alone."""
+    """A network that holds all depths and widths, or a single one of them."""
 
     def __init__(self, layers: int, inner: int) -> None:
         super().__init__()
@@ -65,14 +64,14 @@ class Network(nn.Module):
 
 
 def draw(rows: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Points with a function of them to be learned."""
+    """Points, and the values of the function to be learned."""
     inputs = torch.randn(rows, 4, generator=generator)
     targets = torch.sin(2 * inputs[:, :1] * inputs[:, 1:2]) + torch.cos(inputs[:, 2:3] - inputs[:, 3:4])
     return {"inputs": inputs, "targets": targets}
 
 
 def masked(batch: dict[str, Tensor], inner: int, width: int) -> dict[str, Tensor]:
-    """The batch with the mask of a width."""
+    """The batch with the mask for a width."""
     mask = (torch.arange(inner) < width).float()
     return {**batch, "width": mask.expand(len(batch["inputs"]), inner).contiguous()}
 
@@ -89,12 +88,12 @@ class Candidate:
 
     @property
     def parameters(self) -> int:
-        """How many numbers its layers have."""
+        """The number of parameters in its layers."""
         return self.depth * (2 * FEATURES * self.width + self.width + 3 * FEATURES)
 
 
 def agreement(candidates: Sequence[Candidate]) -> float:
-    """The share of pairs of candidates that both ways put in the same order; one half is chance."""
+    """The share of pairs of candidates that both kinds of training put in the same order; 0.5 is chance."""
     known = [(one.sampled, one.alone) for one in candidates if one.alone is not None]
     pairs = [(one, other) for place, one in enumerate(known) for other in known[:place]]
     same = [(one[0] < other[0]) == (one[1] < other[1]) for one, other in pairs]

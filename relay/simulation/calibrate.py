@@ -239,14 +239,14 @@ def _non_negative(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> N
     """Least squares without negative solutions: columns with a negative solution are dropped, the worst first."""
     scale = np.abs(matrix).max(axis=0)
     scale[scale == 0] = 1.0
-    kept = list(range(matrix.shape[1]))
+    columns = list(range(matrix.shape[1]))
     while True:
-        found, *_ = np.linalg.lstsq(matrix[:, kept] / scale[kept], target, rcond=None)
+        found, *_ = np.linalg.lstsq(matrix[:, columns] / scale[columns], target, rcond=None)
         if (found >= 0).all():
             break
-        kept.pop(int(np.argmin(found)))
+        columns.pop(int(np.argmin(found)))
     solution = np.zeros(matrix.shape[1])
-    solution[kept] = found / scale[kept]
+    solution[columns] = found / scale[columns]
     return solution
 
 

@@ -54,7 +54,7 @@ class MetaModel:
         recompute: bool | int = True,
     ) -> CompiledModel:
         """The compiled model for training on that many sequences of the example."""
-        key = sequences, compute, layers_per_slot, str(recompute)  # as keys 1 and True are one
+        key = sequences, compute, layers_per_slot, str(recompute)  # 1 and True are the same key
         if key not in self._compiled:
             mode = fake_mode(allow_real_inputs=True)
             module = copy_with_fakes(self.module, mode)

@@ -200,8 +200,8 @@ class SimulatedRun:
             "slots: weights": self.run.slots * parameters,
             "slots: gradients": self.run.slots * gradients,
             "stash of activations": device_bytes(plans) - kept_bytes(plans),
-            "tensors kept for backward": kept_bytes(plans),
-            "workspace of kernels": max(kernel_workspace(one) for one in set(self._compiled)),
+            "saved tensors for backward": kept_bytes(plans),
+            "workspace of kernels": max(kernel_workspace(compiled) for compiled in set(self._compiled)),
         }
         peak = self._device.memory().peak
         rows["scalars and rounding"] = peak - sum(rows.values())
@@ -263,9 +263,9 @@ class SimulatedRun:
 
     @staticmethod
     def _bring(stash: Stash, compiled: Sequence[CompiledModel]) -> None:
-        for microbatch, one in enumerate(compiled):
-            for value in one.partition.inputs:
-                like = one.partition.values[value]
+        for microbatch, model in enumerate(compiled):
+            for value in model.partition.inputs:
+                like = model.partition.values[value]
                 tensor = torch.empty(like.shape, dtype=like.dtype, device="meta")
                 stash.bring(Key(value, False), microbatch, tensor)
 

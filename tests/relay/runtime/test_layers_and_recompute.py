@@ -305,7 +305,7 @@ def test_sharing_a_slot_saves_boundary_values_and_keeping_saves_arithmetic() -> 
     # All forward products but each layer's last, which no gradient needs.
     assert recomputed == 8 * (2 * 8 * 256 * 256 + 4 * 128 * 256) * 4 * 128
     tokens = 4 * 128
-    found = kept.memory.device["tensors kept for backward"] / (8 * tokens * 4)
+    found = kept.memory.device["saved tensors for backward"] / (8 * tokens * 4)
     assert found == pytest.approx(15 * 256, rel=0.01)  # as docs/memory.md says
     assert kept.step_seconds < one.step_seconds
 
