@@ -95,12 +95,19 @@ class ModelChanged(RelayError):
     What to do: build a new trainer; one model has one trainer at a time.
     """
 
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"The model's {name!r} is not the tensor that this trainer took over: it was replaced, cast or moved, or "
-            "another trainer has the model now. Change weights in place (load_state_dict, copy_), or build a new "
-            "trainer for the model as it is."
-        )
+    def __init__(self, name: str, added: bool = False) -> None:
+        if added:
+            message = (
+                f"The model's {name!r} is a parameter that was added after this trainer took the model over. Put "
+                "layers in with trainer.insert or trainer.replace, or build a new trainer for the model as it is."
+            )
+        else:
+            message = (
+                f"The model's {name!r} is not the tensor that this trainer took over: it was replaced, cast or moved, "
+                "or another trainer has the model now. Change weights in place (load_state_dict, copy_), or build a "
+                "new trainer for the model as it is."
+            )
+        super().__init__(message)
         self.name = name
 
 

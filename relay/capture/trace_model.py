@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from relay.capture.eager_fallback import run_made_up
+from relay.capture.guards.attribute_reads import reads_unrecorded
 from relay.capture.guards.data_guards import GuardTracer, guarding
 from relay.capture.guards.functional_call import call_with
 from relay.capture.guards.inference_mode import inference_as_no_grad
@@ -82,10 +83,10 @@ def _block_on_fakes(call: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]
     args, kwargs = block_call.input_tree.fill(inputs)
     # An op runs below autocast, which is off for it; what it stands for runs under it.
     try:
-        with inside_layer(), hooks_wait(), autocast(block_call.compute):
+        with inside_layer(), reads_unrecorded(), hooks_wait(), autocast(block_call.compute):
             outputs = take_apart(observed(*args, **kwargs))
     except Exception as failure:
-        with inside_layer(), autocast(block_call.compute):
+        with inside_layer(), reads_unrecorded(), autocast(block_call.compute):
             fill = block_call.input_tree.fill
             found = _run_made_up(block_call.block, observed, fill, inputs, block_call.name, failure)
         outputs = take_apart(found)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from relay.capture.guards.functional_call import carry_attributes
 from relay.capture.memory_order import Seeded, as_written, order_in_memory
 from relay.capture.request import CaptureRequest
 from relay.capture.trace_for_device import CPU, OnDevice
@@ -41,6 +42,7 @@ class TracedModule(nn.Module):
         self.seed_orders = request.seed_orders
         self.keeps_strides = request.keeps_strides
         self.unreached = request.unreached
+        self.attributes = [(name, dict(vars(one))) for name, one in self.module.named_parameters() if vars(one)]
 
     def forward(self, *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
         spare = arguments[-1:] if self.has_spare_input else ()
@@ -48,6 +50,9 @@ class TracedModule(nn.Module):
         first_seed = last - len(self.seed_orders)
         inputs, seeds = arguments[:first_seed], arguments[first_seed:last]
         buffers = dict(self.module.named_buffers())
+        for name, attributes in self.attributes:
+            owner, _, own_name = name.rpartition(".")
+            carry_attributes(attributes, getattr(self.module.get_submodule(owner), own_name))
         on_device = OnDevice(self.device) if self.device != CPU else contextlib.nullcontext()
         # The backward is traced outside of autocast, as PyTorch runs it outside of autocast.
         with autocast(self.compute_dtype, self.device.type), on_device:

@@ -76,6 +76,7 @@ class LayerStore:
         self._home_flats: list[torch.Tensor] = []
         self._seen: dict[str, tuple[torch.Tensor, int]] = {}
         self._regions: list[tuple[torch.Tensor, str]] = []
+        self._complete = False
         self.updated: dict[str, Event] = {}
         self.version = 0
 
@@ -125,6 +126,7 @@ class LayerStore:
                     else:
                         self._copies.setdefault(name, []).append(home)
                 self._stored[(name, dtype)] = _Stored(home, raw, place.offset)
+        self._complete = True
 
     @staticmethod
     def _state_of(wanted: Wanted, tensor: torch.Tensor) -> str:
@@ -146,7 +148,11 @@ class LayerStore:
 
     def check(self, model: nn.Module) -> None:
         """Raise ModelChanged where the model does not hold the store's tensors any more."""
-        now = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        parameters = dict(model.named_parameters())
+        if self._complete:
+            for name in parameters.keys() - self._seen.keys():
+                raise ModelChanged(name, added=True)
+        now = {**parameters, **dict(model.named_buffers())}
         for name, (tensor, _) in self._seen.items():
             home = self[name]
             if now.get(name) is not tensor or tensor.data_ptr() != home.data_ptr() or tensor.dtype != home.dtype:
@@ -183,6 +189,7 @@ class LayerStore:
             name = new_name(wanted[0])
             return None if name is None else (name, wanted[1])
 
+        self._complete = False  # layers that were put in have parameters that are new here
         self._stored = renamed(self._stored, new_wanted)
         self._master = renamed(self._master, new_name)
         self._seen = renamed(self._seen, new_name)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from relay.capture import GuardTracer, as_fake, autocast, blocks_as_ops, call_with, run_fake, trace
+from relay.capture.guards.attribute_reads import Reads, recorded_reads
 from relay.capture.guards.plain_tensors import PlainTensors, constants_of
 from relay.capture.guards.unsupported import check_module, check_outside
 from relay.capture.memory_order import order_of
@@ -62,8 +63,12 @@ def partition_model(
     structure: list[TensorTree] = []
     has_loss: list[bool] = []
 
+    reads: Reads = {}
+
     def run(state: list[torch.Tensor], leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-        output = call_with(model, states, state, (), tree.fill(leaves))
+        with recorded_reads(model) as seen:
+            output = call_with(model, states, state, (), tree.fill(leaves))
+        reads.update(seen)
         loss = loss_of(output)
         results, output_tree = tensor_leaves(output)
         structure.append(output_tree)
@@ -85,6 +90,7 @@ def partition_model(
     state_of_name = dict(zip(state_names, states, strict=True))
     partition = cut_graph(traced, state_of_name, calls, names, has_loss[0], structure[0])
     partition.guards = tuple(guard_tracer.guards)
+    partition.reads = reads
     return partition
 
 

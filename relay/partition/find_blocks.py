@@ -76,37 +76,57 @@ def tie_pattern(module: nn.Module) -> list[int]:
     return [first.setdefault(id(tensor), index) for index, tensor in enumerate(tensors)]
 
 
-def plain_attributes(model: nn.Module) -> tuple[Any, ...]:
-    """The numbers, flags and strings in the attributes of every module, which a forward may read.
-
-    A graph is traced with their values at that time, so a changed value needs another graph.
-    """
-    found: list[Any] = []
-    for module in model.modules():
-        for name, value in module.__dict__.items():
-            if type(value) in _PLAIN or (type(value) is tuple and all(type(item) in _PLAIN for item in value)):
-                found.append((name, value))
-        found.append(None)  # separates modules
-    return tuple(found)
-
-
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Restore the numbers, flags and strings of every module on exit. Tracing runs forwards, which may count calls."""
-    before = [
-        (module, {name: value for name, value in module.__dict__.items() if type(value) in _PLAIN})
-        for module in model.modules()
-    ]
+    """Restore the numbers, flags, strings, lists and dicts in the attributes of every module on exit.
+
+    Tracing runs forwards, which may count calls. Attributes of these types that a forward adds are deleted.
+    """
+    before = [(module, _own_values(module.__dict__)) for module in model.modules()]
+    contents: dict[int, tuple[Any, Any]] = {}
+    for _, values in before:
+        for value in values.values():
+            _note_contents(value, contents)
     try:
         yield
     finally:
-        for module, attributes in before:
-            for name, value in attributes.items():
+        for container, content in contents.values():
+            _restore(container, content)
+        for module, values in before:
+            for name in _own_values(module.__dict__).keys() - values.keys():
+                del module.__dict__[name]
+            for name, value in values.items():
                 if module.__dict__.get(name) is not value:
                     module.__dict__[name] = value
 
 
+def _own_values(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in attributes.items()
+        if type(value) in _PLAIN or (type(value) in _CONTAINERS and name not in _BOOKKEEPING)
+    }
+
+
+def _note_contents(container: Any, contents: dict[int, tuple[Any, Any]]) -> None:
+    """Copies of a container and of those in it, by identity."""
+    if type(container) not in _CONTAINERS or id(container) in contents:
+        return
+    contents[id(container)] = (container, container.copy())
+    for value in container.values() if isinstance(container, dict) else container:
+        _note_contents(value, contents)
+
+
+def _restore(container: Any, content: Any) -> None:
+    if isinstance(container, list):
+        container[:] = content
+    elif list(container) != list(content) or any(container[key] is not content[key] for key in content):
+        container.clear()
+        container.update(content)
+
+
 _PLAIN = {bool, int, float, str}
+_CONTAINERS = {list, dict}
 
 _BOOKKEEPING = {"_parameters", "_buffers", "_modules", "_is_full_backward_hook"}
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hal.slot import Field
+from relay.capture.guards.attribute_reads import Reads
 from relay.capture.guards.data_guards import Guard
 from relay.capture.memory_order import Order, stored_shape
 from relay.data.loss_weight import LossWeight
@@ -78,7 +79,8 @@ class Partition:
     With `has_loss` the first output of the last segment is the loss. `results` are the values of the model's other
     outputs; `result_tree` nests them as the model does. `guards` are the conditions on the batch under which the model
     takes the traced path. `loss_doubt` is the reason why the losses of micro-batches may not add up to that of the
-    batch, if there is one (`relay.partition.loss_forms`).
+    batch, if there is one (`relay.partition.loss_forms`). `reads` are the attributes that the code around the layers
+    read.
     """
 
     segments: list[Segment]
@@ -90,3 +92,4 @@ class Partition:
     loss_weight: LossWeight | None
     loss_doubt: str | None = None
     guards: tuple[Guard, ...] = ()
+    reads: Reads = field(default_factory=dict)

@@ -24,8 +24,9 @@ from relay.data.microbatches import Batch, take_apart, weigh, without_empty
 from relay.errors import PartitionError
 from relay.partition import list_as_model, partition_list, partition_model
 from relay.partition.edit_layers import chosen_layers, layer_names
-from relay.partition.find_blocks import plain_attributes, undisturbed
+from relay.partition.find_blocks import undisturbed
 from relay.partition.merge_layers import merge_layers
+from relay.runtime.code_states import CodeState, CodeStates
 from relay.runtime.program_cache import ProgramCache
 from relay.runtime.stages import Captures, CompiledModel, build_compiled_model
 
@@ -77,6 +78,7 @@ class ModelCompiler:
         self._recompute = recompute
         self._presences: dict[str, ObservedGradientPresence] = {}
         self._captures = Captures()
+        self._code = CodeStates(lambda: self.model, {} if loss is None else {"loss": loss})
         self._doubted = False
 
     @property
@@ -99,6 +101,7 @@ class ModelCompiler:
         self.cache.clear()
         self._presences.clear()
         self._captures.clear()
+        self._code.clear()
 
     def ready(self, batch: Any, training: bool = True, active_layers: Sequence[int | str] | None = None) -> Ready:
         """The batch in pieces with their weights, and the stations for each piece.
@@ -115,7 +118,8 @@ class ModelCompiler:
                 "active_layers=[] leaves every module of the list out, so there is nothing to run. Name at least one."
             )
         pieces = self.take_apart(batch, training, needs_targets=True)
-        first = self.compiled(pieces, 0, training, False, chosen)
+        state = self._code.current()
+        first = self.compiled(pieces, 0, training, False, chosen, state)
         if not first.partition.has_loss:
             raise PartitionError(
                 f"The output of {type(self.model).__name__} has no loss for this batch. A whole model must return "
@@ -124,7 +128,8 @@ class ModelCompiler:
         if first.partition.loss_doubt is not None and len(pieces.pieces) > 1:
             self._doubt(first.partition.loss_doubt)
         pieces, weights = without_empty(pieces, weigh(pieces, first.partition.loss_weight))
-        compiled = [self.compiled(pieces, number, training, False, chosen) for number in range(len(pieces.pieces))]
+        numbers = range(len(pieces.pieces))
+        compiled = [self.compiled(pieces, number, training, False, chosen, state) for number in numbers]
         for other in compiled[1:]:
             if other is not compiled[0] and other.signature() != compiled[0].signature():
                 raise PartitionError(
@@ -155,14 +160,24 @@ class ModelCompiler:
         return take_apart(batch, self.whole, pieces, needs_targets, self._shared_inputs)
 
     def compiled(
-        self, batch: Batch, number: int, training: bool, results: bool, active: tuple[str, ...] | None = None
+        self,
+        batch: Batch,
+        number: int,
+        training: bool,
+        results: bool,
+        active: tuple[str, ...] | None = None,
+        state: CodeState | None = None,
     ) -> CompiledModel:
-        """The stations for one piece of a batch, recorded if they are not there yet."""
-        trainable = tuple(parameter.requires_grad for parameter in self.model.parameters())
-        key = (batch.signature(number), training, results, trainable, active, plain_attributes(self.model))
+        """The stages for one piece of a batch, compiled if they are not there yet. `state` is that of the code, found
+        once for all pieces."""
+        state = state or self._code.current()
+        key = (batch.signature(number), training, results, active, state)
         compiled = self.cache.find(key, batch.pieces[number])
         if compiled is None:
-            compiled = self._record(batch, batch.pieces[number], training, results, active)
+            with self._code.capturing(state) as captured:
+                compiled = self._record(batch, batch.pieces[number], training, results, active)
+                captured.append((self.model, compiled.partition.reads))
+                captured += [(one.segment.module, one.captured.reads or {}) for one in compiled.stages]
             self.cache.add(key, compiled)
         return compiled
 

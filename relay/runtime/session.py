@@ -109,9 +109,9 @@ class Session:
     def contents(self, compiled: CompiledModel) -> list[SlotContent]:
         """What the slots will hold, segment by segment; on first use the model moves into the store."""
         wanted = wanted_of(compiled)
+        self.store.check(self._model)
         if not all(self.store.holds(item) for group in wanted for item in group):
             self.store.take_over(self._model, wanted)
-        self.store.check(self._model)
         self.store.take_edits()
         return self._lay_out(self.store, compiled, wanted)
 

@@ -18,9 +18,11 @@ from hal.device import Device
 from hal.program import Kernel, Program, Role
 from hal.slot import lay_out
 from relay.capture import Captured, CaptureRequest, Lowering, ObservedGradientPresence, capture
+from relay.capture.guards.code_guards import CodeGuards
+from relay.capture.guards.code_walk import follow, reads_by_class
 from relay.capture.memory_order import Order, as_written, order_of, stored_shape
 from relay.eps.store import GradientField, Wanted
-from relay.partition.find_blocks import plain_attributes, same_structure, tie_pattern
+from relay.partition.find_blocks import same_structure, tie_pattern
 from relay.partition.segments import Partition, Segment, Value
 from relay.runtime.gradient_layout import Orders, settle_gradients
 from relay.runtime.gradient_presence import Backward, DerivedGradientPresence, derive_presence
@@ -263,7 +265,7 @@ class Captures:
     def __init__(self, limit: int = 512, keeps_traces: bool = False) -> None:
         self._limit = limit
         self._keeps_traces = keeps_traces
-        self._known: list[tuple[Segment, Any, Any, Any, Captured]] = []
+        self._known: list[tuple[Segment, Any, Any, CodeGuards, Captured]] = []
 
     def find(self, segment: Segment, traced: Any, cut: Any) -> Captured | None:
         """What serves the segment too, or None. `traced` is what a trace is made for, `cut` what is cut out of it."""
@@ -271,15 +273,15 @@ class Captures:
             return None
         modes = _modes(segment.module)
         source: Captured | None = None
-        for other, other_traced, other_cut, other_state, captured in self._known:
+        for other, other_traced, other_cut, guards, captured in self._known:
             if (
                 other_traced == traced
                 and (other_cut == cut or captured.recut is not None)
                 and _modes(other.module) == modes
-                and other_state == (modes, plain_attributes(other.module))  # as it was when it was captured
                 and other.alike[1:] == segment.alike[1:]
                 and same_structure(other.alike[0], segment.alike[0], captured.reads)
                 and tie_pattern(other.module) == tie_pattern(segment.module)
+                and not guards.changed()  # it is as it was when it was captured
             ):
                 if other_cut == cut:
                     return captured
@@ -293,8 +295,8 @@ class Captures:
         if not self._keeps_traces:
             captured = replace(captured, recut=None)
         if segment.alike is not None:
-            state = (_modes(segment.module), plain_attributes(segment.module))
-            self._known.append((segment, traced, cut, state, captured))
+            guards = follow(segment.module, reads_by_class(segment.module, captured.reads or {}))
+            self._known.append((segment, traced, cut, guards, captured))
             del self._known[: -self._limit]
         return captured
 

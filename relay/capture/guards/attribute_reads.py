@@ -96,3 +96,14 @@ def recorded_reads(module: nn.Module) -> Iterator[Reads]:
             _hook.open.recordings.pop()
     finally:
         _hook.release()
+
+
+@contextmanager
+def reads_unrecorded() -> Iterator[None]:
+    """While open, what this thread reads is not noted: code runs that is captured later by itself."""
+    open_here = _hook.open
+    recordings, open_here.recordings = open_here.recordings, []
+    try:
+        yield
+    finally:
+        open_here.recordings = recordings

@@ -7,7 +7,7 @@ name, however many paths lead to it, and tied tensors are replaced in all their 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,8 +28,16 @@ def call_with(
 ) -> Any:
     """`module(*args, **kwargs)` with each of `originals` replaced by its counterpart, wherever it is held."""
     other_of = {id(original): other for original, other in zip(originals, others, strict=True)}
+    for original, other in zip(originals, others, strict=True):
+        carry_attributes(vars(original), other)
     state = {name: other_of[id(tensor)] for name, tensor in places(module) if id(tensor) in other_of}
     return torch.func.functional_call(module, state, tuple(args), kwargs or {}, tie_weights=False)
+
+
+def carry_attributes(attributes: Mapping[str, Any], other: torch.Tensor) -> None:
+    """What code has set on a parameter (`weight.gain = 2.0`) stands on what takes its place too: code may read it."""
+    if attributes and vars(other) is not attributes:
+        vars(other).update(attributes)
 
 
 @contextmanager
