@@ -13,9 +13,9 @@ Invariant: element `i` of a draw is output word `i % 4` of Philox4x32-10 under
     counter = (i // 4, step, segment << 12 | op, microbatch)
 
 so two draws share a counter only if they share all of step, segment, micro-batch and op. A program of several
-segments is run under the first one's key, and numbers its draws `place * 4096 + op`: segment `place` after the first
-then draws what it would draw by itself. Words, masks and uniforms are exact on every backend; normals pass through a
-logarithm and a cosine and agree to rounding.
+segments is run under the key of its first segment, and numbers its draws `offset * 4096 + op`: the segment `offset`
+after the first then draws what it would draw by itself. Words, masks and uniforms are exact on every backend; normals
+pass through a logarithm and a cosine and agree to rounding.
 
 Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011; the constants
 and the known answers that the tests check are those of the authors' Random123 library.
@@ -223,7 +223,7 @@ def _require_range(name: str, value: object, limit: int) -> None:
     if not 0 <= value < limit:
         raise ValueError(
             f"{name} is out of range: expected 0 to {limit - 1}, received {value}. "
-            f"It has to fit its place in the random counter; pass a value within that range."
+            f"It has to fit its bits of the random counter; pass a value within that range."
         )
 
 

@@ -1,8 +1,8 @@
-"""Faults on purpose: any device, wrapped so that a chosen call fails, is slow, or gives a wrong value.
+"""Injected faults: any device, wrapped so that a chosen call fails, is slow, or gives a wrong value.
 
-It is how tests find out what becomes of a fault, and belongs to no backend: it passes everything on to the device
-that it wraps, and registers under no name. Invariant: without a fault asked for, results, events and accounts are
-the wrapped device's own; calls are counted in the order of submission, which a schedule repeats exactly.
+Tests use it to find out what the relay does about a fault. It belongs to no backend: it passes every call on to the
+device that it wraps, and it is not registered. Invariant: without a fault, results, events and accounts are the wrapped
+device's own; calls are counted in the order of submission, which a schedule repeats exactly.
 """
 
 from __future__ import annotations
@@ -25,18 +25,23 @@ from hal.worker import Worker
 
 
 class InjectedFault(HalError):
-    """The fault that was asked for."""
+    """The error of an injected fault."""
 
 
 @dataclass
 class Faults:
-    """What is to go wrong, by the number of the call (0 is the next one; `restart` counts anew).
+    """The faults to inject, by the number of the call (0 is the next call; `restart` counts anew).
 
-    `fail_at` is the call that fails, in one of the ways of `how`: `skip` (it does not run), `after` (it runs, and then
-    reports an error), `submit` (submitting it raises), `lost` (from this one on, all calls of the device's queues raise
-    DeviceLost; the host's tasks go on).
-    `poison_at` is the call whose output is overwritten with `poison`. `slow` delays every call on a queue, by name,
-    in seconds (`host` for host tasks). `capacity` is a new limit in bytes for what is allocated from now on.
+    Args:
+        fail_at: the number of the call that fails.
+        how: how it fails: `skip` (it does not run), `after` (it runs, and then reports an error), `submit` (its
+            submission raises), `lost` (from this call on, all calls of the device's queues raise DeviceLost; the host's
+            tasks run).
+        poison_at: the number of the call whose output is overwritten.
+        poison: the number that it is overwritten with.
+        slow: seconds that every call on a queue is delayed, by the queue's name; `host` for the host's tasks.
+        capacity: a new limit in bytes for further allocations.
+        calls: the calls submitted so far.
     """
 
     fail_at: int | None = None
@@ -48,22 +53,22 @@ class Faults:
     calls: list[str] = field(default_factory=list)
 
     def restart(self, fail_at: int | None = None, how: str = "skip", poison_at: int | None = None) -> None:
-        """Count from 0 again, with these faults to come."""
+        """Count from 0 again, with these faults."""
         self.fail_at, self.how, self.poison_at = fail_at, how, poison_at
         self.calls.clear()
 
     def submit(
         self, queue: str, label: str, wait: Sequence[Event], call: Callable[[Sequence[Event]], Event]
     ) -> tuple[Event, bool]:
-        """Submit `call`, given its waits, with what is to go wrong. Also says whether its output is to be poisoned."""
+        """Submit `call` with its fault, if it has one. Returns its event, and whether to poison its output."""
         number = len(self.calls)
         self.calls.append(f"{queue}: {label}")
         if queue in self.slow:
             wait = [*wait, _Delay(self.slow[queue])]
         if self.how == "lost" and self.fail_at is not None and number >= self.fail_at and queue != "host":
-            return _Failed(wait, DeviceLost(f"the device is gone (asked for at call {self.fail_at})")), False
+            return _Failed(wait, DeviceLost(f"The device is lost, by an injected fault at call {self.fail_at}.")), False
         if number == self.fail_at and self.how != "lost":
-            fault = InjectedFault(f"call {number}, {label} on {queue}, failed because it was asked to")
+            fault = InjectedFault(f"Call {number}, {label} on {queue}, failed by an injected fault.")
             if self.how == "submit":
                 raise fault
             return _Failed([call(wait)] if self.how == "after" else wait, fault), False
@@ -71,7 +76,7 @@ class Faults:
 
 
 class WrappedDevice(Device):
-    """A device that hands everything on to the one that it wraps, but for its queues: what stands for them is said."""
+    """A device that passes all calls on to another device, and wraps its queues by `wrapped`."""
 
     def __init__(self, device: Device) -> None:
         self.info = device.info
@@ -80,7 +85,7 @@ class WrappedDevice(Device):
 
     @abc.abstractmethod
     def wrapped(self, queue: Queue) -> Queue:
-        """What stands for a queue of the device's."""
+        """The queue that replaces a queue of the wrapped device."""
 
     def alloc(self, size: int, what: str = "buffer") -> Buffer:
         return self._device.alloc(size, what)
@@ -133,7 +138,7 @@ class FaultyDevice(WrappedDevice):
 
 
 class WrappedQueue(Queue):
-    """A queue that hands its calls on to the one that it wraps, in a way that is said."""
+    """A queue that passes its calls on to another queue, by `submitted`."""
 
     def __init__(self, queue: Queue) -> None:
         self.name = queue.name
@@ -143,7 +148,7 @@ class WrappedQueue(Queue):
     def submitted(
         self, label: str, outputs: Sequence[View], wait: Sequence[Event], call: Callable[[Sequence[Event]], Event]
     ) -> Event:
-        """Hand on a `call`, given what it is to wait for. `outputs` is the first view that it writes, if any."""
+        """Pass on a `call`, which takes the events to wait for. `outputs` is the first view that it writes, if any."""
 
     def write(self, target: View, source: torch.Tensor, wait: Sequence[Event] = ()) -> Event:
         return self.submitted("write", [target], wait, lambda waits: self._queue.write(target, source, waits))
@@ -220,10 +225,9 @@ class FaultyHost(Host):
 
 
 class _Failed(Event):
-    """Ends when all that it waits for has, with the first error of those or its own.
+    """The event of a failed call: ends when the events that it waits for have, with their first error or its own.
 
-    On a lost device these wait for each other by many ways, so what an event has once found out it does not ask
-    again.
+    On a lost device such events wait for each other along many paths, so each one waits only once.
     """
 
     def __init__(self, wait: Sequence[Event], error: HalError) -> None:
@@ -253,7 +257,7 @@ class _Failed(Event):
 
 
 class _Delay(Event):
-    """Ends when somebody has waited for it, which takes that long."""
+    """An event that ends when it is first waited for, after a number of seconds."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -272,7 +276,7 @@ class _Delay(Event):
 
 
 def faulty(open_device: Callable[..., Device], faults: Faults) -> Callable[..., Any]:
-    """What to put in the place of `hal.registry.open` in a test: opens devices with these faults.
+    """A function to replace `hal.registry.open` in a test: it opens devices with these faults.
 
     A device that was lost works again when it is opened anew.
     """

@@ -1,6 +1,6 @@
-"""A gate: an event of the host's that ends when the test says so, to hold back work that waits for it.
+"""A gate: an event of the host that ends when the test opens it, to delay the work that waits for it.
 
-It ends by itself after a while, so that a device which wrongly blocks in a submission fails a test and does not hang.
+It ends by itself after a while, so that a device which wrongly blocks in a submission fails the test and does not hang.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Gate:
         self.timed_out = False
 
     def open(self) -> None:
-        """Let what waits go on."""
+        """End the event."""
         self._open.set()
 
     def hold(self) -> None:
-        """Stay closed for a moment more: what wrongly does not wait has most likely run by then."""
+        """Stay closed for a moment: a call that wrongly does not wait has most likely run by then."""
         self._open.wait(MOMENT)
 
     def _stand(self) -> None:

@@ -1,4 +1,4 @@
-"""Being found, opened and closed, and what a device says of itself."""
+"""Probing, opening and closing a device, and its DeviceInfo."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_probing_runs_a_kernel(name: str, device: Device, monkeypatch: pytest.Mo
     assert any("no kernel runs" in probe.reason for probe in probes), "what is not there keeps its reason"
 
 
-def test_what_it_says_of_itself_is_whole(device: Device) -> None:
+def test_its_device_info_is_complete(device: Device) -> None:
     info = device.info
     assert info.name
     assert info.description

@@ -20,7 +20,7 @@ PASSING_ON = ["neg.default", "abs.default", "exp.default", "relu.default", "sqrt
 
 
 def lacks(device: Device, dtype: torch.dtype) -> str:
-    """Why the device need not be asked for this dtype; empty where it must."""
+    """Why this dtype is skipped on the device; empty if it is tested."""
     if dtype not in device.info.storage:
         return f"{dtype} is not in DeviceInfo.storage"
     if dtype is torch.float64 and dtype not in device.info.compute:
@@ -59,12 +59,12 @@ def test_an_op_gives_what_the_oracle_gives(
     reason = lacks(device, dtype)
     if reason:
         pytest.skip(reason)
-    asked = 0
+    tried_samples = 0
     # Where not all are wanted, each dtype starts with another, so that most are tried in some dtype.
     every = list(enumerate(samples(op, dtype)))
     start = [candidate for name, candidate in CASES if name == op].index(dtype) % len(every)
     for number, sample in [*every[start:], *every[:start]]:
-        if asked == request.config.getoption("samples"):
+        if tried_samples == request.config.getoption("samples"):
             break
         if any(lacks(device, other) for other in sample.kwargs.values() if isinstance(other, torch.dtype)):
             continue
@@ -72,8 +72,8 @@ def test_an_op_gives_what_the_oracle_gives(
         found = run(device, program, inputs)
         for position, (ours, theirs) in enumerate(zip(found, evaluate(program, inputs), strict=True)):
             assert_near(ours, theirs, ours.dtype, f"sample {number}, result {position} of {op}")
-        asked += 1
-    assert asked
+        tried_samples += 1
+    assert tried_samples
 
 
 @pytest.mark.parametrize("op", PASSING_ON)

@@ -75,7 +75,7 @@ def test_a_call_waits_for_events_of_other_queues(device: Device) -> None:
 def test_a_submission_returns_while_what_it_waits_for_is_not_done(device: Device) -> None:
     buffer, (view,) = upload(device, [torch.zeros(16)])
     with Gate() as gate:
-        delayed = device.queue("held").fill(view, 5.0, [gate.event])
+        delayed = device.queue("delayed").fill(view, 5.0, [gate.event])
         assert not delayed.done()
         assert not gate.event.done()
     delayed.wait()
@@ -87,7 +87,7 @@ def test_a_submission_returns_while_what_it_waits_for_is_not_done(device: Device
 def test_a_queue_that_waits_does_not_hold_up_another(device: Device) -> None:
     buffer, (first, second) = upload(device, [torch.zeros(16), torch.zeros(16)])
     with Gate() as gate:
-        delayed = device.queue("held").fill(first, 5.0, [gate.event])
+        delayed = device.queue("delayed").fill(first, 5.0, [gate.event])
         device.queue("free").fill(second, 6.0).wait()
         assert not delayed.done()
     delayed.wait()

@@ -1,7 +1,7 @@
-"""Who holds which memory, and until when: the host's while a call borrows it, the device's while a queued call uses it,
-and an output's, which is nobody else's.
+"""How long memory is borrowed: the host's until its call is done, the device's while queued calls use it.
 
-Every call here is held back by a gate, so that a device which takes or gives back memory too early does so every time.
+And each output has memory of its own. Every call here is delayed by a gate, so that a device which takes or gives back
+memory too early does so every time.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ COUNTS = [1, 3, 255, 1025, 65_537]
 
 
 def stored(device: Device, dtype: torch.dtype) -> None:
-    """Skip where the device says that it does not hold the dtype."""
+    """Skip if the device does not list the dtype in DeviceInfo.storage."""
     if dtype not in device.info.storage:
         pytest.skip(f"{dtype} is not in DeviceInfo.storage")
 
@@ -107,7 +107,7 @@ def test_two_sides_that_do_not_fit_are_refused_at_the_call(device: Device) -> No
 
 
 def test_host_memory_may_be_used_again_once_its_write_is_done(device: Device) -> None:
-    """One piece of host memory carries fifty different tensors to fifty places."""
+    """One piece of host memory carries fifty different tensors to fifty views."""
     count, size = 50, 4099
     staging = torch.empty(size)
     buffer = device.alloc(count * size * 4)

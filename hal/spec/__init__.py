@@ -82,10 +82,10 @@ COLUMNS: dict[str, dict[str, Column]] = {
 }
 
 ACHIEVED_SHARE = 0.75
-"""Of a dense peak, where nobody measured: the middle of the 38 % (T4) to 97 % (Gaudi 2) that were."""
+"""Of a dense peak, where there is no measurement: the middle of the 38 % (T4) to 97 % (Gaudi 2) that were."""
 
 BANDWIDTH_SHARE = 0.8
-"""Of a memory's theoretical bandwidth, where nobody measured (STREAM reaches 78 to 83 % on the hosts listed)."""
+"""Of a memory's theoretical bandwidth, without a measurement (STREAM reaches 78 to 83 % on the hosts listed)."""
 
 OPTIMIZER_SHARE = 0.6
 """Of a host's achieved bandwidth that an Adam pass draws: 118 of 199 GB/s on two Xeon 8168 (ZeRO-Offload, table 4)."""
