@@ -36,20 +36,20 @@ allocations = st.lists(
 @given(wanted=allocations)
 def test_the_ledger_is_byte_exact_by_state_and_dtype(wanted: list[tuple[str, torch.dtype, int, bool]]) -> None:
     host = Host()
-    held: list[tuple[str, torch.Tensor]] = []
+    allocated: list[tuple[str, torch.Tensor]] = []
     for state, dtype, count, give_back in wanted:
         tensor = host.alloc(count, dtype, state)
         assert (tensor.numel(), tensor.dtype, tensor.dim()) == (count, dtype, 1)
         if give_back:
             host.free(tensor, state)
         else:
-            held.append((state, tensor))
+            allocated.append((state, tensor))
     expected: dict[tuple[str, torch.dtype], int] = {}
-    for state, tensor in held:
+    for state, tensor in allocated:
         if tensor.nbytes:
             expected[state, tensor.dtype] = expected.get((state, tensor.dtype), 0) + tensor.nbytes
     assert {(state, dtype): size for state, dtype, size in host.ledger.rows()} == expected
-    assert host.ledger.total == host.memory().in_use == sum(tensor.nbytes for _, tensor in held)
+    assert host.ledger.total == host.memory().in_use == sum(tensor.nbytes for _, tensor in allocated)
     host.close()
 
 
@@ -60,13 +60,13 @@ def test_host_memory_is_aligned_to_a_cache_line(count: int, dtype: torch.dtype) 
 
 def test_the_host_keeps_to_its_capacity_and_says_what_did_not_fit() -> None:
     host = Host(capacity=1000)
-    kept = host.alloc(200, torch.float32, "master weights")
+    weights = host.alloc(200, torch.float32, "master weights")
     with pytest.raises(OutOfMemory) as caught:
         host.alloc(101, torch.int16, "step counts")
     assert (caught.value.requested, caught.value.in_use, caught.value.capacity) == (202, 800, 1000)
     assert "step counts (int16) on the host" in str(caught.value)
     assert host.memory().in_use == host.ledger.total == 800
-    host.free(kept, "master weights")
+    host.free(weights, "master weights")
     assert host.memory().in_use == host.ledger.total == 0
     assert host.alloc(250, torch.float32, "first moments").numel() == 250
     assert host.memory().peak == 1000

@@ -19,20 +19,20 @@ def test_an_account_agrees_with_a_plain_list_of_what_is_held(
     capacity: int | None, steps: list[tuple[bool, int]]
 ) -> None:
     account = MemoryAccount("a device", capacity)
-    held: list[int] = []
+    sizes: list[int] = []
     peak = 0
     for take, size in steps:
-        if not take and held:
-            account.release(held.pop(size % len(held)))
-        elif capacity is not None and sum(held) + size > capacity:
+        if not take and sizes:
+            account.release(sizes.pop(size % len(sizes)))
+        elif capacity is not None and sum(sizes) + size > capacity:
             with pytest.raises(OutOfMemory):
                 account.charge(size, "x")
         else:
             account.charge(size, "x")
-            held.append(size)
-        peak = max(peak, sum(held))
+            sizes.append(size)
+        peak = max(peak, sum(sizes))
         use = account.use()
-        assert (use.in_use, use.peak, use.capacity) == (sum(held), peak, capacity)
+        assert (use.in_use, use.peak, use.capacity) == (sum(sizes), peak, capacity)
 
 
 def test_a_refusal_says_what_did_not_fit_where_and_by_how_much() -> None:

@@ -260,9 +260,9 @@ def test_probability_zero_keeps_all(zero):
 
 
 @pytest.mark.parametrize("one", [1, 1.0, 1 - 1e-12, np.float32(1)])
-def test_probability_one_drops_all(one):
-    assert keep_threshold(one) == 2**32
-    assert not bool(keep_mask(KEY, 2, (10_001,), one).any())
+def test_probability_one_drops_all(probability):
+    assert keep_threshold(probability) == 2**32
+    assert not bool(keep_mask(KEY, 2, (10_001,), probability).any())
 
 
 def test_word_at_the_threshold_is_kept_and_word_below_it_dropped():

@@ -26,22 +26,22 @@ tensors = st.lists(
 @given(wanted=tensors)
 def test_tensors_are_laid_out_aligned_in_order_without_overlap_or_waste(wanted: list) -> None:
     fields, total = lay_out(wanted)
-    assert [(place.shape, place.dtype) for place in fields] == wanted
+    assert [(field.shape, field.dtype) for field in fields] == wanted
     end = 0
-    for place in fields:
-        assert place.offset % ALIGNMENT == 0
-        assert 0 <= place.offset - end < ALIGNMENT
-        end = place.offset + torch.empty(place.shape, dtype=place.dtype).nbytes
+    for field in fields:
+        assert field.offset % ALIGNMENT == 0
+        assert 0 <= field.offset - end < ALIGNMENT
+        end = field.offset + torch.empty(field.shape, dtype=field.dtype).nbytes
     assert 0 <= total - end < ALIGNMENT
     assert total % ALIGNMENT == 0
 
 
 def test_the_views_of_a_slot_are_aligned_and_do_not_move(bench: Bench) -> None:
-    one, other = content_of("one", 1.0), content_of("other", 2.0)
-    bench.load(one)
+    first, second = content_of("one", 1.0), content_of("other", 2.0)
+    bench.load(first)
     parameters, gradients = list(bench.slot.parameters), list(bench.slot.gradients)
-    bench.load(other)
-    bench.load(one, 1)
+    bench.load(second)
+    bench.load(first, 1)
     assert bench.slot.parameters == parameters
     assert bench.slot.gradients == gradients
     assert [view.shape for view in parameters] == [shape for shape, _ in SHAPES]

@@ -159,12 +159,12 @@ class WatchedDevice(WrappedDevice):
         seen: set[Event] = set()
         stack = [event]
         while stack:
-            for one in self.before.get(stack.pop(), ()):
-                if one is earlier:
+            for event in self.before.get(stack.pop(), ()):
+                if event is earlier:
                     return True
-                if one not in seen:
-                    seen.add(one)
-                    stack.append(one)
+                if event not in seen:
+                    seen.add(event)
+                    stack.append(event)
         return False
 
 

@@ -74,14 +74,14 @@ def test_any_graph_of_waits_over_several_workers_runs_in_an_order_that_it_allows
     order: list[int] = []
     events: list[Event] = []
     waits: list[set[int]] = []
-    places: list[int] = []
+    chosen: list[int] = []
     for number in range(data.draw(st.integers(1, 25))):
         earlier = st.sets(st.integers(0, number - 1), max_size=3) if number else st.just(set())
         waits.append(data.draw(earlier))
-        places.append(data.draw(st.integers(0, 2)))
+        chosen.append(data.draw(st.integers(0, 2)))
         events.append(
-            workers[places[-1]].submit(
-                lambda number=number: order.append(number), [events[one] for one in waits[-1]], f"{number}"
+            workers[chosen[-1]].submit(
+                lambda number=number: order.append(number), [events[other] for other in waits[-1]], f"{number}"
             )
         )
     for event in events:
@@ -91,8 +91,8 @@ def test_any_graph_of_waits_over_several_workers_runs_in_an_order_that_it_allows
     position = {number: at for at, number in enumerate(order)}
     assert sorted(order) == list(range(len(events)))
     for number, before in enumerate(waits):
-        assert all(position[one] < position[number] for one in before)
-        assert all(position[one] < position[number] for one in range(number) if places[one] == places[number])
+        assert all(position[other] < position[number] for other in before)
+        assert all(position[other] < position[number] for other in range(number) if chosen[other] == chosen[number])
 
 
 def test_a_worker_survives_every_kind_of_error(worker: Worker) -> None:

@@ -31,7 +31,7 @@ def opened(name: str, capacity: int | None = None) -> Iterator[Device]:
         device.close()
 
 
-def place(device: Device, tensor: torch.Tensor) -> View:
+def upload(device: Device, tensor: torch.Tensor) -> View:
     """A view in a new buffer that holds this tensor."""
     view = device.alloc(max(tensor.nbytes, 1)).view(0, tensor.shape, tensor.dtype)
     device.queue("load").write(view, tensor.detach().contiguous()).wait()

@@ -17,7 +17,7 @@ from hal.event import Event
 from hal.program import Program, Role
 from hal.random import RandomKey
 from relay.capture import Captured, CaptureRequest, capture
-from tests.support.cpu_devices import fetch, place
+from tests.support.cpu_devices import fetch, upload
 
 GUARD = 256  # bytes
 
@@ -142,7 +142,7 @@ def run_program(
         Role.VALUE: list(inputs),
         Role.SEED: list(seeds),
     }
-    views = {(port.role, port.index): place(device, given[port.role][port.index]) for port in program.inputs}
+    views = {(port.role, port.index): upload(device, given[port.role][port.index]) for port in program.inputs}
     results, guards = {}, []
     for port in program.outputs:
         if port.role is Role.BUFFER_UPDATE:  # in place, as the contract of programs allows
@@ -164,6 +164,6 @@ def failing_lookup(device: Device, wait: Sequence[Event] = ()) -> Event:
     """A kernel that fails within torch: it looks up a row that is not there."""
     module = Tuple(nn.Embedding(4, 2))
     program = capture(CaptureRequest(module, [torch.tensor([0, 1])], "lookup")).forward
-    inputs = [place(device, module.inner.weight), place(device, torch.tensor([1, 4]))]
-    output = place(device, torch.zeros(2, 2))
+    inputs = [upload(device, module.inner.weight), upload(device, torch.tensor([1, 4]))]
+    output = upload(device, torch.zeros(2, 2))
     return device.queue("compute").run(KernelCall(device.compile(program), inputs, [output]), wait)

@@ -16,16 +16,16 @@ from hal.device import Device
 from hal.errors import HalError, Unavailable
 from hal.registry import open as open_device
 from relay.capture import CaptureRequest, capture
-from tests.support.cpu_devices import NAMES, fetch, opened, place
+from tests.support.cpu_devices import NAMES, fetch, opened, upload
 from tests.support.device_programs import captured_from, module_and_inputs
 
 # **** life ****
 
 
 def test_closing_finishes_queued_work_and_frees_everything(device: Device, gate: Gate) -> None:
-    view, back = place(device, torch.zeros(3)), torch.empty(3)
+    view, back = upload(device, torch.zeros(3)), torch.empty(3)
     device.compile(captured_from("attention").forward)
-    kept = device.alloc(100)
+    buffer = device.alloc(100)
     written = device.queue("load").write(view, torch.ones(3), [gate.event])
     device.queue("drain").read(back, view, [written])
     closing = threading.Thread(target=device.close)
@@ -34,12 +34,12 @@ def test_closing_finishes_queued_work_and_frees_everything(device: Device, gate:
     closing.join()
     assert torch.equal(back, torch.ones(3))
     assert device.memory().in_use == 0
-    kept.free()
+    buffer.free()
     assert device.memory().in_use == 0
 
 
 def test_closing_twice_is_harmless_and_use_after_it_is_an_error(device: Device) -> None:
-    queue, view = device.queue("any"), place(device, torch.zeros(3))
+    queue, view = device.queue("any"), upload(device, torch.zeros(3))
     module, inputs = module_and_inputs("linear")
     program = capture(CaptureRequest(module, inputs, "linear")).forward
     device.close()
@@ -65,23 +65,23 @@ def test_a_device_can_be_opened_again(device: Device) -> None:
     device.close()
     with opened(device.info.name) as again:
         assert again.memory().in_use == 0
-        assert torch.equal(fetch(again, place(again, torch.ones(2))), torch.ones(2))
+        assert torch.equal(fetch(again, upload(again, torch.ones(2))), torch.ones(2))
 
 
 def test_two_devices_have_their_own_memory_and_can_wait_for_each_other(gate: Gate) -> None:
-    with opened("cpu:discrete", capacity=100) as one, opened("cpu:discrete") as other:
-        first, second, between = one.alloc(12), other.alloc(12), torch.empty(3)
-        written = one.queue("any").write(first.view(0, (3,), torch.float32), torch.arange(3.0), [gate.event])
-        read = one.queue("any").read(between, first.view(0, (3,), torch.float32), [written])
+    with opened("cpu:discrete", capacity=100) as limited, opened("cpu:discrete") as other:
+        first, second, between = limited.alloc(12), other.alloc(12), torch.empty(3)
+        written = limited.queue("any").write(first.view(0, (3,), torch.float32), torch.arange(3.0), [gate.event])
+        read = limited.queue("any").read(between, first.view(0, (3,), torch.float32), [written])
         crossed = other.queue("any").write(second.view(0, (3,), torch.float32), between, [read])
         assert not crossed.done()
         gate.open()
         crossed.wait()
         other.alloc(1000)
         assert torch.equal(fetch(other, second.view(0, (3,), torch.float32)), torch.arange(3.0))
-        assert (one.memory().in_use, one.memory().capacity) == (12, 100)
+        assert (limited.memory().in_use, limited.memory().capacity) == (12, 100)
         assert (other.memory().in_use, other.memory().capacity) == (1012, None)
-        one.close()
+        limited.close()
         assert torch.equal(fetch(other, second.view(0, (3,), torch.float32)), torch.arange(3.0))
 
 

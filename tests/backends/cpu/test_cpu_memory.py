@@ -17,13 +17,13 @@ from tests.support.device_programs import captured_from, failing_lookup
 
 def test_every_byte_is_counted_and_comes_back(device: Device) -> None:
     assert device.memory().in_use == 0
-    one, other = device.alloc(1000), device.alloc(234)
+    first, second = device.alloc(1000), device.alloc(234)
     assert device.memory().in_use == 1234
-    one.free()
+    first.free()
     assert device.memory().in_use == 234
-    one.free()
+    first.free()
     assert device.memory().in_use == 234
-    other.free()
+    second.free()
     assert (device.memory().in_use, device.memory().peak) == (0, 1234)
     device.reset_peak()
     assert device.memory().peak == 0
@@ -40,14 +40,14 @@ def test_buffers_are_aligned_and_exact_in_size(unified: Device, size: int) -> No
 @both
 def test_the_capacity_holds_for_allocations_and_the_refusal_says_of_what(name: str) -> None:
     with opened(name, capacity=1000) as device:
-        held = device.alloc(600)
+        buffer = device.alloc(600)
         with pytest.raises(OutOfMemory) as caught:
             device.alloc(401, "gradients of slot 1")
         assert (caught.value.requested, caught.value.in_use, caught.value.capacity) == (401, 600, 1000)
         assert f"gradients of slot 1 on device '{name}'" in str(caught.value)
         assert device.memory().in_use == 600
         device.alloc(400).free()
-        held.free()
+        buffer.free()
         assert device.alloc(1000).size == 1000
 
 

@@ -16,7 +16,7 @@ from hal.event import Event
 from hal.host import Host
 from hal.program import Role
 from relay.capture import CaptureRequest, capture
-from tests.support.cpu_devices import error_of, fetch, opened, place, same_bits
+from tests.support.cpu_devices import error_of, fetch, opened, same_bits, upload
 from tests.support.device_programs import captured_from, failing_lookup, module_and_inputs, numbers, run_program
 
 
@@ -36,7 +36,7 @@ def test_calls_on_one_queue_run_in_the_order_of_submission(device: Device, gate:
 
 
 def test_a_call_on_another_queue_runs_after_what_it_waits_for(device: Device, gate: Gate) -> None:
-    view = place(device, torch.zeros(3))
+    view = upload(device, torch.zeros(3))
     back = torch.full((3,), -1.0)
     written = device.queue("load").write(view, torch.ones(3), [gate.event])
     read = device.queue("drain").read(back, view, [written])
@@ -48,7 +48,7 @@ def test_a_call_on_another_queue_runs_after_what_it_waits_for(device: Device, ga
 
 
 def test_queues_run_side_by_side(device: Device, gate: Gate) -> None:
-    view, other = place(device, torch.zeros(3)), place(device, torch.zeros(3))
+    view, other = upload(device, torch.zeros(3)), upload(device, torch.zeros(3))
     blocked = device.queue("load").fill(view, 1.0, [gate.event])
     device.queue("drain").fill(other, 2.0).wait()
     assert not blocked.done()
@@ -79,7 +79,7 @@ def test_a_queue_is_known_by_its_name(device: Device) -> None:
 
 
 def test_an_event_has_a_span_in_the_order_of_the_calls(device: Device) -> None:
-    view = place(device, torch.zeros(3))
+    view = upload(device, torch.zeros(3))
     first = device.queue("load").fill(view, 1.0)
     second = device.queue("drain").fill(view, 2.0, [first])
     second.wait()
@@ -87,7 +87,7 @@ def test_an_event_has_a_span_in_the_order_of_the_calls(device: Device) -> None:
 
 
 def test_a_native_error_travels_chained_to_everything_that_waits(device: Device) -> None:
-    view, back = place(device, torch.zeros(3)), torch.full((3,), -1.0)
+    view, back = upload(device, torch.zeros(3)), torch.full((3,), -1.0)
     failed = failing_lookup(device)
     second = device.queue("load").write(view, torch.ones(3), [failed])
     third = device.queue("drain").read(back, view, [second])
@@ -101,7 +101,7 @@ def test_a_native_error_travels_chained_to_everything_that_waits(device: Device)
 
 
 def test_a_call_that_waits_on_a_failed_one_does_not_run(device: Device) -> None:
-    view, back = place(device, torch.zeros(3)), torch.full((3,), -1.0)
+    view, back = upload(device, torch.zeros(3)), torch.full((3,), -1.0)
     failed = failing_lookup(device)
     calls = [
         device.queue("load").write(view, torch.ones(3), [failed]),
@@ -121,7 +121,7 @@ def test_the_first_error_wins(device: Device, gate: Gate) -> None:
     with closing(Host()) as host:
         first = host.run(functools.partial(look_up, "first"), [gate.event])
         second = host.run(functools.partial(look_up, "second"), [gate.event])
-        view = place(device, torch.zeros(3))
+        view = upload(device, torch.zeros(3))
         both_failed = device.queue("any").fill(view, 1.0, [first, second])
         later = failing_lookup(device, [both_failed])  # would fail by itself, but never runs
         gate.open()
@@ -132,7 +132,7 @@ def test_the_first_error_wins(device: Device, gate: Gate) -> None:
 
 
 def test_calls_that_do_not_wait_on_a_failed_one_are_not_touched(device: Device, gate: Gate) -> None:
-    view, back = place(device, torch.zeros(3)), torch.empty(3)
+    view, back = upload(device, torch.zeros(3)), torch.empty(3)
     failed = failing_lookup(device, [gate.event])
     same_queue = device.queue("compute").fill(view, 4.0)
     read = device.queue("drain").read(back, view, [same_queue])

@@ -10,7 +10,7 @@ from hal.device import Device, KernelCall, View
 from hal.program import Program, Role
 from hal.random import RandomKey
 from relay.capture import CaptureRequest, capture
-from tests.support.cpu_devices import NAMES, fetch, opened, place, same_bits
+from tests.support.cpu_devices import NAMES, fetch, opened, same_bits, upload
 from tests.support.device_programs import (
     MODULES,
     Attention,
@@ -64,24 +64,24 @@ def linear_backward(device: Device) -> tuple[Program, list[View], list[torch.Ten
     seed = numbers(7, 3)
     given = [*module.parameters(), *inputs, seed]
     module(*inputs)[0].backward(seed)
-    return program, [place(device, tensor) for tensor in given], [one.grad for one in module.parameters()]
+    return program, [upload(device, tensor) for tensor in given], [parameter.grad for parameter in module.parameters()]
 
 
 def test_accumulating_adds_to_what_is_there_and_replacing_does_not(device: Device) -> None:
     program, inputs, gradients = linear_backward(device)
     assert all(port.accumulates for port in program.outputs)
     for pattern in [(True, True), (True, False), (False, True), (False, False), ()]:
-        held = [numbers(3, 5) + 2, numbers(3)]
-        outputs = [place(device, tensor) for tensor in held]
+        previous = [numbers(3, 5) + 2, numbers(3)]
+        outputs = [upload(device, tensor) for tensor in previous]
         device.queue("compute").run(KernelCall(device.compile(program), inputs, outputs, pattern)).wait()
-        for position, (before, gradient) in enumerate(zip(held, gradients, strict=True)):
+        for position, (before, gradient) in enumerate(zip(previous, gradients, strict=True)):
             expected = before + gradient if pattern and pattern[position] else gradient
             assert same_bits(fetch(device, outputs[position]), expected), f"output {position} under {pattern}"
 
 
 def test_wrong_counts_of_inputs_outputs_or_accumulations_are_value_errors(device: Device) -> None:
     program, inputs, gradients = linear_backward(device)
-    outputs = [place(device, gradient) for gradient in gradients]
+    outputs = [upload(device, gradient) for gradient in gradients]
     kernel, queue = device.compile(program), device.queue("compute")
     for wrong in (inputs[:-1], [*inputs, inputs[0]], []):
         with pytest.raises(ValueError, match=f"takes 4 inputs and 2 outputs, got {len(wrong)} and 2"):

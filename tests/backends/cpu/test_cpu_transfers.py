@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hal.device import Device, Queue, View
 from hal.event import Event
-from tests.support.cpu_devices import both, fetch, opened, place, same_bits
+from tests.support.cpu_devices import both, fetch, opened, same_bits, upload
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16]
 DTYPES += [torch.int8, torch.uint8, torch.bool]
@@ -78,9 +78,9 @@ def test_any_sequence_of_transfers_does_to_a_buffer_what_numpy_does_to_an_array(
             queue.fill(buffer.view(0, (256,), torch.uint8), 0)
         for kind, dtype, where, source, count, value, first in steps:
             at, size = where * 8, count * dtype.itemsize
-            one, other = (0, 1) if first else (1, 0)
-            target = buffers[one].view(at, (count,), dtype)
-            into = arrays[one][at : at + size]
+            chosen, unchosen = (0, 1) if first else (1, 0)
+            target = buffers[chosen].view(at, (count,), dtype)
+            into = arrays[chosen][at : at + size]
             if kind == "write":
                 data = some_data(count, dtype, seed=value)
                 queue.write(target, data)
@@ -89,8 +89,8 @@ def test_any_sequence_of_transfers_does_to_a_buffer_what_numpy_does_to_an_array(
                 queue.fill(target, value)
                 into.view(str(dtype).removeprefix("torch."))[:] = value
             else:
-                queue.copy(target, buffers[other].view(source * 8, (count,), dtype))
-                into[:] = arrays[other][source * 8 : source * 8 + size]
+                queue.copy(target, buffers[unchosen].view(source * 8, (count,), dtype))
+                into[:] = arrays[unchosen][source * 8 : source * 8 + size]
         for buffer, array in zip(buffers, arrays, strict=True):
             back = torch.empty(256, dtype=torch.uint8)
             queue.read(back, buffer.view(0, (256,), torch.uint8)).wait()
@@ -125,7 +125,7 @@ CALLS: dict[str, Call] = {
     ids=["short", "long", "empty", "integers", "doubles"],
 )
 def test_transfers_between_unlike_sides_are_value_errors(device: Device, call: str, tensor: torch.Tensor) -> None:
-    view = place(device, torch.ones(12))
+    view = upload(device, torch.ones(12))
     with pytest.raises(ValueError, match=f"{call} needs the same dtype"):
         CALLS[call](device.queue("any"), view, tensor)
     assert torch.equal(fetch(device, view), torch.ones(12))
@@ -133,17 +133,17 @@ def test_transfers_between_unlike_sides_are_value_errors(device: Device, call: s
 
 @pytest.mark.parametrize("call", CALLS)
 def test_transfers_of_memory_that_is_not_contiguous_are_value_errors(device: Device, call: str) -> None:
-    view = place(device, torch.ones(12))
+    view = upload(device, torch.ones(12))
     with pytest.raises(ValueError, match="contiguous"):
         CALLS[call](device.queue("any"), view, torch.zeros(4, 3).t())
 
 
 def test_copies_between_unlike_views_are_value_errors(device: Device) -> None:
     queue = device.queue("any")
-    view = place(device, torch.ones(12))
+    view = upload(device, torch.ones(12))
     for other in (torch.zeros(11), torch.zeros(12, dtype=torch.int32)):
         with pytest.raises(ValueError, match="copy needs the same dtype"):
-            queue.copy(view, place(device, other))
+            queue.copy(view, upload(device, other))
 
 
 @pytest.mark.parametrize(
@@ -174,6 +174,6 @@ def test_a_view_knows_its_size(device: Device) -> None:
 
 def test_a_discrete_device_keeps_its_own_copy(discrete: Device) -> None:
     source = torch.arange(5.0)
-    view = place(discrete, source)
+    view = upload(discrete, source)
     source.fill_(-1)
     assert torch.equal(fetch(discrete, view), torch.arange(5.0))

@@ -168,8 +168,8 @@ def test_memory_that_a_kernel_does_not_get_is_out_of_memory(
 def test_sums_by_index_of_integers_that_cuda_cannot_add_are_refused_by_name(device: CupyDevice) -> None:
     for dtype in (torch.float32, torch.int64):
         builder = GraphBuilder("counting")
-        x, places = builder.input((3, 4), dtype), builder.input((3, 4), torch.int64)
-        program = builder.program([builder.call("aten.scatter_add.default", x, 1, places, x)])
+        x, indices = builder.input((3, 4), dtype), builder.input((3, 4), torch.int64)
+        program = builder.program([builder.call("aten.scatter_add.default", x, 1, indices, x)])
         if dtype is torch.float32:
             device.compile(program)
             continue

@@ -45,7 +45,7 @@ def run(
     views = [device.adopt(tensor.detach().contiguous()) for tensor in inputs]
     accumulate = (adds,) * len(outputs)
     queue.run(
-        KernelCall(device.compile(program), views, [device.adopt(one) for one in outputs], accumulate, key)
+        KernelCall(device.compile(program), views, [device.adopt(drawn) for drawn in outputs], accumulate, key)
     ).wait()
 
 
@@ -59,10 +59,10 @@ def results_of(program: Program) -> list[Tensor]:
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_an_op_gives_what_pytorch_gives(device: Device, name: str) -> None:
     for seed in range(6):
-        one = case(name, seed)
-        found = results_of(one.program)
-        run(device, one.program, one.inputs, found, one.key)
-        for ours, theirs in zip(found, one.expected, strict=True):
+        drawn = case(name, seed)
+        found = results_of(drawn.program)
+        run(device, drawn.program, drawn.inputs, found, drawn.key)
+        for ours, theirs in zip(found, drawn.expected, strict=True):
             if theirs.dtype.is_floating_point:
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5, equal_nan=True)
             else:
@@ -76,10 +76,10 @@ def test_an_op_gives_what_pytorch_gives(device: Device, name: str) -> None:
 )
 def test_half_precision_is_rounded_once_an_op(device: Device, name: str, dtype: torch.dtype) -> None:
     for seed in range(6):
-        one = case(f"aten.{name}", seed, dtype)
-        found = results_of(one.program)
-        run(device, one.program, one.inputs, found)
-        for ours, theirs in zip(found, one.expected, strict=True):
+        drawn = case(f"aten.{name}", seed, dtype)
+        found = results_of(drawn.program)
+        run(device, drawn.program, drawn.inputs, found)
+        for ours, theirs in zip(found, drawn.expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=torch.finfo(dtype).eps, atol=1e-6, equal_nan=True)
 
 
@@ -156,10 +156,10 @@ def test_modules_have_the_outputs_and_gradients_of_autograd(which: str) -> None:
 @pytest.mark.parametrize("name", ["keep_mask", "uniform", "normal"])
 def test_draws_are_the_bits_that_every_backend_draws(device: Device, name: str) -> None:
     for seed in range(4):
-        one = case(f"hal.random.{name}", seed)
-        found = results_of(one.program)
-        run(device, one.program, one.inputs, found, one.key)
-        assert torch.equal(found[0], one.expected[0])
+        drawn = case(f"hal.random.{name}", seed)
+        found = results_of(drawn.program)
+        run(device, drawn.program, drawn.inputs, found, drawn.key)
+        assert torch.equal(found[0], drawn.expected[0])
 
 
 def test_each_run_draws_with_its_own_key(device: Device) -> None:

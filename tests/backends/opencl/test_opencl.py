@@ -72,8 +72,8 @@ def close_to(mine: torch.Tensor, theirs: torch.Tensor, rtol: float, atol: float)
 
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_an_op_gives_what_pytorch_gives(name: str, device: Device) -> None:
-    one = case(name, 6)
-    for mine, theirs in zip(run(device, one.program, one.inputs, one.key), one.expected, strict=True):
+    drawn = case(name, 6)
+    for mine, theirs in zip(run(device, drawn.program, drawn.inputs, drawn.key), drawn.expected, strict=True):
         close_to(mine, theirs, 3e-5, 3e-6)
 
 
@@ -82,19 +82,19 @@ def test_an_op_gives_what_pytorch_gives(name: str, device: Device) -> None:
     "name", ["add.Tensor", "gelu.default", "sum.dim_IntList", "_softmax.default", "bmm.default", "embedding.default"]
 )
 def test_half_precision_is_stored_and_computed_in_float32(name: str, dtype: torch.dtype, device: Device) -> None:
-    one = case(f"aten.{name}", 4, dtype)
+    drawn = case(f"aten.{name}", 4, dtype)
     step = 2.0**-8 if dtype is torch.bfloat16 else 2.0**-11
-    for mine, theirs in zip(run(device, one.program, one.inputs, one.key), one.expected, strict=True):
+    for mine, theirs in zip(run(device, drawn.program, drawn.inputs, drawn.key), drawn.expected, strict=True):
         assert mine.dtype is dtype
         close_to(mine, theirs, 4 * step, 4 * step)
 
 
 @pytest.mark.parametrize("name", ["mm.default", "sum.dim_IntList", "mul.Tensor", "index_put.default"])
 def test_an_output_that_accumulates_is_added_to_what_is_there(name: str, device: Device) -> None:
-    one = case(f"aten.{name}", 3)
-    if not one.expected[0].dtype.is_floating_point:
+    drawn = case(f"aten.{name}", 3)
+    if not drawn.expected[0].dtype.is_floating_point:
         pytest.skip("this sample is of integers")
-    for mine, theirs in zip(run(device, one.program, one.inputs, one.key, onto=2.0), one.expected, strict=True):
+    for mine, theirs in zip(run(device, drawn.program, drawn.inputs, drawn.key, onto=2.0), drawn.expected, strict=True):
         close_to(mine, theirs + 2, 3e-5, 3e-6)
 
 
@@ -134,7 +134,7 @@ def product_program(left: tuple[int, int], right: tuple[int, int], transposed: b
     result = graph.call_function(torch.ops.aten.mm.default, (nodes[0], operand))
     result.meta["val"] = torch.empty(shape, device="meta")
     graph.output((result,))
-    ports = [Port(Role.VALUE, place, one, torch.float32) for place, one in enumerate((left, right))]
+    ports = [Port(Role.VALUE, position, shape, torch.float32) for position, shape in enumerate((left, right))]
     out = Port(Role.VALUE, 0, shape, torch.float32)
     return Program("product", graph, tuple(ports), (out,), {}, False, 0, 0, 0, f"product {left} {right} {transposed}")
 
@@ -164,8 +164,8 @@ def test_kernels_for_gpus_give_the_same(name: str, needs_opencl: None) -> None:
     device.traits = dataclasses.replace(device.traits, lanes=8)
     try:
         for seed in (1, 4):
-            one = case(f"aten.{name}", seed)
-            for mine, theirs in zip(run(device, one.program, one.inputs, one.key), one.expected, strict=True):
+            drawn = case(f"aten.{name}", seed)
+            for mine, theirs in zip(run(device, drawn.program, drawn.inputs, drawn.key), drawn.expected, strict=True):
                 close_to(mine, theirs, 3e-5, 3e-6)
     finally:
         device.close()

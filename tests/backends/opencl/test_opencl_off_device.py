@@ -32,7 +32,7 @@ def test_two_platforms_with_one_name_and_a_dead_driver_are_told_apart(monkeypatc
 
     both = [found(0, "1.0"), found(1, "2.0")]
     monkeypatch.setattr(platforms, "find", lambda: both)
-    monkeypatch.setattr(platforms, "broken", lambda one: "no compiler" if one.number == 0 else "")
+    monkeypatch.setattr(platforms, "broken", lambda found: "no compiler" if found.number == 0 else "")
     assert platforms.choose("").number == 1
     with pytest.raises(Unavailable, match=r"no compiler.*opencl:1 \(processor on Same Name \(2.0\)\)"):
         platforms.choose("0")

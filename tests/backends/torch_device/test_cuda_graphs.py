@@ -86,8 +86,8 @@ def test_other_addresses_and_other_sums_have_recordings_of_their_own(
     device: TorchDevice, stub: StubAccelerator
 ) -> None:
     builder = GraphBuilder("sum")
-    one, two = builder.input((4,), torch.float32), builder.input((4,), torch.float32)
-    program = builder.program([builder.call("aten.add.Tensor", one, two)], accumulates=(True,))
+    left, right = builder.input((4,), torch.float32), builder.input((4,), torch.float32)
+    program = builder.program([builder.call("aten.add.Tensor", left, right)], accumulates=(True,))
     kernel, queue = device.compile(program), device.queue("compute")
     x, y, first, second = views(device, 4)
     queue.fill(x, 1.0)

@@ -206,8 +206,8 @@ def test_training_on_it_is_training_on_the_cpu(monkeypatch: pytest.MonkeyPatch) 
         trainer = relay.Trainer(copy.deepcopy(model), device="stub:0", stash=stash, **options)
         # Attention is traced as matrix products there, as a fused kernel on the CPU: equal to rounding.
         assert [trainer.step(batch).loss for _ in range(20)] == pytest.approx(expected, rel=1e-5)
-        for one, other in zip(trainer.state_dict().values(), plain.state_dict().values(), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+        for ours, theirs in zip(trainer.state_dict().values(), plain.state_dict().values(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
         trainer.close()
     plain.close()
 

@@ -29,14 +29,14 @@ def test_draws_are_the_same_bits(
 
 
 def test_a_program_for_an_accelerator_draws_there() -> None:
-    place = torch.device("meta")
+    device = torch.device("meta")
     for draw, arguments in ((counter_random.keep_mask, (0, (2, 3), 0.5)), (counter_random.normal, (0, (2, 3)))):
         graph = fx.Graph()
         drawn = graph.call_function(draw, (graph.placeholder("key"), *arguments))
         graph.output((drawn,))
-        program.move_to_device(graph, place)
+        program.move_to_device(graph, device)
         (value,) = fx.GraphModule(torch.nn.Module(), graph)(KEYS[2])
-        assert value.device == place
+        assert value.device == device
         on_host = [node for node in graph.nodes if node.target is draw]
         assert bool(on_host) == (draw is counter_random.normal)
 
@@ -44,10 +44,10 @@ def test_a_program_for_an_accelerator_draws_there() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_draws_are_the_same_bits() -> None:
-    place = torch.device("cuda:0")
+    device = torch.device("cuda:0")
     for shape in ((3, 5), (5_000_001,)):
-        mask = torch_random.keep_mask(KEYS[1], 5, shape, 0.3, place)
+        mask = torch_random.keep_mask(KEYS[1], 5, shape, 0.3, device)
         assert torch.equal(mask.cpu(), counter_random.keep_mask(KEYS[1], 5, shape, 0.3))
         assert torch.equal(
-            torch_random.uniform(KEYS[1], 5, shape, place).cpu(), counter_random.uniform(KEYS[1], 5, shape)
+            torch_random.uniform(KEYS[1], 5, shape, device).cpu(), counter_random.uniform(KEYS[1], 5, shape)
         )

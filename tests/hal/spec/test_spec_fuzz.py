@@ -29,9 +29,9 @@ values = st.recursive(
 @many
 @given(text=st.sampled_from(PRESET_TEXTS), data=st.data())
 def test_a_preset_with_bytes_changed_is_taken_or_refused_by_name(text: str, data: st.DataObject) -> None:
-    place = data.draw(st.integers(0, len(text)))
+    offset = data.draw(st.integers(0, len(text)))
     cut = data.draw(st.integers(0, 40))
-    changed = text[:place] + data.draw(st.text(max_size=12)) + text[place + cut :]
+    changed = text[:offset] + data.draw(st.text(max_size=12)) + text[offset + cut :]
     with suppress(SpecError):
         parse_spec(changed, "some.toml")
 

@@ -121,9 +121,9 @@ class FreesEarly(HostBuffer):
 
     def __init__(self, account: Any, size: int, what: str) -> None:
         super().__init__(account, size, what)
-        for place in reversed(range(len(FreesEarly.spare))):
-            if len(FreesEarly.spare[place]) == size:
-                self.memory = FreesEarly.spare.pop(place)
+        for position in reversed(range(len(FreesEarly.spare))):
+            if len(FreesEarly.spare[position]) == size:
+                self.memory = FreesEarly.spare.pop(position)
                 break
         self._claim: FreesEarly.Claim | None = FreesEarly.Claim()
         weakref.finalize(self._claim, FreesEarly.spare.append, self.memory)

@@ -81,8 +81,8 @@ class Positions(nn.Module):
     """Makes tensors of its own, on the device of what it is given, on the CPU by name, and on the default device."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(x.shape[-1], device=x.device) + torch.arange(x.shape[-1], device="cpu")
-        return x * places * torch.ones(x.shape[-1])
+        positions = torch.arange(x.shape[-1], device=x.device) + torch.arange(x.shape[-1], device="cpu")
+        return x * positions * torch.ones(x.shape[-1])
 
 
 class KeepsItsOwn(nn.Module):
