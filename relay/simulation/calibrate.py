@@ -224,11 +224,13 @@ def fit(programs: Sequence[Program], seconds: Sequence[float]) -> dict[str, floa
         solution[4] = solution[2] = max(solution[2], float(np.median(target / plainer[:, 2].clip(1.0))) / 10)
     call, launch, product, ramp, attention, moved = solution
     predicted = matrix @ solution
+    rates = COLUMNS["device"]["achieved_fp32"]
+    rate = min(max(1 / product, rates.low), rates.high)  # noise may leave hardly any time to arithmetic
     return {
         "call": call,
         "launch": launch,
-        "rate": 1 / product,
-        "ramp": ramp / product,
+        "rate": rate,
+        "ramp": ramp * rate,
         "attention": max(product / max(attention, product), COLUMNS["device"]["attention"].low),
         "bandwidth": 1 / max(moved, 1e-13),  # the upper bound of a description
         "error": float(np.mean(np.abs(predicted / target - 1))),
