@@ -14,6 +14,7 @@ from torch import nn
 from tests.support import reference
 from tests.support.zoo.families import FAMILIES, Family, convolutions, images
 from tests.support.zoo.plain_models import Build
+from tests.support.zoo.table import Entry, Group, cases
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -22,34 +23,20 @@ STEPS = 10
 pytestmark = pytest.mark.filterwarnings("ignore:layer")  # routed experts run eagerly, and say so
 
 
-
-def families() -> list[Any]:
-    """Every family, skipped where what it needs is not installed."""
-    return [
-        pytest.param(
-            family,
-            id=name,
-            marks=pytest.mark.skipif(
-                bool(family.needs) and importlib.util.find_spec(family.needs) is None, reason=f"needs {family.needs}"
-            ),
-        )
-        for name, family in FAMILIES.items()
-    ]
-
-
 def make(family: Family, dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(0)
     return family.make(dropout).train()
 
 
-@pytest.mark.parametrize("family", [each for each in families() if each.values[0].uses <= 2])
-def test_ten_steps_of_every_family_are_equal_to_the_last_bit(build: Build, family: Family) -> None:
+@pytest.mark.parametrize("entry", [case for case in cases(Group.FAMILY) if not case.values[0].tolerance])
+def test_ten_steps_of_every_family_are_equal_to_the_last_bit(build: Build, entry: Entry) -> None:
     """Tied weights with one micro-batch, where the order of summation is PyTorch's own; the rest with a ragged one."""
+    family = entry.family
+    assert family is not None
     ours, plain = make(family), make(family)
-    microbatches = 1 if family.tied else 3
     batches = [family.draw(5, seed) for seed in range(STEPS)]
-    losses = reference.train(plain, batches, microbatches, shares=family.shares)
-    trainer = build(ours, microbatches=microbatches)
+    losses = reference.train(plain, batches, entry.microbatches, shares=family.shares)
+    trainer = build(ours, microbatches=entry.microbatches)
     assert [trainer.step(batch).loss for batch in batches] == losses
     reference.assert_same_state(ours.state_dict(), plain.state_dict())
 
@@ -73,9 +60,7 @@ def with_mask(family: Family, seed: int, masked: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "mask"), [(name, "none") for name in WITHOUT] + [(name, "in some rows") for name in IN_SOME_ROWS]
 )
-def test_with_and_without_a_mask_ten_steps_are_equal_to_the_last_bit(
-    build: Build, name: str, mask: str
-) -> None:
+def test_with_and_without_a_mask_ten_steps_are_equal_to_the_last_bit(build: Build, name: str, mask: str) -> None:
     """Models look at the mask: where nothing is masked they compute attention without it, and so must we, in the
     micro-batches where it is so (the first has no mask, the second has, of three)."""
     family = FAMILIES[name]
@@ -89,9 +74,11 @@ def test_with_and_without_a_mask_ten_steps_are_equal_to_the_last_bit(
     reference.assert_same_state(ours.state_dict(), plain.state_dict())
 
 
-@pytest.mark.parametrize("family", [each for each in families() if each.id in ("gpt2", "qwen3", "t5-tied")])
-def test_tied_weights_over_several_micro_batches_get_the_gradients_of_all_uses(build: Build, family: Family) -> None:
+@pytest.mark.parametrize("entry", [case for case in cases(Group.FAMILY) if case.id in ("gpt2", "qwen3", "t5-tied")])
+def test_tied_weights_over_several_micro_batches_get_the_gradients_of_all_uses(build: Build, entry: Entry) -> None:
     """By plain SGD: what moves is the gradient."""
+    family = entry.family
+    assert family is not None
     ours, plain = make(family), make(family)
     before = reference.copy_of(plain.state_dict())
     sgd = functools.partial(torch.optim.SGD, lr=1.0)
@@ -118,8 +105,10 @@ def test_ten_steps_of_a_list_of_convolutions_with_batchnorm_are_equal(build: Bui
     reference.assert_same_state(trainer.state_dict(), reference.state_of(plain))
 
 
-@pytest.mark.parametrize("family", families())
-def test_every_family_predicts_what_it_predicts_in_pytorch(build: Build, family: Family) -> None:
+@pytest.mark.parametrize("entry", cases(Group.FAMILY))
+def test_every_family_predicts_what_it_predicts_in_pytorch(build: Build, entry: Entry) -> None:
+    family = entry.family
+    assert family is not None
     ours, plain = make(family), make(family).eval()
     batch = family.draw(4, 0)
     with torch.no_grad():

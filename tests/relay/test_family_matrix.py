@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 import os
 import random
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from torch import nn
 
 import relay
 from tests.support import matrix, reference
-from tests.support.told_masks import ToldMasks
+from tests.support.given_masks import GivenMasks
 from tests.support.zoo.families import FAMILIES
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -83,8 +82,7 @@ def cases() -> list[Any]:
             case,
             id="-".join(str(value).replace(" ", "") for value in case.values()),
             marks=pytest.mark.skipif(
-                FAMILIES[case["family"]].needs != ""
-                and importlib.util.find_spec(FAMILIES[case["family"]].needs) is None,
+                not FAMILIES[case["family"]].available,
                 reason="needs transformers",
             ),
         )
@@ -120,7 +118,7 @@ def train_plainly(model: nn.Module, case: dict[str, Any], batches: list[Any]) ->
         # A cache for generation, which training has no use for, lays keys out anew. PyTorch's attention does not
         # care, but with dropout it is matrix products, and their backward rounds otherwise (README, Exactness).
         model.config.use_cache = False
-    masks = ToldMasks(model, SEGMENTS[name], SEED, OUTSIDE.get(name, ()), name in ROUTED)
+    masks = GivenMasks(model, SEGMENTS[name], SEED, OUTSIDE.get(name, ()), name in ROUTED)
     losses = []
     for step, batch in enumerate(batches):
         optimizer.zero_grad()
@@ -149,9 +147,7 @@ def train_relayed(case: dict[str, Any], batches: list[Any], folder: Path) -> tup
 
     def open_trainer(model: nn.Module) -> relay.Trainer:
         settings = {name: case[name] for name in ("precision", "stash", "slots", "device")}
-        return relay.Trainer(
-            model, microbatches=case["cut"][0], clip_grad_norm=case["clip"], seed=SEED, **settings
-        )
+        return relay.Trainer(model, microbatches=case["cut"][0], clip_grad_norm=case["clip"], seed=SEED, **settings)
 
     model = make(case)
     trainer = open_trainer(model)

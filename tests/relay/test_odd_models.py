@@ -1,9 +1,9 @@
-"""Models built in ways that nobody plans for train as in plain PyTorch."""
+"""Models built in unusual ways train as in plain PyTorch."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -11,159 +11,24 @@ from torch import Tensor, nn
 
 import relay
 from tests.support import reference
-from tests.support.told_masks import ToldMasks
-from tests.support.zoo.odd_models import (
-    Backwards,
-    Checkpointed,
-    Hooked,
-    Hybrid,
-    InModuleDict,
-    Layers,
-    ParametersGiven,
-    Reversible,
-    Rounded,
-    Siamese,
-    Slices,
-    Stages,
-    ThereAndBack,
-    Universal,
-    of,
-)
-from tests.support.zoo.odd_values import (
-    Dataclasses,
-    DenseNet,
-    DictsChanged,
-    GrowingMemory,
-    IntegersBetween,
-    KeywordsOnly,
-    ObjectsChanged,
-    ViewsAndNothings,
-)
+from tests.support.given_masks import GivenMasks
+from tests.support.zoo.odd_layers import AsksWhatIsTrained, Dropping, Watched, WatchedByData
+from tests.support.zoo.odd_models import Layers, Rounded
 from tests.support.zoo.plain_models import WIDTH, Block, Build, Output, batches, check, output
+from tests.support.zoo.table import Entry, Group, cases
 
 functional = nn.functional
 
 
-class StraightThrough(Block):
-    def forward(self, value: Tensor) -> Tensor:
-        value = super().forward(Rounded.apply(value * 4) / 4)
-        if value.requires_grad:
-            value.register_hook(lambda gradient: gradient * 0.5)
-        return value
-
-
-class Watched(Block):
-    """Hooks its value without asking whether a gradient will flow: in training, one always does."""
-
-    def forward(self, value: Tensor) -> Tensor:
-        value = super().forward(value)
-        value.register_hook(lambda gradient: gradient * 0.5)
-        value.retain_grad()
-        return value
-
-
-class WatchedByData(Watched):
-    """Runs eagerly."""
-
-    def forward(self, value: Tensor) -> Tensor:
-        value = super().forward(value)
-        return value if value.detach().sum() < 1e9 else value * 2
-
-
-class Fourier(Block):
-    def forward(self, value: Tensor) -> Tensor:
-        return super().forward(torch.fft.fft2(value).real * 0.1)
-
-
-class OldWeightNorm(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        nn.utils.weight_norm(self.inner)
-
-
-class Shadowed(nn.Module):
-    """Follows its own weights with a moving average, which it uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("average", torch.zeros(WIDTH, WIDTH))
-
-    def forward(self, value: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.average.lerp_(self.inner.weight, 0.1)
-        return value + self.inner(value) - functional.linear(value, self.average)
-
-
-class Seen(Block):
-    """Leaves what it made in an attribute for a look, and has a constant in another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.full((WIDTH,), 0.5)
-
-    def forward(self, value: Tensor) -> Tensor:
-        self.seen = super().forward(value) * self.scale
-        return self.seen
-
-
-class Quantised(nn.Module):
-    """A codebook between two lists of layers: nearest neighbours, a straight-through estimate, losses of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lower, self.upper = Layers(), Layers()
-        self.codes = nn.Embedding(7, WIDTH)
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> Output:
-        value = self.lower.run(inputs)
-        nearest = torch.cdist(value.flatten(0, 1), self.codes.weight).argmin(-1)
-        code = self.codes(nearest).view_as(value)
-        extra = functional.mse_loss(code, value.detach()) + 0.25 * functional.mse_loss(value, code.detach())
-        value = self.upper.run(value + (code - value).detach())
-        return Output(functional.mse_loss(value, targets) + extra, value)
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    **{
-        made.__name__: made
-        for made in (
-            Dataclasses, KeywordsOnly, DictsChanged, ObjectsChanged, ViewsAndNothings, IntegersBetween, DenseNet,
-            GrowingMemory, Backwards, InModuleDict, Stages, Hybrid, Reversible, Slices, ParametersGiven, Hooked,
-            Quantised,
-        )
-    },
-    "checkpointed": lambda: Checkpointed(False),
-    "checkpointed, reentrant": lambda: Checkpointed(True),
-    "custom gradients": of(StraightThrough),
-    "hooks without a question": of(Watched),
-    "Fourier": of(Fourier),
-    "old weight norm": of(OldWeightNorm),
-    "moving average of weights": of(Shadowed),
-    "attributes": of(Seen),
-}  # fmt: skip
-
-
 @pytest.mark.filterwarnings("ignore:.*weight_norm")
-@pytest.mark.parametrize("name", MODELS)
-def test_an_odd_model_trains_as_in_pytorch(build: Build, name: str) -> None:
-    check(build, MODELS[name], batches(3), microbatches=3, stash="host", device="cpu:discrete")
+@pytest.mark.parametrize("entry", cases(Group.ODD))
+def test_an_odd_model_trains_as_in_pytorch(build: Build, entry: Entry) -> None:
+    check(build, entry.make, batches(3), microbatches=entry.microbatches, stash="host", device="cpu:discrete")
 
 
-@pytest.mark.parametrize("make", [Universal, ThereAndBack, Siamese])
-def test_a_model_that_calls_its_layers_several_times_trains_as_in_pytorch(
-    build: Build, make: Callable[[], nn.Module]
-) -> None:
-    """With one micro-batch, where there is one order of summation."""
-    check(build, make, batches(3), microbatches=1)
-
-
-class Dropping(Block):
-    """Stochastic depth: a whole row of the batch passes the layer by, or not."""
-
-    def forward(self, value: Tensor) -> Tensor:
-        kept = value.new_empty(len(value), 1, 1).bernoulli_(0.5)
-        return value + (super().forward(value) - value) * kept / 0.5
+@pytest.mark.parametrize("entry", cases(Group.REUSED))
+def test_a_model_that_calls_its_layers_several_times_trains_as_in_pytorch(build: Build, entry: Entry) -> None:
+    check(build, entry.make, batches(3), microbatches=entry.microbatches)
 
 
 def test_stochastic_depth_by_row_draws_the_promised_numbers(build: Build) -> None:
@@ -172,7 +37,7 @@ def test_stochastic_depth_by_row_draws_the_promised_numbers(build: Build) -> Non
         return Layers(Dropping)
 
     ours, plain = make(), make()
-    masks = ToldMasks(plain, ["layers.0", "layers.1", "layers.2", "epilogue"], 4)
+    masks = GivenMasks(plain, ["layers.0", "layers.1", "layers.2", "epilogue"], 4)
     optimizer = reference.adamw(list(plain.parameters()))
     trainer = build(ours, microbatches=2, seed=4)
     for step, batch in enumerate(batches(3)):
@@ -189,21 +54,6 @@ def test_stochastic_depth_by_row_draws_the_promised_numbers(build: Build) -> Non
         assert trainer.step(batch).loss == loss
     assert masks.drawn == 3 * 2 * 3
     reference.assert_same_state(ours.state_dict(), plain.state_dict())
-
-
-class AsksWhatIsTrained(Layers):
-    """It asks between layers whether what came so far is trained, and goes on in place."""
-
-    def __init__(self, frozen: int) -> None:
-        super().__init__()
-        for layer in self.layers[:frozen]:
-            layer.requires_grad_(False)
-
-    def run(self, value: Tensor) -> Tensor:
-        for layer in self.layers:
-            value = layer(value)
-            value += 0.1 if value.requires_grad else 0.2
-        return value
 
 
 @pytest.mark.parametrize("frozen", [0, 1, 2])

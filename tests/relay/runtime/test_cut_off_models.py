@@ -17,8 +17,9 @@ from torch import Tensor, nn
 import relay
 from relay.errors import PartitionError
 from tests.support import mixed_reference, reference
-from tests.support.zoo.cut_off_models import LISTS, WHOLE, InTheMiddle, NoLoss, SometimesDetached, TiedBefore
+from tests.support.zoo.cut_off_models import InTheMiddle, NoLoss, SometimesDetached, TiedBefore
 from tests.support.zoo.plain_models import Build, batches
+from tests.support.zoo.table import Entry, Group, cases, entries
 
 pytestmark = pytest.mark.filterwarnings("ignore:layer", "ignore:None of the inputs")
 
@@ -67,14 +68,17 @@ def check(
     assert bool(without) == untouched
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_what_no_gradient_reaches_in_a_model_is_left_alone(build: Build, name: str) -> None:
-    check(build, WHOLE[name], untouched=not name.startswith("own target"))
+MODELS = entries(Group.CUT_OFF)
 
 
-@pytest.mark.parametrize("name", LISTS)
-def test_what_no_gradient_reaches_in_a_list_is_left_alone(build: Build, name: str) -> None:
-    check(build, LISTS[name])
+@pytest.mark.parametrize("entry", cases(Group.CUT_OFF))
+def test_what_no_gradient_reaches_in_a_model_is_left_alone(build: Build, entry: Entry) -> None:
+    check(build, entry.make, entry.microbatches, untouched=entry.untouched)
+
+
+@pytest.mark.parametrize("entry", cases(Group.CUT_OFF_LIST))
+def test_what_no_gradient_reaches_in_a_list_is_left_alone(build: Build, entry: Entry) -> None:
+    check(build, entry.make, entry.microbatches, untouched=entry.untouched)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -89,8 +93,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", ["no_grad", "detach between", "decorated", "detached branch"])
-def test_whatever_the_options(build: Build, name: str, option: str) -> None:
-    check(build, WHOLE[name], **OPTIONS[option])
+def test_what_no_gradient_reaches_is_left_alone_whatever_the_options(build: Build, name: str, option: str) -> None:
+    check(build, MODELS[name].make, **OPTIONS[option])
 
 
 def test_what_data_cut_off_in_some_micro_batches_alone_is_updated(build: Build) -> None:
@@ -122,9 +126,9 @@ def test_a_tied_parameter_that_data_cut_off_in_some_steps_is_left_alone_in_those
 def test_on_a_device_that_takes_graphs_of_core_ops(build: Build, name: str) -> None:
     """To rounding; what is left alone is left alone to the bit."""
     torch.manual_seed(0)
-    ours = WHOLE[name]()
+    ours = MODELS[name].make()
     torch.manual_seed(0)
-    plain = WHOLE[name]()
+    plain = MODELS[name].make()
     before = reference.copy_of(plain.state_dict())
     losses = reference.train(plain, batches(3), 2, optimizer=decaying)
     trainer = build(ours, optimizer=relay.AdamW(**SETTINGS), microbatches=2, device="numpy")

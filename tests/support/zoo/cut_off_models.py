@@ -210,28 +210,6 @@ class NoLoss(Stack):
         return Output(found.loss.detach(), found.value)
 
 
-WHOLE: dict[str, Callable[[], nn.Module]] = {
-    "no_grad": NoGradLayers,
-    "no_grad and BatchNorm": lambda: NoGradLayers(Normalised),
-    "no_grad and layers that ask": lambda: NoGradLayers(Asking),
-    "set_grad_enabled": SetGradEnabled,
-    "inference_mode": Inference,
-    "head alone": HeadAlone,
-    "own target": OwnTarget,
-    "own target and layers that ask": lambda: OwnTarget(Asking),
-    "given to both": GivenToBoth,
-    "detach between": DetachBetween,
-    "not in the loss": Unused,
-    "detaches its input": lambda: InTheMiddle(DetachesInput),
-    "every layer detaches its input": lambda: Stack(DetachesInput),
-    "decorated": lambda: InTheMiddle(WithoutGradients),
-    "detached branch": lambda: Stack(DetachedBranch),
-    "asks and detaches": lambda: InTheMiddle(AskingDetached),
-    "recurrent and detached": lambda: InTheMiddle(Recurrent),
-    "checkpointed": CheckpointedUntrained,
-}
-
-
 class TakesFirst(nn.Module):
     """Of two outputs of the layer before it takes one."""
 
@@ -246,19 +224,3 @@ class Twofold(nn.Module):
 
     def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
         return torch.tanh(self.one(value)), self.other(value)
-
-
-def listed(*middle: Callable[[], nn.Module]) -> Callable[[], list[nn.Module]]:
-    """A list of modules: a linear one, those, and another block."""
-    return lambda: [nn.Linear(WIDTH, WIDTH), *(make() for make in middle), Block()]
-
-
-LISTS: dict[str, Callable[[], list[nn.Module]]] = {
-    "detaches its input": listed(Block, DetachesInput),
-    "decorated": listed(Block, WithoutGradients, Block),
-    "detached branch": listed(DetachedBranch, DetachedBranch),
-    "one of two outputs": listed(Twofold, TakesFirst),
-    "asks and detaches": listed(Block, AskingDetached),
-    "recurrent and detached": listed(Recurrent),
-    "detaches at the end": listed(Block, Block, DetachesInput),
-}

@@ -6,6 +6,7 @@ Nothing here knows the relay, and nothing is downloaded.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,17 +28,21 @@ class Family:
     """`make(dropout)` gives the model, `draw(rows, seed)` a batch for it; `tied` says that its embeddings are tied.
 
     `frozen` is a part of the names of parameters that one might well freeze, `shifted` says that the model predicts
-    the next label, so that the first one of a row counts for nothing. `uses` is how many segments' worth of uses a
-    tied weight has: with more than two, no cut can sum its gradients in autograd's order.
+    the next label, so that the first one of a row counts for nothing.
+    `needs` is the library that has the model.
     """
 
     make: Callable[[float], nn.Module]
     draw: Callable[[int, int], Batch]
     tied: bool = False
     shifted: bool = False
-    uses: int = 2
     frozen: str = "embed"
     needs: str = "transformers"
+
+    @property
+    def available(self) -> bool:
+        """Whether the library is installed."""
+        return not self.needs or importlib.util.find_spec(self.needs) is not None
 
     def shares(self, pieces: Sequence[Batch]) -> list[float]:
         """Each piece's share in the mean loss: of its labels that count, or of its rows where there are none."""
@@ -275,7 +280,7 @@ FAMILIES: dict[str, Family] = {
         shifted=True,
     ),
     "t5": Family(_t5(tied=False), translated_text, frozen="shared"),
-    "t5-tied": Family(_t5(tied=True), translated_text, tied=True, uses=3, frozen="shared"),
+    "t5-tied": Family(_t5(tied=True), translated_text, tied=True, frozen="shared"),
     "vit": Family(
         _bert_like("ViTForImageClassification", "ViTConfig", image_size=IMAGE, patch_size=4, num_labels=3),
         images,

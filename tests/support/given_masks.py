@@ -1,9 +1,9 @@
-"""Plain PyTorch that drops what it is told to drop: the relay's masks under eager autograd.
+"""Plain PyTorch with given dropout masks: those that the relay promises, under eager autograd.
 
 PyTorch's own dropout on the CPU, inside attention too, fills a tensor by `bernoulli_` and multiplies by it. Here that
 one op is filled with `hal.random.keep_mask` for (seed, step, segment, micro-batch) and the number of the draw in its
-segment, as the relay promises; every other op is PyTorch's. It is told the names of the segments in their order, and
-where the draws outside of the repeated blocks belong; it does not ask the relay.
+segment, as the relay promises; every other op is PyTorch's. It is given the names of the segments in their order, and
+where the draws outside of the repeated blocks belong; it reads nothing of the relay's.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from relay.capture.eager_call import seed_of
 PROLOGUE = "prologue"
 
 
-class ToldMasks(TorchDispatchMode):
+class GivenMasks(TorchDispatchMode):
     """While open, `model` draws the masks of `now`, a step and a micro-batch.
 
     `segments` are the names of the segments in order; those that are modules of the model are its blocks. `outside`
-    says to which segment the draws outside of blocks belong, one after the other; by default all to the first.
+    names the segments that the draws outside of blocks belong to, one after the other; by default all to the first.
     Blocks that run `eagerly` draw by torch's generator, seeded from the same key when they are entered.
     """
 
