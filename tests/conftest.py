@@ -97,12 +97,12 @@ def adversary(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         opened = registry.open
         name, _, seed = order.partition(":")
         options = f"order={name},seed={seed or 0},poison=on"
-        places = {
+        simulated = {
             "cpu": f"sim:{MACHINES / 'unified.toml'},{options}",
             "cpu:discrete": f"sim:{MACHINES / 'apart.toml'},{options}",
         }
         monkeypatch.setattr(
-            registry, "open", lambda device, capacity=None: opened(places.get(device, device), capacity)
+            registry, "open", lambda device, capacity=None: opened(simulated.get(device, device), capacity)
         )
 
 

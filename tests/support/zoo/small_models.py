@@ -36,19 +36,22 @@ class Output(NamedTuple):
 
 
 class Dropout(nn.Module):
-    """Dropout that can be told the mask to apply: by `place`, its segment and its number there, and by `now`."""
+    """Dropout with given masks: for `position`, its segment and its number there, and `run`, a step and a micro-batch.
+
+    Without a position it is PyTorch's.
+    """
 
     def __init__(self, probability: float) -> None:
         super().__init__()
         self.probability = probability
-        self.place: tuple[int, int] | None = None
-        self.now = (0, 0)  # step, micro-batch
+        self.position: tuple[int, int] | None = None
+        self.run = (0, 0)
 
     def forward(self, value: Tensor) -> Tensor:
-        if self.place is None:
+        if self.position is None:
             return F.dropout(value, self.probability, self.training)
-        key = RandomKey(SEED, self.now[0], self.place[0], self.now[1])
-        mask = keep_mask(key, self.place[1], value.shape, self.probability)
+        key = RandomKey(SEED, self.run[0], self.position[0], self.run[1])
+        mask = keep_mask(key, self.position[1], value.shape, self.probability)
         return value * mask * (1 / (1 - self.probability))
 
 
@@ -89,8 +92,8 @@ class Bert(nn.Module):
         self.decoder = nn.Linear(HIDDEN, VOCABULARY)
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Output:
-        places = torch.arange(input_ids.shape[1])
-        stream = self.tokens(input_ids) + self.positions(places) + self.types(token_type_ids)
+        positions = torch.arange(input_ids.shape[1])
+        stream = self.tokens(input_ids) + self.positions(positions) + self.types(token_type_ids)
         stream = self.dropout(self.norm(stream))
         mask = (1.0 - attention_mask[:, None, None, :].float()) * torch.finfo(torch.float32).min  # (B, 1, 1, T)
         for layer in self.layers:
@@ -194,15 +197,15 @@ def batches(which: str, count: int) -> list[dict[str, Tensor]]:
     return result
 
 
-def tell_places(model: nn.Module) -> list[Dropout]:
+def number_dropouts(model: nn.Module) -> list[Dropout]:
     """Give each dropout of a plain model its segment and its number there. Returns them."""
     if not isinstance(model, Bert):
         return []
-    model.dropout.place = (0, 0)
+    model.dropout.position = (0, 0)
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, EncoderLayer)
-        for number, one in enumerate((layer.attention_dropout, layer.out_dropout, layer.feed_dropout)):
-            one.place = (index + 1, number)
+        for number, dropout in enumerate((layer.attention_dropout, layer.out_dropout, layer.feed_dropout)):
+            dropout.position = (index + 1, number)
     return [module for module in model.modules() if isinstance(module, Dropout)]
 
 
@@ -218,7 +221,7 @@ class Trained:
 def plain(which: str, optimizer: str, steps: int) -> Trained:
     """Plain PyTorch in float32."""
     model = build(which)
-    dropouts = tell_places(model)
+    dropouts = number_dropouts(model)
     stepper = OPTIMIZERS[optimizer][1](model.parameters())
     losses = []
     for step, batch in enumerate(batches(which, steps)):
@@ -227,7 +230,7 @@ def plain(which: str, optimizer: str, steps: int) -> Trained:
         total = 0.0
         for number, (piece, weight) in enumerate(zip(pieces, reference.by_targets(pieces), strict=True)):
             for dropout in dropouts:
-                dropout.now = (step, number)
+                dropout.run = (step, number)
             loss = model(**piece).loss * weight
             loss.backward()
             total += loss.item()
