@@ -18,7 +18,7 @@ from torch import nn
 import relay
 
 
-def held(trainer: relay.Trainer) -> tuple[int, ...]:
+def measured(trainer: relay.Trainer) -> tuple[int, ...]:
     """The figures."""
     trainer.synchronize()
     gc.collect()
@@ -44,7 +44,7 @@ def main(options: dict[str, Any], folder: str) -> None:
                 if step in (200, 1200):
                     if checkpoints is not None:
                         checkpoints.save()  # none is being written when it is counted
-                    figures.append(held(trainer))
+                    figures.append(measured(trainer))
     print(json.dumps(figures))
 
 

@@ -1,7 +1,7 @@
-"""Models whose layers are held and called in ways that nobody plans for, for tests of what trains and what is refused.
+"""Models whose layers are stored and called in unusual ways.
 
-All are made of `Layers`, and take and return what `plain_models` does. What their layers are given and hand on is told
-in `odd_values`.
+All are made of `Layers`, and take and return what `plain_models` does. Models whose layers take and return unusual
+values are in `odd_values`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Layers(nn.Module):
 
 
 class Universal(Layers):
-    """One layer, called four times, told which time it is."""
+    """One layer, called four times; what is added to its input depends on which call it is."""
 
     def __init__(self) -> None:
         super().__init__(count=1)

@@ -1,4 +1,4 @@
-"""Models whose layers are given, and return, values that nobody plans for: objects, dicts, nothing, integers, views.
+"""Models whose layers take and return unusual values: objects, dicts, nothing, integers, views.
 
 They are made of `odd_models.Layers`, and take and return what `plain_models` does.
 """
