@@ -1,14 +1,14 @@
-"""Which attributes a module's code looks at while it is traced.
+"""Which attributes the code of a module reads while it is traced.
 
-Two layers that differ only in what is never read (a number that says which layer it is, used by caches alone) compute
-the same, and one capture serves both. What is read decides every branch that Python takes, so a layer equal in all
-that was read would have read the same, and come to the same graph.
+Two layers that differ only in attributes that are never read (a layer index that only caches use) compute the same, and
+one capture serves both. The attributes that are read decide every branch that Python takes, so a layer that is equal in
+all of them would read the same attributes and give the same graph.
 
-Python has one hook that sees every read, `__getattribute__` of the class. Ways that touch less were weighed: to give
-the instances a subclass for the while changes `type(module)`, on which code branches; a profile function does not
-see attributes; parameters alone (`torch.func.functional_call`, parametrizations) are not what layers differ in. So
-`nn.Module` has the hook while a recording is open. It hands every read on as it is, notes those of the recording
-thread alone, and what was there before is put back when the last recording ends, however it ends.
+The only hook in Python that sees every read is `__getattribute__` of the class. The alternatives do not serve: a
+temporary subclass of the instances changes `type(module)`, on which code may branch; a profile function does not see
+attributes; and parameters (`torch.func.functional_call`, parametrizations) are not what layers differ in. So
+`nn.Module` has the hook while `recorded_reads` is open in any thread. Invariant: the hook returns every attribute
+unchanged, records reads of the threads that opened it alone, and is removed when the last of them leaves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 
 Reads = dict[int, set[str] | None]
-"""Names of attributes by the identity of the module; None where all of them count."""
+"""Names of the attributes read, by the id of the module; None if all of them count as read."""
 
 _HOOK = "__getattribute__"
 _lock = threading.Lock()
@@ -30,14 +30,14 @@ _own_code = nn.Module.__init__.__code__.co_filename
 
 
 class _Open(threading.local):
-    """The recordings that this thread has open, the innermost last."""
+    """The reads that this thread is recording, the innermost last."""
 
     def __init__(self) -> None:
-        self.recordings: list[Reads] = []
+        self.open_reads: list[Reads] = []
 
 
 class _Hook:
-    """The hook on `nn.Module`, there while any thread records."""
+    """The hook on `nn.Module`, in place while any thread records."""
 
     def __init__(self) -> None:
         self.open = _Open()
@@ -45,7 +45,7 @@ class _Hook:
         self._before: Any = None
 
     def hold(self) -> None:
-        """Put the hook in place, if it is not."""
+        """Put the hook in place, unless another thread has."""
         with _lock:
             self._users += 1
             if self._users == 1:
@@ -53,7 +53,7 @@ class _Hook:
                 setattr(nn.Module, _HOOK, self._watching(self._before or object.__getattribute__))
 
     def release(self) -> None:
-        """Take it away once nobody needs it."""
+        """Remove the hook, unless another thread needs it."""
         with _lock:
             self._users -= 1
             if self._users == 0:
@@ -67,13 +67,13 @@ class _Hook:
         mine = self.open
 
         def watching(module: nn.Module, name: str) -> Any:
-            for reads in mine.recordings:
+            for reads in mine.open_reads:
                 seen = reads.get(id(module))
                 if seen is not None:
                     if name != "__dict__":
                         seen.add(name)
                     elif sys._getframe(1).f_code.co_filename != _own_code:
-                        reads[id(module)] = None  # somebody looks at everything
+                        reads[id(module)] = None  # code that reads `__dict__` may read every attribute
             return plain(module, name)
 
         return watching
@@ -84,16 +84,16 @@ _hook = _Hook()
 
 @contextmanager
 def recorded_reads(module: nn.Module) -> Iterator[Reads]:
-    """Record what this thread reads of a module and of those within it while open."""
+    """While open, record which attributes of a module and its submodules this thread reads. Yields them."""
     _hook.hold()
     try:
         hook = nn.Module.__getattribute__
-        reads: Reads = {id(one): set() if type(one).__getattribute__ is hook else None for one in module.modules()}
-        _hook.open.recordings.append(reads)
+        reads: Reads = {id(part): set() if type(part).__getattribute__ is hook else None for part in module.modules()}
+        _hook.open.open_reads.append(reads)
         try:
             yield reads
         finally:
-            _hook.open.recordings.pop()
+            _hook.open.open_reads.pop()
     finally:
         _hook.release()
 

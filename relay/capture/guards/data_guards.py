@@ -1,12 +1,11 @@
-"""What a model's code decides by looking at the batch while it is traced, and how to tell whether another batch agrees.
+"""Guards: values that the code of a model reads from the batch while it is traced, checked again for other batches.
 
-Models look: is no token masked (then attention needs no mask), do positions run through (then sequences are not
-packed), how long is the longest row. In a trace there are no numbers to look at; but what was computed from the batch
-alone, without a parameter or a layer, can be computed from the real batch there and then. The answer is what eager
-would have got, the branch is the one that eager takes, and the question is kept: the trace serves any batch that
-gives the same answers to the questions in their order.
+Some models branch on the batch: whether any token is masked, whether positions are consecutive, how long the longest
+row is. Fake tensors have no values to read, but a value that is computed from the batch alone can be computed from the
+real batch during the trace. The code then takes the branch that it would take in eager PyTorch. The computation and its
+result are kept as a guard, as in Dynamo: the trace serves every batch for which all guards hold.
 
-It answers nothing that depends on parameters, layers or random numbers: those answers may change within a step.
+Values that depend on parameters, layers or random numbers are not computed, since they may change within a step.
 Invariant: the batch is only read.
 """
 
@@ -42,15 +41,15 @@ _READS = {
     torch.allclose,
     torch.is_nonzero,
 }
-"""Calls that hand numbers to Python."""
+"""Functions that return numbers of a tensor to Python."""
 
 _FAKE_TEST = ("transformers.utils.import_utils", "is_fake_tensor")
-"""By which `transformers` tells that it is being traced, and then looks at no numbers."""
+"""The function by which `transformers` detects a trace, in which it reads no values."""
 
 
 @dataclass(frozen=True, eq=False)
 class Guard:
-    """A question about the batch: `read` of what `graph` computes from the batch's tensors, and its answer."""
+    """A condition on a batch: `read(*graph(*batch), *rest)` equals `answer`."""
 
     graph: fx.GraphModule
     read: Callable[..., Any]
@@ -58,19 +57,22 @@ class Guard:
     answer: Any
 
     def holds(self, batch: Sequence[torch.Tensor]) -> bool:
-        """Whether another batch of the same shapes gives the same answer."""
+        """Whether the condition holds for a batch of the same shapes."""
         with torch.no_grad():
             return bool(self.read(*self.graph(*batch), *self.rest) == self.answer)
 
 
 class GuardTracer(TorchFunctionMode):
-    """Answers questions about a batch during one trace. `guards` are those it has answered, in order."""
+    """Computes the values that code reads from a batch during one trace. `guards` are the conditions found, in order.
+
+    `batch` are the real tensors of the batch. If they are fake or on the meta device, no value is computed.
+    """
 
     def __init__(self, batch: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.guards: list[Guard] = []
         self._batch = list(batch)
-        # A batch of shapes alone has no answers.
+        # Tensors without memory have no values.
         self._has_numbers = not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in batch)
         self._asked: set[Any] = set()
 
@@ -84,7 +86,7 @@ class GuardTracer(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def knows(self, tensor: Any) -> bool:
-        """Whether a tensor's numbers follow from the batch."""
+        """Whether the values of a tensor depend on the batch alone."""
         return isinstance(tensor, torch.Tensor) and self._graph_of([_node_of(tensor)]) is not None
 
     def _answer(self, read: Any, nodes: Sequence[Any], graph: fx.GraphModule, rest: tuple[Any, ...]) -> Any:
@@ -98,7 +100,7 @@ class GuardTracer(TorchFunctionMode):
         return answer
 
     def _graph_of(self, nodes: Sequence[fx.Node | None]) -> fx.GraphModule | None:
-        """From the batch's tensors to these nodes; None where they depend on anything else."""
+        """The graph from the batch's tensors to these nodes; None if they depend on anything else."""
         wanted = [node for node in nodes if node is not None]
         if not self._has_numbers or not wanted or len(wanted) < len(nodes):
             return None
@@ -113,7 +115,7 @@ class GuardTracer(TorchFunctionMode):
                 return None
         memory = memory_roots(source)
         if any(memory.get(target) in given for target in map(written_by, needed) if target is not None):
-            return None  # to answer would be to write to the batch
+            return None  # computing the value would write to the batch
         graph = fx.Graph()
         environment = {node: graph.placeholder(node.name) for node in given}
         for node in source.nodes:
@@ -125,7 +127,7 @@ class GuardTracer(TorchFunctionMode):
 
 @contextmanager
 def guarding(guard_tracer: GuardTracer) -> Iterator[None]:
-    """While open, this thread's model code gets its answers from `guard_tracer`."""
+    """While open, code of this thread reads values of the batch through `guard_tracer`."""
     name, attribute = _FAKE_TEST
     module, thread = sys.modules.get(name), threading.get_ident()
     original = getattr(module, attribute, None)
@@ -145,7 +147,7 @@ def guarding(guard_tracer: GuardTracer) -> Iterator[None]:
 
 
 def _needed(source: fx.Graph, wanted: Sequence[fx.Node]) -> set[fx.Node]:
-    """All that a node's numbers depend on, writes to memory that it looks at included."""
+    """All nodes that the values of the wanted nodes depend on, including writes to memory that these read."""
     needed: set[fx.Node] = set()
     stack = list(wanted)
     memory = memory_roots(source)
@@ -165,7 +167,7 @@ def _needed(source: fx.Graph, wanted: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _node_of(tensor: Any) -> fx.Node | None:
-    """The node of the trace under way that made a tensor."""
+    """The node of the current trace that made a tensor, or None."""
     mode = get_proxy_mode()
     if mode is None or not isinstance(tensor, torch.Tensor):
         return None

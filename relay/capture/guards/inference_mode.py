@@ -1,9 +1,8 @@
-"""`torch.inference_mode` in a model's forward, which a trace does not record.
+"""`torch.inference_mode` in the forward of a model, which a trace does not record.
 
-A trace keeps where gradients go off and on (`torch.no_grad` and its like), and nothing of inference mode. For a model
-that trains the two are one: nothing made in either has a gradient. What inference mode adds are errors for those who
-would use its tensors in a backward. So while a model is traced the one stands for the other. It knows only
-Python's context manager.
+A trace records `torch.no_grad` and `torch.enable_grad`, but not inference mode. For training they have the same effect:
+tensors made under either have no gradient; inference mode only adds errors when these are used in a backward. So
+inference mode is traced as no_grad. Only the context manager is replaced. Invariant: other threads are not affected.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 
 @contextmanager
 def inference_as_no_grad() -> Iterator[None]:
-    """While open, `torch.inference_mode` on this thread turns gradients off and on, as `torch.set_grad_enabled`."""
+    """While open, `torch.inference_mode` on this thread acts as `torch.set_grad_enabled`."""
     mode: Any = torch.inference_mode
     thread = threading.get_ident()
     enter, leave = mode.__enter__, mode.__exit__
@@ -28,7 +27,7 @@ def inference_as_no_grad() -> Iterator[None]:
             enter(self)
             return
         self.gradients_before = torch.is_grad_enabled()
-        # inference_mode(False) turns them on, also within no_grad.
+        # inference_mode(False) turns gradients on, also within no_grad.
         torch.set_grad_enabled(not self.mode)
 
     def leave_as_it_was(self: Any, *raised: Any) -> None:

@@ -1,6 +1,7 @@
-"""Why a capture failed, in words: which layer, which op, and what to do about it.
+"""Error messages for failed captures: which layer, which op, and what to do.
 
-It makes errors and raises none; whether a layer that cannot be captured may run eagerly is decided in `joint`.
+Errors are made here and raised by the callers. Whether a layer that cannot be traced runs eagerly is decided in
+`relay.capture.capture`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from relay.errors import CaptureError, RelayError
 
 
 class HasEffect(Exception):
-    """A trace holds an op that does something besides its results, such as raising an error by what it finds."""
+    """A trace holds an op with an effect besides its results, such as an assertion on data."""
 
     def __init__(self, op: str) -> None:
         super().__init__(op)
@@ -27,7 +28,7 @@ _DATA_DEPENDENT = re.compile(r"(aten[.:]+\w+(?:\.\w+)?)")
 
 @contextlib.contextmanager
 def unlogged() -> Iterator[None]:
-    """Within it PyTorch does not log that an op failed on fake tensors: what became of that, we say ourselves."""
+    """While open, PyTorch does not log that an op failed on fake tensors. Relay reports the consequences itself."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -37,13 +38,13 @@ def unlogged() -> Iterator[None]:
 
 
 def in_short(failure: Exception) -> str:
-    """Its kind and the first line that it says."""
+    """The class of an exception and the first line of its message."""
     lines = str(failure).strip().splitlines()
     return f"{type(failure).__name__}: {lines[0] if lines else ''}"
 
 
 def operation(failure: Exception) -> str:
-    """The op at which a trace failed; empty where the failure does not say."""
+    """The name of the op at which a trace failed, or an empty string if the exception does not name it."""
     named = getattr(failure, "func", None)
     if named is not None:
         return str(named)
@@ -52,16 +53,16 @@ def operation(failure: Exception) -> str:
 
 
 def explain(failure: Exception, layer: str) -> RelayError:
-    """The error to raise for a failed trace of `layer`; the relay's own errors pass as they are."""
+    """The error to raise for a failed trace of `layer`. A RelayError is returned unchanged."""
     if isinstance(failure, RelayError):
         return failure
     kind = type(failure).__name__
     underived = _NO_DERIVATIVE.search(str(failure))
     if underived:
         return CaptureError(
-            f"layer {layer!r} needs a gradient through aten.{underived[1]}, for which PyTorch has none (its own "
-            f"backward fails too: {failure}) Detach what the op is given (x.detach()) where no gradient is meant to "
-            "flow through it, or use another op.",
+            f"layer {layer!r} needs a gradient through aten.{underived[1]}, for which PyTorch has no derivative "
+            f"({in_short(failure)}). Detach the arguments of the op (x.detach()) if no gradient should flow through "
+            "it, or use another op.",
             layer=layer,
             op=f"aten.{underived[1]}",
         )
@@ -77,7 +78,7 @@ def explain(failure: Exception, layer: str) -> RelayError:
         return CaptureError(
             f"layer {layer!r} cannot be captured: {op or 'an op'} makes shapes or control flow depend on the data "
             f"({kind}). Use a form with fixed shapes (masking instead of selecting), or put it inside one of the "
-            "repeated layers, which then runs eagerly. Where a random number decides which layers run (layerdrop), "
+            "repeated layers, which then runs eagerly. If a random number decides which layers run (layerdrop), "
             "set that to 0 and choose them with step(batch, active_layers=...).",
             layer=layer,
             op=op,
@@ -87,11 +88,11 @@ def explain(failure: Exception, layer: str) -> RelayError:
 
 
 def reason(failure: Exception, layer: str) -> str | None:
-    """In a few words why a layer could not be captured; None where it is an error of ours, which stands."""
+    """The reason why a layer could not be captured, in words that follow "since"; None for a RelayError."""
     if isinstance(failure, RelayError):
         return None
     if isinstance(failure, HasEffect):
-        return f"{failure.op} does more than give a result (it raises an error by what it finds, say)"
+        return f"{failure.op} has an effect besides its result (an assertion on data, for example)"
     explained = explain(failure, layer)
     if isinstance(explained, CaptureError) and explained.by_data:
         return f"{explained.op or 'an op'} makes its shapes or its control flow depend on the data"
@@ -99,12 +100,12 @@ def reason(failure: Exception, layer: str) -> str | None:
 
 
 def explain_eager(failure: Exception, layer: str, why: str) -> RelayError:
-    """The error for a layer that cannot be captured, and that PyTorch does not run on made-up numbers either."""
+    """The error for a layer that cannot be traced, and that fails on made-up numbers as well. `why` is the reason."""
     if isinstance(failure, RelayError) or _NO_DERIVATIVE.search(str(failure)):
         return explain(failure, layer)
     return CaptureError(
-        f"layer {layer!r} cannot be captured, since {why}; and run eagerly on small numbers and zeros of the right "
-        f"shapes, to learn the shapes that come out, it fails: {in_short(failure)}",
+        f"layer {layer!r} cannot be captured, since {why}. It cannot run eagerly either: on made-up inputs (small "
+        f"random numbers, zeros for integers), used to find the shapes of its outputs, it fails: {in_short(failure)}",
         layer=layer,
     )
 
@@ -118,12 +119,12 @@ _KINDS = {"joint": "forward, loss and backward", "loss": "forward and loss"}
 
 
 def name_of_program(layer: str, kind: str) -> str:
-    """What a layer's program is called in errors."""
+    """The name of a layer's program in errors."""
     return f"layer {layer!r} {_KINDS.get(kind, kind)}"
 
 
 def own_name(name: str) -> str:
-    """A parameter's name as its owner has it, from that within a segment."""
+    """The name of a parameter in the model's layer, given its name in a segment."""
     return name.removeprefix("module.").removeprefix("block.").replace("__", ".")
 
 
@@ -131,19 +132,19 @@ def changed_parameter(layer: str, parameter: str) -> CaptureError:
     """The error for a layer whose forward writes to its own parameter."""
     return CaptureError(
         f"layer {layer!r} changes its parameter {own_name(parameter)!r} in its forward (an embedding with max_norm "
-        "does). The optimizer alone changes parameters here: its forward may run twice in a step, and on copies. "
-        "Change the parameter between steps instead (with torch.no_grad(): weight.copy_(...)); an embedding's rows "
-        "can be brought to their norm by torch.renorm.",
+        "does). Only the optimizer may change parameters, since a forward may run twice in a step, and on copies. "
+        "Change the parameter between steps instead (with torch.no_grad(): weight.copy_(...)); torch.renorm limits "
+        "the norm of an embedding's rows.",
         layer=layer,
     )
 
 
 def sparse_gradient(layer: str, parameter: str) -> CaptureError:
-    """The error for a parameter whose gradient is a sparse tensor, before any step is taken."""
+    """The error for a parameter whose gradient is a sparse tensor."""
     return CaptureError(
         f"layer {layer!r} makes a sparse gradient for {own_name(parameter)!r} (an embedding with sparse=True). "
-        "Gradients have a place of fixed size here, and optimizers for sparse ones (SparseAdam) update only rows that "
-        "occur. Make the embedding with sparse=False, or set its .sparse to False: under SGD without momentum it "
-        "trains the same.",
+        "Relay supports dense gradients only. Build the embedding with sparse=False, or set its .sparse to False. "
+        "Under SGD without momentum the result is the same; optimizers for sparse gradients (SparseAdam) update only "
+        "the rows that occur.",
         layer=layer,
     )

@@ -1,8 +1,8 @@
-"""Lists, dicts and objects that a layer is given and changes: what it puts into them belongs to what it makes.
+"""Layers that change the lists, dicts or objects that they take as arguments.
 
-A layer's call stands in a graph by its tensors: those it is given and those it returns. A layer that appends to a list
-or sets a key of a dict hands tensors on in another way. That is told by comparing what it was given before and after;
-what it was given is then part of its output, and is written back to the caller's own lists, dicts and objects.
+A block call has tensors as inputs and outputs. A layer that appends to a list or sets a key of a dict passes tensors on
+in another way, which is found by comparing its arguments before and after the call. The changed arguments then become
+part of the layer's output, and are written back to the caller's lists, dicts and objects.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from relay.graph.pytree import tensor_leaves
 
 @dataclass(frozen=True)
 class Unchanged:
-    """Stands for a tensor that a layer was given and left where it was, or put elsewhere: by its place."""
+    """Stands for a tensor that a layer took as an argument and left in its arguments, by its index among them."""
 
-    place: int
+    index: int
 
 
 def call_observed(forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """What `forward(*args, **kwargs)` returns, and (args, kwargs) as they are afterwards; None if nothing changed."""
+    """The result of `forward(*args, **kwargs)`, and (args, kwargs) after the call, or None if they did not change."""
     tensors, before = tensor_leaves((args, kwargs))
     result = forward(*args, **kwargs)
     after, tree = tensor_leaves((args, kwargs))
-    if tree == before and all(one is other for one, other in zip(after, tensors, strict=True)):
+    if tree == before and all(current is given for current, given in zip(after, tensors, strict=True)):
         return result, None
-    places = {id(tensor): Unchanged(place) for place, tensor in enumerate(tensors)}
-    return result, tree.fill([places.get(id(tensor), tensor) for tensor in after])
+    unchanged = {id(tensor): Unchanged(index) for index, tensor in enumerate(tensors)}
+    return result, tree.fill([unchanged.get(id(tensor), tensor) for tensor in after])
 
 
 def write_back(owned: Any, changed: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Make the caller's nest hold what the changed one holds; returns what is to stand in the place of `owned`.
+    """Update the caller's nested arguments `owned` to hold what `changed` holds. Returns the replacement for `owned`.
 
-    `tensors` are those that the layer was given.
+    `tensors` are the tensors among the arguments of the layer.
     """
     if isinstance(changed, Unchanged):
-        return tensors[changed.place]
+        return tensors[changed.index]
     if isinstance(changed, list):
-        kept = owned if isinstance(owned, list) else []
-        kept[:] = [write_back(_item(kept, place), one, tensors) for place, one in enumerate(changed)]
-        return kept
+        own = owned if isinstance(owned, list) else []
+        own[:] = [write_back(_item(own, index), item, tensors) for index, item in enumerate(changed)]
+        return own
     if type(changed) is tuple:
-        return tuple(write_back(_item(owned, place), one, tensors) for place, one in enumerate(changed))
+        return tuple(write_back(_item(owned, index), item, tensors) for index, item in enumerate(changed))
     if isinstance(changed, MutableMapping):
         into = owned if type(owned) is type(changed) else changed
-        new = {key: write_back(into.get(key), one, tensors) for key, one in changed.items()}
+        new = {key: write_back(into.get(key), item, tensors) for key, item in changed.items()}
         into.clear()
         into.update(new)
         return into
@@ -58,11 +58,11 @@ def write_back(owned: Any, changed: Any, tensors: Sequence[torch.Tensor]) -> Any
         return changed
     into = owned if type(owned) is type(changed) else changed
     for name, value in list(vars(changed).items()):
-        # also where the class is frozen
+        # works for frozen dataclasses as well
         object.__setattr__(into, name, write_back(vars(into).get(name), value, tensors))
     return into
 
 
-def _item(nest: Any, place: int) -> Any:
-    """What stands in a list or tuple at a place, or None."""
-    return nest[place] if isinstance(nest, (list, tuple)) and place < len(nest) else None
+def _item(nest: Any, index: int) -> Any:
+    """The item of a list or tuple at an index, or None."""
+    return nest[index] if isinstance(nest, (list, tuple)) and index < len(nest) else None

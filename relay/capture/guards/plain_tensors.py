@@ -1,8 +1,8 @@
-"""Tensors that a module keeps in plain attributes, neither parameters nor buffers, and what a trace does to them.
+"""Tensors in plain attributes of a module, which are neither parameters nor buffers.
 
-Code may leave a tensor in an attribute for a look (attention weights), and read one as a constant. Both are fine in a
-trace, which runs the code on tensors without numbers and puts everything back afterwards. What cannot work is a tensor
-that is read and then replaced, a state from call to call: the trace would go on reading the first one for ever.
+Code may store a tensor in an attribute for inspection (attention weights), or read one as a constant. Both work in a
+trace, since attributes are restored afterwards. A tensor that is read and then replaced is a state that lasts from call
+to call. It is refused, because every run of the traced program would read the first value.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from relay.errors import CaptureError
 
 
 class PlainTensors:
-    """The tensors in the attributes of a module and of those within it, put back when this closes as a context."""
+    """A context that restores the tensors in the attributes of a module and its submodules on exit."""
 
     def __init__(self, module: nn.Module) -> None:
         self._before = [
-            (path, one, {name: value for name, value in vars(one).items() if isinstance(value, torch.Tensor)})
-            for path, one in module.named_modules()
+            (path, part, {name: value for name, value in vars(part).items() if isinstance(value, torch.Tensor)})
+            for path, part in module.named_modules()
         ]
         self._replaced: list[tuple[str, torch.Tensor]] = []
 
@@ -32,7 +32,7 @@ class PlainTensors:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        """Undo what code that ran did to them; what it left in new attributes goes."""
+        """Restore replaced tensors, and remove tensors in new attributes."""
         for path, module, tensors in self._before:
             for name, value in list(vars(module).items()):
                 if isinstance(value, torch.Tensor) and name not in tensors:
@@ -43,24 +43,24 @@ class PlainTensors:
             vars(module).update(tensors)
 
     def refuse_states(self, layer: str, used: Collection[int]) -> None:
-        """Raise CaptureError where one was replaced that had also been `used`: those are addresses of tensors."""
+        """Raise CaptureError if a replaced tensor is among those `used`, which are given by their addresses."""
         for path, tensor in self._replaced:
             if _address(tensor) in used:
                 raise CaptureError(
                     f"layer {layer!r} keeps a tensor from one call to the next in the attribute {path!r}, which is no "
-                    "buffer, so it would be changed too often or not at all. Register it with register_buffer.",
+                    "buffer, so it would change too often or not at all. Register it with register_buffer.",
                     layer=layer,
                 )
 
 
 def constants_of(traced: fx.GraphModule) -> set[int]:
-    """The addresses of the tensors that a trace found and took for constants."""
+    """The addresses of the tensors that a trace holds as constants."""
     names = [node.target for node in traced.graph.nodes if node.op == "get_attr"]
     return {_address(getattr(traced, name, None)) for name in names}
 
 
 class UsedTensors(TorchDispatchMode):
-    """While open, notes the addresses of all tensors that ops are given."""
+    """A mode that collects the addresses of all tensors that are arguments of ops."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class UsedTensors(TorchDispatchMode):
 
 
 def _address(tensor: Any) -> int:
-    """Where a tensor's numbers lie; the identity of anything without numbers."""
+    """The address of a tensor's memory, or the id of an object without memory."""
     if type(tensor) is torch.Tensor and tensor.numel() and tensor.device.type != "meta":
         return tensor.data_ptr()
     return id(tensor)

@@ -1,10 +1,10 @@
-"""What a trace cannot see, refused by name: gradients and draws that are made by Python and not by ops.
+"""Refusing what the trace of a whole model would silently lose.
 
-The trace of a whole model records ops. A custom gradient (`torch.autograd.Function`) or a hook on a tensor, outside of
-the repeated layers, leaves no op behind, and a hook on a parameter is called by an autograd that never runs here:
-training would go on with other gradients than PyTorch's, silently. A backward that the model makes itself would not
-reach through layers. Numbers drawn from Python's or numpy's generators
-become constants of the trace. Inside of layers custom gradients and tensor hooks are captured as they are.
+The trace of a model holds ops alone. Outside of the repeated layers, a custom gradient (`torch.autograd.Function`) or a
+hook on a tensor leaves no op in it, and a backward that the model runs itself would not reach through layers. A hook on
+a parameter would never be called, since gradients are not accumulated by autograd. Training would continue with other
+gradients than PyTorch's, so these are errors. Numbers drawn from Python's or numpy's generators become constants of the
+trace, which is a warning. Inside layers, custom gradients and tensor hooks are captured.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _inside_layer = 0
 
 @contextmanager
 def inside_layer() -> Iterator[None]:
-    """While open, what runs is a layer's own code, which is captured later with all that it does."""
+    """While open, the code of a layer runs. Nothing is refused in it, as the layer is captured later."""
     global _inside_layer
     _inside_layer += 1
     try:
@@ -42,18 +42,17 @@ def inside_layer() -> Iterator[None]:
 
 @contextmanager
 def hooks_wait() -> Iterator[None]:
-    """While open, a layer runs without gradients, for the shapes that it returns or to evaluate: its hooks wait.
+    """While open, registering a hook on a tensor that requires no gradient does nothing, instead of failing.
 
-    A layer that sets one without asking whether the tensor requires a gradient would fail otherwise, where in training
-    none would fail.
+    Layers run without gradients to find the shapes of their outputs, or in evaluation. Without this, a layer that
+    registers hooks on tensors would fail there, but not in training.
     """
     with _NoGradients():
         yield
 
 
 def check_module(model: nn.Module) -> None:
-    """Raise PartitionError for what no capture can keep: gradient hooks of parameters, modules without Python, and
-    tensors that can never be written."""
+    """Raise PartitionError for gradient hooks of parameters, compiled modules, and tensors made in inference mode."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_inference():
             raise PartitionError(
@@ -64,36 +63,36 @@ def check_module(model: nn.Module) -> None:
         hooks = [parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)]
         if any(hooks):
             raise PartitionError(
-                f"parameter {name!r} has a hook on its gradient, which would never be called: gradients go to the "
-                "optimizer without passing through autograd's accumulation. Remove the hook; for scaling or clipping "
-                "use param_groups=, clip_grad_norm= or clip_grad_value=."
+                f"parameter {name!r} has a hook on its gradient, which would never be called, since gradients are not "
+                "accumulated by autograd. Remove the hook; for scaling or clipping use param_groups=, "
+                "clip_grad_norm= or clip_grad_value=."
             )
     for name, module in model.named_modules():
         by = "torch.jit" if isinstance(module, torch.jit.ScriptModule) else ""
         by = "torch.compile" if "_orig_mod" in module._modules else by
         if by:
             raise PartitionError(
-                f"{name or 'the model'!r} is compiled by {by}, so its Python code cannot be traced. Give the module as "
-                "it was before."
+                f"{name or 'the model'!r} is compiled by {by}, so its Python code cannot be traced. Pass the module as "
+                "it was before compilation."
             )
 
 
 def check_outside(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-    """Raise PartitionError for backward hooks of modules that are not within one of the repeated blocks."""
-    within = {id(one) for block in blocks.values() for one in block.modules() if one is not block}
+    """Raise PartitionError for backward hooks of modules outside the repeated blocks."""
+    within = {id(part) for block in blocks.values() for part in block.modules() if part is not block}
     for name, module in model.named_modules():
         if id(module) not in within and (module._backward_hooks or module._backward_pre_hooks):
             raise PartitionError(
                 f"{name or 'the model'!r} has a backward hook, and is not within one of the repeated layers, so the "
-                "hook would not be called. Put it on a module within a layer."
+                "hook would not be called. Register it on a module within a layer."
             )
 
 
 @contextmanager
 def refusing() -> Iterator[Unseen]:
-    """While a whole model is traced: custom gradients and hooks on tensors outside of its layers are refused.
+    """While open, raise PartitionError for custom gradients, tensor hooks and backwards outside of layers.
 
-    Yields what else was seen by which tensors get past a trace.
+    For use around the trace of a whole model. Yields an `Unseen`, which collects other tensors that no op made.
     """
     plain = torch.autograd.Function.__dict__["apply"]
 
@@ -101,13 +100,14 @@ def refusing() -> Iterator[Unseen]:
         if _inside_layer or threading.get_ident() != thread:
             return plain.__get__(None, cls)(*args, **kwargs)
         if cls is CheckpointFunction:
-            # The relay recomputes in any case. Without an input that is trained nothing inside has a gradient.
-            trained = any(isinstance(one, torch.Tensor) and one.requires_grad for one in args[2:])
+            # Checkpointing is dropped, as every segment is recomputed anyway. As in PyTorch, nothing inside has a
+            # gradient unless an input requires one.
+            trained = any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in args[2:])
             with nullcontext() if trained else torch.no_grad():
                 return args[0](*args[2:])
         raise PartitionError(
             f"the model calls {cls.__name__}.apply, a custom gradient, outside of its repeated layers, where only ops "
-            "are recorded: its backward would be lost. Put the call into one of the layers, or give the model as a "
+            "are traced, so its backward would be lost. Move the call into one of the layers, or pass the model as a "
             "list of modules, with loss=."
         )
 
@@ -122,14 +122,14 @@ def refusing() -> Iterator[Unseen]:
 
 @contextmanager
 def watching_draws() -> Iterator[None]:
-    """While a model is recorded: says so where it draws from Python's or numpy's random numbers."""
+    """While open, warn if the model draws random numbers from Python's or numpy's generator while it is traced."""
     before = _generators()
     yield
     if _generators() != before:
         warnings.warn(
-            "the model drew from Python's or numpy's random numbers while it was recorded (layerdrop, say). What it "
-            "drew stays as it is for every batch of this shape. Turn that off; step(batch, active_layers=...) leaves "
-            "layers out, and dropout of torch is drawn anew each step.",
+            "the model drew random numbers from Python's or numpy's generator while it was traced (layerdrop, for "
+            "example). These numbers stay the same for every batch of this shape. Turn that off, leave layers out by "
+            "step(batch, active_layers=...), or use torch's dropout, which draws a new mask in each step.",
             stacklevel=2,
         )
 
@@ -137,7 +137,7 @@ def watching_draws() -> Iterator[None]:
 _HOOKING: dict[Any, str] = {
     torch.Tensor.register_hook: "calls register_hook on a tensor",
     torch.Tensor.register_post_accumulate_grad_hook: "calls register_post_accumulate_grad_hook on a tensor",
-    # register_multi_grad_hook does so, and whoever hooks a node of the backward.
+    # register_multi_grad_hook reads it, as does code that hooks a node of the backward.
     torch.Tensor.grad_fn.__get__: "reads a tensor's grad_fn, on which it can have hooks,",  # type: ignore[attr-defined]
 }
 
@@ -152,36 +152,36 @@ _DIFFERENTIATING: dict[Any, str] = {
 
 
 class Unseen:
-    """What a model did, outside of its layers, that makes tensors which are no op's result to a trace.
+    """Tensors of a model that are not the result of an op in its trace.
 
-    Harmless where nothing is computed from them, so it is told only of one that a later op uses.
+    They are harmless unless an op uses them, so the error is raised only then (`why` is its message).
     """
 
     def __init__(self) -> None:
         self._data: list[torch.Tensor] = []
 
     def note(self, func: Any, args: Any, result: Any) -> None:
-        """See to a call that was made."""
+        """Collect the tensors of a call that reads or sets `.data`."""
         if func == _DATA_GET:
             self._data.append(result)
         elif func == _DATA_SET:
             self._data.append(args[0])
 
     def why(self, constant: torch.Tensor) -> str:
-        """How the model came by a tensor that no op of the trace gave it, and what to do instead."""
-        if any(constant is one for one in self._data):
+        """How the model obtained a tensor that no op of the trace made, and what to do instead."""
+        if any(constant is tensor for tensor in self._data):
             return (
-                "reads or sets .data outside of its repeated layers, where only ops are recorded. Use x.detach() for "
+                "reads or sets .data outside of its repeated layers, where only ops are traced. Use x.detach() for "
                 "a tensor without gradient."
             )
         return (
-            f"reads a tensor of shape {tuple(constant.shape)} that one of its layers left in an attribute (an "
-            "auxiliary loss, say). Between layers only what they return is handed on: return it."
+            f"reads a tensor of shape {tuple(constant.shape)} that one of its layers stored in an attribute (an "
+            "auxiliary loss, for example). Only the outputs of layers are passed between them. Return the tensor."
         )
 
 
 class _TensorHooks(TorchFunctionMode):
-    """Refuses hooks on tensors and backwards, and notes what else a trace does not see."""
+    """Raises PartitionError for hooks on tensors and for backwards outside of layers, and fills `unseen`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,14 +190,14 @@ class _TensorHooks(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _HOOKING and not _inside_layer:
             raise PartitionError(
-                f"the model {_HOOKING[func]} outside of its repeated layers, where only ops are recorded: the hook "
-                "would be lost. Put it into one of the layers."
+                f"the model {_HOOKING[func]} outside of its repeated layers, where only ops are traced, so the hook "
+                "would be lost. Move it into one of the layers."
             )
         if func in _DIFFERENTIATING and not _inside_layer:
             raise PartitionError(
                 f"the model calls {_DIFFERENTIATING[func]} outside of its repeated layers. No gradient flows through "
-                "layers as the model is traced, so it would find another one than PyTorch. Leave such a term (a "
-                "gradient penalty, say) out, or compute it within one layer."
+                "layers while the model is traced, so the result would differ from PyTorch's. Remove such a term (a "
+                "gradient penalty, for example), or compute it within one layer."
             )
         result = func(*args, **(kwargs or {}))
         if not _inside_layer:
@@ -206,7 +206,7 @@ class _TensorHooks(TorchFunctionMode):
 
 
 class _NoGradients(TorchFunctionMode):
-    """Lets tensors that require no gradient be hooked: nothing will flow to call it."""
+    """Ignores hooks on tensors that require no gradient, as they would never be called."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ASKING_FOR_GRADIENTS and not args[0].requires_grad:
