@@ -1,7 +1,7 @@
-"""What a graph costs and what it is: FLOPs, bytes moved, peak of temporaries, fingerprint.
+"""The cost of a graph (FLOPs, bytes moved, peak of temporaries), and its fingerprint.
 
-Figures come from the shapes in the nodes' meta data; nothing is run. Library internals (packing buffers of a matrix
-product, scratch of a fused attention) are not counted, and are stated as not counted.
+Figures are computed from the shapes in the nodes' metadata, and nothing is run. Memory that libraries use inside a
+kernel (packing buffers of a matrix product, scratch of fused attention) is not counted.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ def _size(value: torch.Tensor) -> int:
 
 
 def count_flops(graph: fx.Graph) -> int:
-    """Multiplications and additions of matrix products and attention."""
+    """The multiplications and additions of matrix products and attention."""
     works = [work_of(node) for node in graph.nodes]
     return int(sum(work.flops for work in works if work is not None))
 
 
 def count_moved(graph: fx.Graph) -> int:
+    """The bytes that all ops except views read and write."""
     total = 0
     for node in graph.nodes:
         if node.op == "call_function" and not is_view(node):
@@ -36,10 +37,11 @@ def count_moved(graph: fx.Graph) -> int:
 
 
 def peak_of_temporaries(graph: fx.Graph, stored_early: Sequence[int] = ()) -> int:
-    """Peak of bytes alive between the first op and the last, each freed after its last use, views with their base.
+    """The largest number of bytes in use at once, if each tensor is freed after its last use. Views count with their
+    base.
 
-    Results count as alive to the end, but for those at the places `stored_early`: they are many, and a device stores
-    them at once. (The others might be as well; devices that hold their results are allowed for.)
+    Results stay in use to the end, since a device may hold them until then. Those with indices in `stored_early` do
+    not: a device stores saved tensors as soon as they are computed.
     """
     owner = _owners(graph)
     last_use: dict[fx.Node, fx.Node] = {}
@@ -68,7 +70,11 @@ def peak_of_temporaries(graph: fx.Graph, stored_early: Sequence[int] = ()) -> in
 
 
 def saved_bytes(graph: fx.Graph, forward: set[fx.Node], backward: set[fx.Node], states: set[fx.Node]) -> int:
-    """Bytes that a forward makes (or is given, `states` aside) and its backward needs: what plain training keeps."""
+    """The bytes that autograd saves: tensors of the forward that the backward reads, parameters and buffers excluded.
+
+    `forward` and `backward` are the nodes that each of them computes, `states` the placeholders of parameters and
+    buffers.
+    """
     owner = _owners(graph)
     saved: set[fx.Node] = set()
     for node in forward:
@@ -84,13 +90,13 @@ def saved_bytes(graph: fx.Graph, forward: set[fx.Node], backward: set[fx.Node], 
 
 
 def _owners(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
-    """The op whose memory a node's result lies in; None for memory that comes from outside."""
+    """For each node, the node that made the memory of its result; None for the memory of an input."""
     owner: dict[fx.Node, fx.Node | None] = {}
     for node in graph.nodes:
         if node.op != "call_function":
             owner[node] = None
         elif is_view(node) and node.all_input_nodes:
-            # An item of an op that returns several tensors is counted with the op.
+            # The items of an op that returns several tensors count with the op.
             owner[node] = owner[node.all_input_nodes[0]]
         else:
             owner[node] = node
@@ -100,7 +106,7 @@ def _owners(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
 def fingerprint(
     graph: fx.Graph, inputs: Sequence[Port], outputs: Sequence[Port], constants: dict[str, torch.Tensor]
 ) -> str:
-    """A digest of what the graph computes: ops, arguments, shapes and constants, without names."""
+    """A digest of a graph's ops, arguments, shapes and constants. Names do not count."""
     number = {node: position for position, node in enumerate(graph.nodes)}
     lines = [repr(tuple(inputs)), repr(tuple(outputs))]
     for node in graph.nodes:

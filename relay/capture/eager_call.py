@@ -1,8 +1,8 @@
-"""What one visit of a segment that runs eagerly does: the module is run by Python, with PyTorch's autograd inside.
+"""One visit of a segment that runs eagerly: Python runs the module, with PyTorch's autograd.
 
-It makes no programs (`eager` does) and knows no ports. Invariant: results are those of plain PyTorch, a parameter that
-a step did not reach has no gradient in it, and random ops draw the same in the forward and in the recompute, from the
-same key as everywhere else.
+Programs and ports are made in `relay.capture.eager_fallback`. Invariant: results are those of plain PyTorch, gradients
+that a step did not find are recorded as absent, and random ops draw the same numbers in the forward and the recompute,
+from the random key of the visit.
 """
 
 from __future__ import annotations
@@ -47,12 +47,16 @@ class ObservedGradientPresence:
 
 
 class EagerSegment:
-    """A module that is run by Python at every visit. `parameters` are its names in the programs' order."""
+    """A module that Python runs at every visit.
 
-    def __init__(self, module: nn.Module, compute: Callable[[], AbstractContextManager[Any]]) -> None:
+    `parameters` are all names of each parameter, and `buffers` the name of each buffer, in the order of the programs.
+    `context` returns a new context to run the module in (autocast).
+    """
+
+    def __init__(self, module: nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> None:
         self.module = module
         self.presence = ObservedGradientPresence()
-        self.compute = compute
+        self.context = context
         self.tensors = list(module.parameters())
         self.buffer_tensors = list(module.buffers())
         names: dict[int, list[str]] = {}
@@ -64,22 +68,22 @@ class EagerSegment:
         self.parameters = [tuple(names[id(tensor)]) for tensor in self.tensors]
         self.buffers = [names[id(tensor)][0] for tensor in self.buffer_tensors]
         self.trainable = [tensor.requires_grad for tensor in self.tensors]
-        self._looking = _Looking(module, self.buffers)
+        self._with_buffers = _WithBuffers(module, self.buffers)
 
     def run(
         self, parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
     ) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
-        """The module's outputs, and its buffers as they are afterwards."""
+        """The outputs of the module, and its buffers after the call, for these parameters, inputs and buffers."""
         own = [buffer.clone() for buffer in buffers]
         originals = [*self.tensors, *self.buffer_tensors]
-        with self.compute():
-            outputs, after = call_with(self._looking, originals, [*parameters, *own], values)
+        with self.context():
+            outputs, after = call_with(self._with_buffers, originals, [*parameters, *own], values)
         return outputs, [tensor.detach() for tensor in after]
 
 
 @dataclass(frozen=True)
 class EagerLayouts:
-    """In which order each input, output, seed and gradient of an input lies in memory."""
+    """The memory orders of inputs, outputs, seeds and gradients of inputs, by number."""
 
     inputs: dict[int, Order]
     outputs: dict[int, Order]
@@ -87,8 +91,8 @@ class EagerLayouts:
     gradients: dict[int, Order]
 
 
-class _Looking(nn.Module):
-    """A module that also returns its buffers as they are then: written to, or others put in their place."""
+class _WithBuffers(nn.Module):
+    """A module that also returns its buffers after the call, whether changed in place or assigned anew."""
 
     def __init__(self, module: nn.Module, buffers: Sequence[str]) -> None:
         super().__init__()
@@ -101,7 +105,13 @@ class _Looking(nn.Module):
 
 
 class EagerCall:
-    """What the one node of a program calls: (parameters, buffers, values, seeds, key) -> the program's outputs."""
+    """The function that the single node of a program calls, with (parameters, buffers, values, seeds, key).
+
+    Attributes are numbers of parameters, buffers, inputs or outputs, and are filled in by
+    `relay.capture.eager_fallback`: `updates` (buffers that are written back), `saved_buffers` (buffers copied for the
+    backward), `seeded` (outputs with a seed), `gradients` and `value_gradients` (parameters and inputs to differentiate
+    by), `differentiated` (inputs that require a gradient). `shapes` are those expected of the outputs.
+    """
 
     def __init__(
         self, segment: EagerSegment, kind: str, name: str, counts: tuple[int, int, int], layouts: EagerLayouts
@@ -127,15 +137,16 @@ class EagerCall:
         parameters, buffers = tensors[: ends[0]], tensors[ends[0] : ends[1]]
         values, seeds = tensors[ends[1] : ends[2]], tensors[ends[2] :]
         if self.kind == "backward":
-            # The recompute finds the buffers as the forward found them, not as it left them.
+            # The recompute starts from the buffers as they were before the forward.
             found, seeds = seeds[: len(self.saved_buffers)], seeds[len(self.saved_buffers) :]
             for number, buffer in zip(self.saved_buffers, found, strict=True):
                 buffers[number] = buffer
-        values = [as_written(one, self.layouts.inputs.get(number, ())) for number, one in enumerate(values)]
+        values = [as_written(value, self.layouts.inputs.get(number, ())) for number, value in enumerate(values)]
         seeds = [
-            as_written(one, self.layouts.seeds.get(number, ())) for number, one in zip(self.seeded, seeds, strict=True)
+            as_written(seed, self.layouts.seeds.get(number, ()))
+            for number, seed in zip(self.seeded, seeds, strict=True)
         ]
-        # The generator is torch's own for the while: an op that draws knows no other.
+        # Eager ops draw from torch's generator, which is seeded from the key and restored afterwards.
         with torch.random.fork_rng(**generators_of(tensors)):
             torch.manual_seed(seed_of(key))
             if not seeds:
@@ -145,7 +156,7 @@ class EagerCall:
     def _forward(
         self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        # Some kernels (oneDNN's LSTM) round otherwise where no gradient will be asked for.
+        # Some kernels (oneDNN's LSTM) give other roundings when no gradient is required.
         with torch.set_grad_enabled(self.training), nullcontext() if self.training else hooks_wait():
             outputs, after = self.segment.run(*self._leaves(parameters, values), buffers)
         self._check(outputs)
@@ -182,7 +193,9 @@ class EagerCall:
             ]
             wanted = [leaves[index] for index in self.gradients] + [inputs[index] for index in self.value_gradients]
             found = (
-                torch.autograd.grad([one for one, _ in pairs], wanted, [seed for _, seed in pairs], allow_unused=True)
+                torch.autograd.grad(
+                    [output for output, _ in pairs], wanted, [seed for _, seed in pairs], allow_unused=True
+                )
                 if pairs
                 else (None,) * len(wanted)
             )
@@ -199,21 +212,21 @@ class EagerCall:
         return (outputs[0].detach(), *(after[number] for number in self.updates), *made)
 
     def _stored(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [stored(one.detach(), self.layouts.outputs.get(number, ())) for number, one in enumerate(outputs)]
+        return [stored(output.detach(), self.layouts.outputs.get(number, ())) for number, output in enumerate(outputs)]
 
     def _check(self, outputs: Sequence[torch.Tensor]) -> None:
         shapes = [tuple(output.shape) for output in outputs]
         if shapes != self.shapes:
             raise CaptureError(
-                f"layer {self.name!r} returned tensors of shapes {shapes}; for inputs of these shapes it was expected "
-                f"to return {self.shapes}. What a layer hands on must have a shape that does not depend on the data: "
-                "pad it, or keep what makes and what uses it in one layer.",
+                f"layer {self.name!r} returned tensors of shapes {shapes}; for inputs of these shapes, "
+                f"{self.shapes} was expected. The shapes of a layer's outputs must not depend on the data. Pad the outputs, or "
+                "move the code that makes them and the code that uses them into one layer.",
                 layer=self.name,
             )
 
 
 def generators_of(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """What `torch.random.fork_rng` is to put back besides the host's generator: those of the tensors' devices."""
+    """Arguments of `torch.random.fork_rng` that restore the generators of the tensors' devices as well."""
     devices = {tensor.device for tensor in tensors if tensor.device.index is not None}
     if not devices:
         return {"devices": ()}
@@ -221,7 +234,7 @@ def generators_of(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
 
 
 def seed_of(key: RandomKey) -> int:
-    """A 63-bit number from a key; nearby keys give unlike numbers (the constants are splitmix64's)."""
+    """A 63-bit seed from a key. Neighbouring keys give unrelated seeds (the constants are those of splitmix64)."""
     state = 0
     for part in (key.seed, key.step, key.segment, key.microbatch):
         state = (state + part + 0x9E3779B97F4A7C15) & (2**64 - 1)

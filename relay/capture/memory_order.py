@@ -1,11 +1,11 @@
-"""How tensors lie in memory: the order of their dimensions, kept where they pass from one segment to another.
+"""The memory order of tensors: the order of their dimensions in memory, preserved between segments.
 
-PyTorch's kernels choose their way by strides (a convolution in channels-last, a product of a transposed matrix), and
-another way rounds otherwise. So a value is stored in the order in which it was made, and so is its gradient: memory
-is contiguous, with the dimensions permuted, and the graphs permute them back, which costs nothing. Core graphs have
-no strides, and take every value as it is written.
+PyTorch's kernels choose an algorithm by strides (channels-last convolutions, products of transposed matrices), and
+other algorithms give other roundings. So values and their gradients are stored in the memory order in which they were
+made: the memory is contiguous with permuted dimensions, and graphs permute them back by a view. Core graphs have no
+strides, and take every value in the order of its dimensions.
 
-Not kept: gaps (a slice, an expanded tensor) and which of several strides a dimension of length one has.
+Not preserved are gaps (slices, expanded tensors) and the strides of dimensions of length one.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import fx
 aten = torch.ops.aten
 
 Order = tuple[int, ...]
-"""Dimensions from the slowest in memory to the fastest; empty where that is how they are written."""
+"""Dimensions from the slowest in memory to the fastest; empty for the order of the tensor's dimensions."""
 
 
 def order_in_memory(value: torch.Tensor) -> list[int] | None:
-    """The dimensions from the one that is slowest in memory to the fastest; None where the tensor has gaps."""
+    """The dimensions from the slowest in memory to the fastest; None if the tensor has gaps."""
     if value.is_contiguous():
         return list(range(value.dim()))
-    # Dimensions of length one come first: their strides say nothing, and one layout must have one order.
+    # Dimensions of length one come first: their strides are arbitrary, and equal layouts must have equal orders.
     order = sorted(range(value.dim()), key=lambda dim: (value.shape[dim] != 1, -value.stride(dim), dim))
     expected = 1
     for dim in reversed(order):
@@ -37,7 +37,7 @@ def order_in_memory(value: torch.Tensor) -> list[int] | None:
 
 
 def order_of(value: torch.Tensor) -> Order:
-    """The order of a tensor, of one with gaps as a copy would have it."""
+    """The memory order of a tensor. For a tensor with gaps it is that of a copy."""
     order = order_in_memory(value)
     if order is None:
         order = order_in_memory(torch.empty_like(value, device="meta")) or list(range(value.dim()))
@@ -50,22 +50,22 @@ def stored_shape(shape: Sequence[int], order: Order) -> tuple[int, ...]:
 
 
 def inverse(order: Sequence[int]) -> Order:
-    """The permutation that undoes one."""
+    """The inverse of a permutation."""
     return tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
 def stored(tensor: torch.Tensor, order: Order) -> torch.Tensor:
-    """The tensor as contiguous memory holds it; a copy where it lies otherwise."""
+    """The tensor with its dimensions permuted to memory order, contiguous. A view if it has that order already."""
     return (tensor.permute(order) if order else tensor).contiguous()
 
 
 def as_written(tensor: torch.Tensor, order: Order) -> torch.Tensor:
-    """The tensor that `stored` memory holds, as a view of it."""
+    """The inverse of `stored`: a view of the tensor with its own order of dimensions."""
     return tensor.permute(inverse(order)) if order else tensor
 
 
 def permuted(graph: fx.Graph, node: fx.Node, order: Sequence[int]) -> fx.Node:
-    """The tensor with its dimensions in another order; itself where they are in that order."""
+    """A node that permutes the dimensions of `node`, or `node` itself if `order` is the identity."""
     if list(order) == list(range(len(order))):
         return node
     result = graph.call_function(aten.permute.default, (node, list(order)))
@@ -74,25 +74,25 @@ def permuted(graph: fx.Graph, node: fx.Node, order: Sequence[int]) -> fx.Node:
 
 
 def in_order(value: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """What stands for a tensor with its dimensions in another order; tensors of a trace take no ops outside of it."""
+    """A meta tensor with the shape and strides of `value.permute(order)`. Fake tensors allow no ops outside a trace."""
     shape, strides = ([of[dim] for dim in order] for of in (value.shape, value.stride()))
     return torch.empty_strided(shape, strides, dtype=value.dtype, device="meta")
 
 
 class Seeded(torch.autograd.Function):
-    """Hands a tensor on, and takes as its gradient another that is given beforehand.
+    """The identity, whose gradient is a tensor that is passed to the forward.
 
-    Tracing supposes that the gradient of an output lies as the output does; so it does not always, and this way the
-    backward is traced for one that lies as it will.
+    Tracing assumes that the gradient of an output has the strides of the output. With this function the backward is
+    traced for a gradient with other strides.
     """
 
     @staticmethod
     def forward(context: Any, value: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
-        """`seed` is the gradient, of the value's shape, in strides of its own."""
+        """A copy of `value`. `seed` is its gradient, of the same shape, with its own strides."""
         context.save_for_backward(seed)
         return value.clone()
 
     @staticmethod
     def backward(context: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        """The seed, whatever came."""
+        """The seed, whatever the incoming gradient."""
         return context.saved_tensors[0], None

@@ -1,12 +1,13 @@
-"""The dtypes in which norms give their statistics, where PyTorch's fake tensors claim others.
+"""Correcting the dtypes of the statistics of norms in a traced graph.
 
-Under autocast a norm is often given values rounded to bfloat16 or float16 and parameters in float32. The kernels then
-give mean and deviation in float32, their fake forms on the CPU (torch 2.11 to 2.14) claim the dtype of the values; for
-other devices it is group norms that are claimed wrong. A backward that is handed statistics stored as claimed refuses
-them. So the op itself is asked, on a few real numbers of the same dtypes, on the device that the graph is for.
+Under autocast a norm often takes values in bfloat16 or float16 and parameters in float32. Its kernel then returns mean
+and deviation in float32, but its fake implementation for the CPU (torch 2.11 to 2.14) reports the dtype of the values;
+for other devices that of group norm is wrong. The backward refuses statistics stored in the reported dtype. So the op
+is run on a few real numbers of the same dtypes, on the device that the graph is for, and the graph's metadata is
+corrected.
 
-It corrects what is claimed of these ops and nothing else; shapes and strides stay. Invariant: what these ops claim
-is what the kernel returns, wherever there is a kernel to ask.
+Shapes, strides and other ops are left alone. Invariant: the reported dtypes are those that the kernel returns, if there
+is a kernel on this machine.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ NORMS: frozenset[Any] = frozenset(
         aten._batch_norm_with_update_functional.default,
     }
 )
-"""Those that return statistics beside their result."""
+"""Norms that return statistics besides their result."""
 
-# The smallest case that all of them take: two samples of four channels.
+# The smallest input that all of them take: two samples of four channels.
 _SHAPE_OF_INPUT = (2, 4)
 _SIZES = {"normalized_shape": [4], "N": 2, "C": 4, "HxW": 1, "group": 2}
 
 
 def correct_statistics(graph: fx.Graph, device: torch.device) -> None:
-    """Let the norms of a graph that runs on `device` claim the dtypes that their kernels return there."""
+    """Correct the dtypes of the norms' results in the metadata of a graph that runs on `device`."""
     if device != CPU and missing(device):
         return
     for node in graph.nodes:
@@ -53,9 +54,9 @@ def correct_statistics(graph: fx.Graph, device: torch.device) -> None:
         found = _returned(node.target, tuple(_kind(argument) for argument in node.args), device)
         if found is None:
             continue
-        claimed = node.meta["val"]
+        reported = node.meta["val"]
         node.meta["val"] = tuple(
-            one if one.dtype is dtype else one.to(dtype) for one, dtype in zip(claimed, found, strict=True)
+            result if result.dtype is dtype else result.to(dtype) for result, dtype in zip(reported, found, strict=True)
         )
         for user in node.users:
             if user.target is operator.getitem:
@@ -63,7 +64,7 @@ def correct_statistics(graph: fx.Graph, device: torch.device) -> None:
 
 
 def _kind(argument: Any) -> Any:
-    """What of an argument counts for dtypes; something that can be looked up by."""
+    """What matters of an argument for the dtypes of results, as a hashable value."""
     if isinstance(argument, fx.Node):
         return argument.meta["val"].dtype
     return tuple(argument) if isinstance(argument, (list, tuple)) else argument
@@ -71,7 +72,7 @@ def _kind(argument: Any) -> Any:
 
 @functools.cache
 def _returned(target: Any, kinds: tuple[Any, ...], device: torch.device) -> tuple[torch.dtype, ...] | None:
-    """The dtypes that an op returns, given arguments of those kinds; None where it cannot be run."""
+    """The dtypes that an op returns for arguments of these kinds; None if it cannot run on the device."""
     arguments: list[Any] = []
     with _disable_current_modes(), torch.no_grad():
         for declared, kind in zip(target._schema.arguments, kinds, strict=False):
@@ -81,6 +82,6 @@ def _returned(target: Any, kinds: tuple[Any, ...], device: torch.device) -> tupl
             else:
                 arguments.append(_SIZES.get(declared.name, kind))
         try:
-            return tuple(one.dtype for one in target(*arguments))
-        except RuntimeError:  # the layer fails on such a device as well, and says why
+            return tuple(result.dtype for result in target(*arguments))
+        except RuntimeError:  # the layer itself then fails on the device, with the reason
             return None

@@ -1,11 +1,11 @@
-"""What a forward keeps for its backward, where the backward does not recompute it.
+"""The tensors that a forward saves for a backward that recomputes nothing.
 
-The cut is that of plain autograd: whatever the backward reads of the forward is kept, but for what is there anyway
-(parameters, inputs, the segment's own outputs), what is only a view of something, and what parameters alone decide;
-these are made anew. A dropout's mask is kept, as autograd keeps it. Invariant: a kept tensor comes back with the
-strides it had, so that the backward's ops are those of eager autograd to the bit.
+They are those that autograd would save: everything that the backward reads of the forward, except what is available
+anyway (parameters, inputs, the segment's outputs), views, and what is computed from parameters alone; the last two are
+recomputed. Masks of dropout are saved, as autograd does. Which segments save tensors is decided in `relay.runtime`.
 
-Which segments keep is not decided here.
+Invariant: a saved tensor has the strides it had in the forward, so the ops of the backward are those of eager autograd,
+to the bit.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from relay.capture.memory_order import order_in_memory
 def nodes_to_save(
     graph: fx.Graph, forward: set[fx.Node], gradients: Sequence[fx.Node], seeds: set[fx.Node], states: set[fx.Node]
 ) -> list[fx.Node]:
-    """The nodes of a joint graph to keep, in its order.
+    """The nodes of a joint graph whose results are saved, in its order.
 
-    `forward` are the nodes that the forward computes, `gradients` the backward's results, `seeds` and `states` the
+    `forward` are the nodes that the forward computes, `gradients` the results of the backward, `seeds` and `states` the
     placeholders of seeds and of parameters and buffers.
     """
     from_seeds = set(seeds)
-    from_states = set(states)  # and of nothing but them
+    from_states = set(states)  # and from nothing else
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -48,7 +48,7 @@ def nodes_to_save(
         seen.add(node)
         if node.op != "call_function" or node in from_states:
             continue
-        # Of an op with several results, those that only the backward reads (statistics) are made by the forward too.
+        # The forward also computes the results of its ops that only the backward reads (statistics).
         maker = node.args[0] if node.target is operator.getitem else node
         computed = maker in forward and node not in from_seeds
         if computed and not _made_anew(node) and order_in_memory(node.meta["val"]) is not None:
@@ -63,7 +63,7 @@ def _draws(node: fx.Node) -> bool:
 
 
 def _made_anew(node: fx.Node) -> bool:
-    """Whether it is a view of something else; an item of an op that makes several tensors is one of these."""
+    """Whether a node is recomputed: a view, or not a tensor. Items of an op that returns several tensors are not."""
     if node.target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]
     return is_view(node) or not isinstance(node.meta.get("val"), torch.Tensor)

@@ -1,14 +1,12 @@
-"""Tracing for a device whose kernels are not the CPU's: with fake tensors of that device's own type.
+"""Tracing for a device other than the CPU, with fake tensors on that device.
 
-PyTorch decides by the device which ops autograd runs: flash attention or its memory-efficient sister on a GPU, another
-fused kernel on the CPU, other casts under autocast. Traced with fake tensors of the device's type, a segment becomes
-the graph that eager autograd would run there. Nothing is moved: parameters and buffers are swapped for fakes while
-the trace lasts, and what the segment makes on the CPU it makes on the device instead, as everything of the segment
-lives there.
+PyTorch chooses by the device which ops autograd runs: flash or memory-efficient attention on a GPU, another fused
+kernel on the CPU, other casts under autocast. Traced with fake tensors on the device, a segment becomes the graph that
+eager autograd would run there. No data is moved: parameters and buffers are replaced by fakes during the trace, and
+tensors that the segment creates on the CPU are created on the device instead.
 
-It does not know what a device can do; it asks PyTorch. Invariant: attention that drops draws its mask by an op of its
-own, whatever the device would fuse, since masks are ours (`hal.random`): such a segment is traced with its attention
-as matrix products.
+What a device supports is PyTorch's answer. Invariant: dropout inside attention draws its mask by a separate op, since
+masks come from `hal.random`. A segment for which the device would fuse it is traced with attention as matrix products.
 """
 
 from __future__ import annotations
@@ -37,20 +35,20 @@ def graphs_for(info: DeviceInfo) -> tuple[Lowering, torch.device]:
 
 
 def missing(device: torch.device) -> str:
-    """Why no trace can be made for a device here; empty where one can.
+    """The reason why nothing can be traced for a device on this machine; empty if it can.
 
-    Fake tensors of a type that this PyTorch was built without, or finds no device of, cannot be differentiated: the
-    autograd engine asks the type's own code for a stream, and ends the process where there is none.
+    Fake tensors on a device type that PyTorch was built without, or finds no device of, cannot be differentiated: the
+    autograd engine asks the device type for a stream, and aborts the process if there is none.
     """
     try:
         there = torch.get_device_module(device).is_available()
     except (RuntimeError, AttributeError) as failure:
-        return f"this PyTorch knows nothing of {device.type!r} devices ({str(failure).splitlines()[0]})"
+        return f"this PyTorch does not support {device.type!r} devices ({str(failure).splitlines()[0]})"
     return "" if there else f"this PyTorch finds no {device.type!r} device"
 
 
 class OnDevice(TorchFunctionMode):
-    """While open, what would be made on the CPU is made on `device`."""
+    """While open, tensors that would be created on the CPU are created on `device`."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -74,9 +72,9 @@ class OnDevice(TorchFunctionMode):
 def fakes_on(
     device: torch.device, mode: FakeTensorMode, module: nn.Module, inputs: Sequence[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, ...]]:
-    """While open, the module's parameters and buffers are fake tensors on `device`. Yields such inputs.
+    """While open, the module's parameters and buffers are fake tensors on `device`. Yields fakes of the inputs there.
 
-    A tensor that the module has under several names is one fake, as it is one tensor.
+    A tensor that the module holds under several names is one fake.
     """
     known: dict[int, torch.Tensor] = {}
 
@@ -91,12 +89,12 @@ def fakes_on(
             known[id(tensor)] = like
         return known[id(tensor)]
 
-    tables: list[Any] = [table for one in module.modules() for table in (one._parameters, one._buffers)]
+    tables: list[Any] = [table for part in module.modules() for table in (part._parameters, part._buffers)]
     real = [dict(table) for table in tables]
     fakes = pytree.tree_map_only(torch.Tensor, fake, real)
     with contextlib.ExitStack() as stack:
         if device.index is not None:
-            # Which attention is chosen depends on the thread's current device.
+            # PyTorch chooses the attention kernel by the current device of the thread.
             stack.enter_context(torch.get_device_module(device).device(device))
         for table, own, replaced in zip(tables, real, fakes, strict=True):
             stack.callback(table.update, own)
@@ -105,10 +103,10 @@ def fakes_on(
 
 
 def spell_out(graph: fx.Graph) -> None:
-    """Write into the backward of fused attention what it need not be told by the forward.
+    """Replace arguments of the backward of fused attention that it need not take from the forward.
 
-    Those are sizes, and where nothing is dropped seeds, which it does not read: else they would be values to keep, or
-    to compute the attention again for, in dtypes that no device stores.
+    These are sizes, and without dropout the random seeds, which it does not read. Otherwise they would have to be
+    saved, or the attention recomputed for them, in dtypes that no device stores.
     """
     for node in list(graph.nodes):
         names = [argument.name for argument in getattr(getattr(node.target, "_schema", None), "arguments", ())]

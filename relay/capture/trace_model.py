@@ -1,8 +1,8 @@
-"""Tracing a whole model with its repeated blocks as opaque ops, and running modules on fake tensors.
+"""Tracing a whole model with each call of a repeated block as one op, and running modules on fake tensors.
 
-The trace is made before dispatch to autograd, so that it keeps the ops a model calls (`dropout`, `linear`,
-`scaled_dot_product_attention`) and running it again under autograd is what eager would have done. No memory is
-taken: tensors are fake.
+The trace is made before dispatch to autograd. It holds the ops that the model calls (`dropout`, `linear`,
+`scaled_dot_product_attention`), so running it under autograd does what the model does in eager PyTorch. Tensors are
+fake, so no memory is used. Invariant: the modules are the same afterwards.
 """
 
 from __future__ import annotations
@@ -50,10 +50,12 @@ _running: list[list[BlockCall]] = []
 
 @dataclass(eq=False)
 class BlockCall:
-    """One call of a block in a trace: which block, computed in what, with `gradients` or under no_grad, how its
-    arguments were nested, and its output.
+    """One call of a block in a trace.
 
-    Where the block `changes` the lists or dicts it is given, its output is (what it returns, what it was given).
+    `forward` is the block's own, `compute` the dtype of autocast around the call, and `gradients` tells whether the
+    call is outside of no_grad. `input_tree` and `output_tree` nest its arguments and its output. If the block `changes`
+    lists, dicts or objects among its arguments, its output is (its result, its arguments after the call). A `skipped`
+    call returns its first tensor.
     """
 
     name: str
@@ -68,7 +70,7 @@ class BlockCall:
 
 
 def _block_on_fakes(call: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What the op does in a trace: the block's own forward, on fake tensors, for the shapes of its outputs."""
+    """The op in a trace: runs the forward of the block on fake tensors, for the shapes of its outputs."""
     block_call = _running[-1][call]
 
     def observed(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -81,7 +83,7 @@ def _block_on_fakes(call: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]
         return outputs
 
     args, kwargs = block_call.input_tree.fill(inputs)
-    # An op runs below autocast, which is off for it; what it stands for runs under it.
+    # Autocast is off inside of an op, but the block runs under it.
     try:
         with inside_layer(), reads_unrecorded(), hooks_wait(), autocast(block_call.compute):
             outputs = take_apart(observed(*args, **kwargs))
@@ -98,7 +100,7 @@ def _block_on_fakes(call: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]
                 "what the layer reads and changes in it cannot be seen. Pass tensors in tuples, lists or dicts, or "
                 "register the class with torch.utils._pytree.register_pytree_node."
             )
-    # An op may not return its inputs or views of them; a block may.
+    # An op must not return its inputs or views of them, as a block may.
     return [torch.empty_like(output) for output in outputs]
 
 
@@ -106,7 +108,7 @@ _TRAINED = torch.zeros((), requires_grad=True)
 
 
 class _DependsOn(torch.autograd.Function):
-    """Has autograd take a tensor for one that depends on another. It computes nothing and leaves nothing in a trace."""
+    """Makes a tensor require a gradient, as if it depended on another. It adds no op to a trace."""
 
     @staticmethod
     def forward(context: Any, tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -115,7 +117,7 @@ class _DependsOn(torch.autograd.Function):
 
 
 def _mark_as_trained(outputs: Sequence[torch.Tensor]) -> None:
-    """Have what a block with parameters to train returns require a gradient, as it does in eager: models ask."""
+    """Make the outputs of a block with trainable parameters require a gradient, as in eager. Models may check that."""
     for output in outputs:
         if output.is_floating_point() and not output.requires_grad:
             with inside_layer():
@@ -123,15 +125,15 @@ def _mark_as_trained(outputs: Sequence[torch.Tensor]) -> None:
 
 
 def _holds_tensors(value: Any, depth: int = 0) -> bool:
-    """Whether tensors can be reached through an object's attributes, lists and dicts."""
+    """Whether an object holds tensors in its attributes, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return True
     if depth > 4 or isinstance(value, (type, nn.Module)):
         return False
     if isinstance(value, (list, tuple)):
-        return any(_holds_tensors(one, depth + 1) for one in value)
+        return any(_holds_tensors(item, depth + 1) for item in value)
     inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-    return any(_holds_tensors(one, depth + 1) for one in inside.values())
+    return any(_holds_tensors(item, depth + 1) for item in inside.values())
 
 
 torch.library.register_fake("relay::block", _block_on_fakes, lib=_library)
@@ -141,10 +143,11 @@ torch.library.register_fake("relay::block", _block_on_fakes, lib=_library)
 def blocks_as_ops(
     blocks: Mapping[str, nn.Module], skipped: Container[str] = (), compute: torch.dtype = torch.float32
 ) -> Iterator[list[BlockCall]]:
-    """While open, a traced call of any of these modules becomes one `relay::block` op. Yields the calls, in order.
+    """While open, each traced call of one of these modules becomes one `relay::block` op. Yields the calls, in order.
 
-    What they return is what they return under `autocast(compute)`, the same that the trace is made under. Those
-    `skipped` hand on the first tensor they are given; their ops stay in the trace, used by nobody.
+    `compute` is the dtype of the autocast around the trace. Blocks named in `skipped` return their first tensor
+    unchanged; their ops stay in the trace without users. Calls raise PartitionError for a block that cannot be skipped,
+    and for one that the model calls under another autocast.
     """
     calls: list[BlockCall] = []
     originals: list[tuple[nn.Module, Any]] = []
@@ -154,9 +157,8 @@ def blocks_as_ops(
             within = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
             if within != compute:
                 raise PartitionError(
-                    f"the model calls layer {name!r} under a torch.autocast of its own, which makes it compute in "
-                    f"{within}, where precision= says {compute}. Take the autocast out, or put it into the layer's own "
-                    "forward."
+                    f"the model calls layer {name!r} under a torch.autocast of its own, to {within}, but precision= "
+                    f"asks for {compute}. Remove the autocast, or move it into the forward of the layer."
                 )
             tensors, tree = tensor_leaves((args, kwargs))
             call = BlockCall(name, block, forward, compute, torch.is_grad_enabled(), tree)
@@ -169,9 +171,10 @@ def blocks_as_ops(
                 call.skipped = True
                 if len(outputs) != 1 or outputs[0].shape != tensors[0].shape:
                     raise PartitionError(
-                        f"layer {name!r} cannot be left out: it returns {[tuple(one.shape) for one in outputs]} for a "
-                        f"first argument of {tuple(tensors[0].shape)}, and only a layer that returns one tensor of "
-                        "that shape can hand on what it is given."
+                        f"layer {name!r} cannot be left out: it returns tensors of shapes "
+                        f"{[tuple(output.shape) for output in outputs]} for a first argument of shape "
+                        f"{tuple(tensors[0].shape)}. A layer that is left out must return one tensor of the shape of "
+                        "its first argument."
                     )
                 return call.output_tree.fill(tensors[:1])
             if not call.changes:
@@ -200,9 +203,11 @@ def blocks_as_ops(
 def trace(
     function: Callable[..., Any], arguments: Sequence[Any], name: str, guard_tracer: GuardTracer | None = None
 ) -> fx.GraphModule:
-    """The graph of `function(*arguments)`, whose result is a flat list of tensors. Raises CaptureError.
+    """The graph of `function(*arguments)`, which returns a list of tensors.
 
-    `guard_tracer` answers what the code asks of the batch, which are the last of the arguments' tensors.
+    With a `guard_tracer` the code may read values of the batch, whose tensors are the last of the arguments. The
+    metadata `unseen` of the graph explains constants that no op made. Raises CaptureError, or PartitionError for code
+    that a trace would lose; `name` is used in errors.
     """
 
     def guarded(*given: Any) -> Any:
@@ -214,8 +219,7 @@ def trace(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            # Fake tensors of our own: a mode without symbols, in which an op that depends on data says so at once.
-            # Arguments that are fake already keep theirs.
+            # Without symbolic shapes an op whose shape depends on data raises at once. Fake arguments keep their mode.
             mode = detect_fake_mode(arguments) or FakeTensorMode(allow_non_fake_inputs=True)
             fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, tuple(arguments))
             with refusing() as unseen, inference_as_no_grad():
@@ -229,7 +233,10 @@ def trace(
 
 
 def run_fake(module: nn.Module, fakes: Sequence[torch.Tensor], name: str) -> Any:
-    """`module(*fakes)` on fake tensors from one `as_fake`; nothing in the module changes. Raises CaptureError."""
+    """`module(*fakes)` on fake tensors from one call of `as_fake`. Nothing in the module changes. Raises CaptureError.
+
+    A module that fails on fake tensors is run on made-up numbers instead. `name` is used in errors.
+    """
     mode = next(fake.fake_mode for fake in fakes)  # type: ignore[attr-defined]
     try:
         with PlainTensors(module), mode, hooks_wait(), torch.no_grad(), warnings.catch_warnings():
@@ -251,7 +258,7 @@ def _run_made_up(
     name: str,
     failure: Exception,
 ) -> Any:
-    """What a module returns that failed on fake tensors; raises that failure if it fails on real ones too."""
+    """The outputs of a module on made-up numbers, after it failed on fake tensors. Raises if it fails again."""
     if isinstance(failure, RelayError):
         raise failure
     try:

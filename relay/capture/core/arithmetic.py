@@ -1,7 +1,7 @@
-"""Rewrites of element-wise arithmetic in its many overloads, of ops that make tensors, and of the biased product.
+"""Rewrites of element-wise arithmetic in all overloads, of ops that create tensors, and of `addmm`.
 
 Part of the core lowering (`relay.capture.core.lowering`). Each function takes the builder and the call, and returns the
-node (or the tuple of nodes) that stands for it.
+node (or tuple of nodes) that replaces it, or None to leave the op as it is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def _add(builder: Builder, call: Call) -> Any:
-    """add and sub, whose second operand may carry a factor, and whose first may be a number."""
+    """add and sub. The second operand may have a factor `alpha`, and the first may be a number."""
     first, second = call.args
     alpha = call.get("alpha")
     dtype = call.wanted.dtype
@@ -44,7 +44,7 @@ def _add(builder: Builder, call: Call) -> Any:
 
 
 def _scalar_form(builder: Builder, call: Call) -> Any:
-    """mul.Scalar and div.Scalar, which come with operands of any dtype."""
+    """mul.Scalar and div.Scalar, whose operands may be of any dtype."""
     target = aten.mul.Tensor if call.target is aten.mul.Scalar else aten.div.Tensor
     return elementwise(builder, target, call.args[:2], {}, call.wanted)
 
@@ -117,7 +117,7 @@ def _addmm(builder: Builder, call: Call) -> Any:
 
 
 def _dropout(builder: Builder, call: Call) -> Any:
-    """A dropout that is not training; one that is has become a draw of `hal.random` before."""
+    """Dropout without effect. Dropout in training was replaced by a draw of `hal.random` before."""
     if call.get("train") is not False and call.args[1] != 0:
         return None
     return call.x, builder.full(call.spec.shape, True, torch.bool)

@@ -1,6 +1,7 @@
-"""Building a core graph: nodes whose shapes and dtypes come from the table of `hal.ops`, each made once.
+"""Building a core graph, whose shapes and dtypes come from the table of `hal.ops`.
 
-Part of the core lowering (`relay.capture.core.lowering`). It knows the form of calls, not which calls to make.
+Part of the core lowering (`relay.capture.core.lowering`), which decides what to build. Invariant: a graph holds no two
+equal calls.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ def part_spec(node: fx.Node) -> Any:
 
 
 class Builder:
-    """A graph under construction. Equal calls are made once: the ops of the table are functions of their values."""
+    """A graph under construction. Equal calls are one node, since ops of the table depend on their arguments alone."""
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
         self._made: dict[str, fx.Node] = {}
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node of that op, whose shapes and dtypes come from the table. ValueError where they do not fit."""
+        """A node that calls `target`, an op of the table. Raises ValueError if the arguments do not fit it."""
         signature = f"{name_of(target)} {args} {kwargs}"
         node = self._made.get(signature)
         if node is None:
@@ -44,7 +45,7 @@ class Builder:
         return node
 
     def item(self, source: fx.Node, index: int) -> fx.Node:
-        """One result of an op that has several."""
+        """One result of an op that returns several."""
         signature = f"item {source} {index}"
         node = self._made.get(signature)
         if node is None:
@@ -54,7 +55,7 @@ class Builder:
         return node
 
     def cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """`x` in that dtype."""
+        """`x` cast to that dtype."""
         if part_spec(x).dtype is dtype:
             return x
         constant = constant_of(x)
@@ -63,13 +64,13 @@ class Builder:
         return self.call(aten._to_copy.default, x, dtype=dtype)
 
     def full(self, shape: Sequence[int], value: Any, dtype: torch.dtype) -> fx.Node:
-        """A tensor of one number, which is rounded to the dtype here."""
-        with unset_fake_temporarily():  # a number, also where the model has no memory
+        """A tensor filled with one number, rounded to the dtype."""
+        with unset_fake_temporarily():  # a real number, also while fake tensors are in use
             rounded = torch.full((), value, dtype=dtype).item()
         return self.call(aten.full.default, list(shape), rounded, dtype=dtype)
 
     def view(self, x: fx.Node, shape: Sequence[int]) -> fx.Node:
-        """`x` under another shape, through any views before it."""
+        """`x` with another shape. A view of a view is one view."""
         if constant_of(x) is not None:
             return self.full(shape, constant_of(x), part_spec(x).dtype)
         if x.target in (aten.view.default, aten.unsqueeze.default, aten.squeeze.dims):
@@ -77,7 +78,7 @@ class Builder:
         return x if part_spec(x).shape == tuple(shape) else self.call(aten.view.default, x, list(shape))
 
     def permute(self, x: fx.Node, dims: Sequence[int]) -> fx.Node:
-        """`x` with its dimensions in another order, through any permutation before it."""
+        """`x` with its dimensions in another order. A permutation of a permutation is one permutation."""
         rank = len(part_spec(x).shape)
         order = [dim % rank for dim in dims]
         if x.target is aten.permute.default:
@@ -86,7 +87,7 @@ class Builder:
         return x if order == list(range(rank)) else self.call(aten.permute.default, x, order)
 
     def expand(self, x: fx.Node, shape: Sequence[int]) -> fx.Node:
-        """`x` repeated along dimensions of 1, and along new ones in front."""
+        """`x` expanded along dimensions of length 1, and along new leading dimensions."""
         if part_spec(x).shape == tuple(shape):
             return x
         if constant_of(x) is not None:
@@ -94,14 +95,14 @@ class Builder:
         return self.call(aten.expand.default, x, list(shape))
 
     def slice(self, x: fx.Node, dim: int, start: int, end: int, step: int = 1) -> fx.Node:
-        """Part of `x`, or `x` where that is all of it."""
+        """A slice of `x` along one dimension, or `x` itself if the slice holds all of it."""
         if step == 1 and start == 0 and end == part_spec(x).shape[dim]:
             return x
         return self.call(aten.slice.Tensor, x, dim, start, end, step)
 
 
 def constant_of(node: Any) -> Any:
-    """The number that a tensor is full of, where the graph says so, else None."""
+    """The number that a tensor is filled with, if its node is a `full`, else None."""
     return node.args[1] if isinstance(node, fx.Node) and node.target is aten.full.default else None
 
 

@@ -1,4 +1,4 @@
-"""One call to be rewritten to core form, its arguments found by the names in ATen's schema.
+"""One call to be rewritten to core form, with its arguments by name.
 
 Part of the core lowering (`relay.capture.core.lowering`).
 """
@@ -15,13 +15,13 @@ _KEYWORDS = {"dtype", "approximate"}
 
 
 class Call:
-    """One call to be rewritten; `get` finds an argument by its name in ATen's schema, its default filled in."""
+    """One call to be rewritten. `wanted` is the shape and dtype of its result, or a tuple of these."""
 
     def __init__(self, target: Any, args: list[Any], kwargs: dict[str, Any], wanted: Any) -> None:
         self.target, self.args, self.kwargs, self.wanted = target, args, kwargs, wanted
 
     def get(self, name: str) -> Any:
-        """The argument of that name."""
+        """The argument of that name in ATen's schema, or its default. Raises KeyError for an unknown name."""
         for position, argument in enumerate(self.target._schema.arguments):
             if argument.name == name:
                 if position < len(self.args):
@@ -40,14 +40,14 @@ class Call:
         return part_spec(self.args[0])
 
     def dim(self, name: str = "dim") -> int:
-        """A dimension, not negative."""
+        """An argument that is a dimension, as a number from 0."""
         return int(self.get(name)) % max(len(self.spec.shape), 1)
 
 
 def with_defaults(
     target: Any, args: list[Any], kwargs: dict[str, Any], wanted: Any
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments by the schema: positional with defaults, dimensions not negative, and the keywords that count."""
+    """The positional arguments with defaults and dimensions counted from 0, and the keyword arguments that matter."""
     call = Call(target, args, kwargs, wanted)
     rank = len(call.spec.shape) if args and isinstance(args[0], fx.Node) else 0
     positional: list[Any] = []

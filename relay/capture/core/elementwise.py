@@ -1,4 +1,4 @@
-"""Element-wise ops in core form: operands of one dtype, numbers as numbers, constants computed.
+"""Element-wise ops in core form: operands of one dtype, scalars as numbers, constants folded.
 
 Part of the core lowering (`relay.capture.core.lowering`).
 """
@@ -38,7 +38,7 @@ _WITH_SCALAR = {
 
 
 def elementwise(builder: Builder, target: Any, args: list[Any], kwargs: dict[str, Any], wanted: Spec) -> Any:
-    """An element-wise call with operands of one dtype, numbers as numbers, and constants computed here."""
+    """An element-wise call with operands of one dtype, scalars as numbers, and constants folded."""
     compares = wanted.dtype is torch.bool
     tensors = [argument for argument in args if isinstance(argument, fx.Node)]
     if target in _LOGICAL:
@@ -69,9 +69,9 @@ def elementwise(builder: Builder, target: Any, args: list[Any], kwargs: dict[str
                 target = scalar if position == 1 else _MIRRORED[scalar]
                 args = [other, number]
                 break
-    places = _number_places(target)
+    number_positions = _number_positions(target)
     for position, argument in enumerate(args):
-        if position in places and isinstance(argument, (int, float)):
+        if position in number_positions and isinstance(argument, (int, float)):
             args[position] = as_number(argument, dtype)
         elif argument is not None and not isinstance(argument, (fx.Node, str)) and target in _TENSORS_ONLY:
             args[position] = builder.full((), argument, dtype)
@@ -104,8 +104,8 @@ _TENSORS_ONLY = {
 }
 
 
-def _number_places(target: Any) -> range:
-    """Where an op takes numbers that are of its tensor's kind."""
+def _number_positions(target: Any) -> range:
+    """The positions of arguments that are numbers of the tensor's kind (floats for floating-point tensors)."""
     if target is aten.clamp.default:
         return range(1, 3)
     if target is aten.pow.Scalar:
@@ -114,11 +114,12 @@ def _number_places(target: Any) -> range:
 
 
 def as_number(value: Any, dtype: torch.dtype) -> Any:
+    """A number as a float for floating-point dtypes, and as an int for others."""
     return float(value) if dtype.is_floating_point else int(value)
 
 
 def _promoted(args: Sequence[Any]) -> torch.dtype:
-    """The dtype in which PyTorch would compare or combine these, by its own rules of promotion."""
+    """The dtype to which PyTorch would promote these operands."""
     tensors = [
         torch.empty(part_spec(argument).shape, dtype=part_spec(argument).dtype, device="meta")
         if isinstance(argument, fx.Node)
@@ -135,13 +136,14 @@ def _common(first: Any, second: Any) -> torch.Tensor:
 
 
 def truth(builder: Builder, x: fx.Node) -> fx.Node:
+    """`x` as booleans: whether each element differs from 0."""
     if part_spec(x).dtype is torch.bool:
         return x
     return builder.call(aten.ne.Scalar, x, as_number(0, part_spec(x).dtype))
 
 
 def _folded(builder: Builder, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> fx.Node | None:
-    """The constant that an element-wise op of constants gives."""
+    """The result of an element-wise op if all tensors are constants, else None."""
     if not all(constant_of(argument) is not None for argument in args if isinstance(argument, fx.Node)):
         return None
     with unset_fake_temporarily():

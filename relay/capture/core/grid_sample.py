@@ -1,10 +1,11 @@
-"""Sampling of images and volumes at points between their elements, in terms of ops that the core lowering knows.
+"""Decompositions of grid_sample, for images and volumes.
 
-Part of the core lowering (`relay.capture.core.lowering`): functions to trace with, in PyTorch's own words. A sample is
-a sum over taps: along each dimension of space a few places with a weight each, 2 for (bi)linear, 1 for nearest, 4 for
-bicubic. The value is the sum over all combinations of the product of weights; the gradient of a coordinate has one
-weight's slope in its place. What becomes of coordinates outside is as in ATen's GridSampler.h. Source of the cubic
-weights: Keys, "Cubic convolution interpolation for digital image processing", IEEE ASSP 29 (1981), with a = -0.75.
+Part of the core lowering (`relay.capture.core.lowering`): functions to trace with, written in PyTorch ops. A sample is
+a sum over taps: along each dimension of space there are a few positions with a weight each, 2 for (bi)linear, 1 for
+nearest and 4 for bicubic. The value is the sum over all combinations, each times the product of its weights. In the
+gradient of a coordinate the slope of one weight replaces that weight. Padding is as in ATen's GridSampler.h. Source of
+the cubic weights: Keys, "Cubic convolution interpolation for digital image processing", IEEE ASSP 29 (1981), with a =
+-0.75.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ A = -0.75
 
 @dataclass(frozen=True)
 class _Tap:
-    """One place along one dimension, as a number that is whole: its weight, and the weight's slope by the grid."""
+    """One integer position (a float tensor) along one dimension, its weight, and the derivative of that by the grid."""
 
-    place: Tensor
+    position: Tensor
     weight: Tensor
     slope: Tensor
 
 
 def _reflected(x: Tensor, low: float, span: float) -> tuple[Tensor, Tensor]:
-    """Folded back between `low` and `low + span`, as often as it takes; and the slope, 1 or -1.
+    """`x` reflected into `low` to `low + span`, as often as needed, and the derivative of that by `x`, 1 or -1.
 
-    Computed as PyTorch's kernel for the CPU has it, so that what is too far away for its digits lands where it does
-    there; it may lie beyond the span then.
+    Computed as in PyTorch's CPU kernel, so that numbers too large for exact results give the same ones. These may lie
+    beyond the span.
     """
     if span == 0:
         return torch.zeros_like(x), torch.zeros_like(x)
@@ -52,7 +53,7 @@ def _reflected(x: Tensor, low: float, span: float) -> tuple[Tensor, Tensor]:
 
 
 def _kept_inside(x: Tensor, extent: int, padding: int, aligned: bool) -> tuple[Tensor, Tensor]:
-    """A coordinate as the padding has it, and the slope of that by the coordinate. NaN is 0, as in PyTorch's kernel."""
+    """The coordinate after padding, and its derivative by the coordinate. NaN becomes 0, as in PyTorch's kernel."""
     slope = torch.ones_like(x)
     if padding == ZEROS:
         return x, slope
@@ -63,7 +64,7 @@ def _kept_inside(x: Tensor, extent: int, padding: int, aligned: bool) -> tuple[T
 
 
 def _cubic(t: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Weights and slopes of the four places around a point, `t` beyond the second."""
+    """Weights and slopes of the four positions around a point that is `t` after the second."""
 
     def near(x: Tensor) -> tuple[Tensor, Tensor]:
         return ((A + 2) * x - (A + 3)) * x * x + 1, (3 * (A + 2) * x - 2 * (A + 3)) * x
@@ -82,8 +83,8 @@ def _taps(coordinate: Tensor, extent: int, mode: int, padding: int, aligned: boo
         low = torch.floor(x)
         found = []
         for number, (weight, slope) in enumerate(_cubic(x - low)):
-            place, _ = _kept_inside(low + (number - 1), extent, padding, aligned)
-            found.append(_Tap(place, weight, slope * scale))
+            position, _ = _kept_inside(low + (number - 1), extent, padding, aligned)
+            found.append(_Tap(position, weight, slope * scale))
         return found
     x, inner = _kept_inside(x, extent, padding, aligned)
     if mode == NEAREST:
@@ -94,14 +95,14 @@ def _taps(coordinate: Tensor, extent: int, mode: int, padding: int, aligned: boo
 
 @dataclass(frozen=True)
 class _Corner:
-    """One combination of taps: where it lies in the flat input (N, 1, P), whether it does, and its taps."""
+    """One combination of taps: its index in the flat input (N, 1, P), whether it is inside (0 or 1), and its taps."""
 
     flat: Tensor
     inside: Tensor
     taps: tuple[_Tap, ...]
 
     def weight(self, sloped: int | None = None) -> Tensor:
-        """(N, 1, P): the product of the weights, or with one dimension's slope in place of its weight."""
+        """(N, 1, P): the product of the weights, where dimension `sloped` contributes its slope instead."""
         product = self.inside
         for number, tap in enumerate(self.taps):
             product = product * (tap.slope if number == sloped else tap.weight)
@@ -109,7 +110,7 @@ class _Corner:
 
 
 def _corners(grid: Tensor, sizes: tuple[int, ...], mode: int, padding: int, aligned: bool) -> list[_Corner]:
-    """For a grid (N, ..., D), whose last dimension has the coordinates of the last dimension of space first."""
+    """All corners for a grid (N, ..., D), whose last dimension holds the coordinates in reverse order of dimensions."""
     points = grid.flatten(1, -2)
     along = [
         _taps(points[..., len(sizes) - 1 - dim].unsqueeze(1), extent, mode, padding, aligned)
@@ -117,12 +118,12 @@ def _corners(grid: Tensor, sizes: tuple[int, ...], mode: int, padding: int, alig
     ]
     corners = []
     for taps in itertools.product(*along):
-        flat = torch.zeros_like(taps[0].place, dtype=torch.int64)
-        inside = torch.ones_like(taps[0].place, dtype=torch.bool)
+        flat = torch.zeros_like(taps[0].position, dtype=torch.int64)
+        inside = torch.ones_like(taps[0].position, dtype=torch.bool)
         for tap, extent in zip(taps, sizes, strict=True):
-            within = (tap.place >= 0) & (tap.place < extent)
+            within = (tap.position >= 0) & (tap.position < extent)
             inside = inside & within
-            flat = flat * extent + torch.where(within, tap.place, 0.0).to(torch.int64)
+            flat = flat * extent + torch.where(within, tap.position, 0.0).to(torch.int64)
         corners.append(_Corner(flat, inside.to(grid.dtype), taps))
     return corners
 
@@ -149,11 +150,11 @@ def _sample_backward(
     of_image = torch.zeros_like(image)
     of_grid = [torch.zeros_like(seed[:, 0]) for _ in range(space)]
     for corner in _corners(_wide(grid), tuple(x.shape[2:]), mode, padding, align_corners):
-        places = corner.flat.expand(-1, x.shape[1], -1)
+        indices = corner.flat.expand(-1, x.shape[1], -1)
         if output_mask[0]:
-            of_image = of_image.scatter_add(2, places, seed * corner.weight())
+            of_image = of_image.scatter_add(2, indices, seed * corner.weight())
         if output_mask[1] and mode != NEAREST:
-            through = (image.gather(2, places) * seed).sum(1)
+            through = (image.gather(2, indices) * seed).sum(1)
             for dim in range(space):
                 of_grid[dim] = of_grid[dim] + through * corner.weight(dim).squeeze(1)
     coordinates = torch.stack(of_grid[::-1], -1).view(grid.shape)
@@ -169,4 +170,4 @@ SAMPLING: dict[Any, Callable[..., Any]] = {
     aten.grid_sampler_2d_backward.default: _sample_backward,
     aten.grid_sampler_3d_backward.default: _sample_backward,
 }
-"""By the overload that is traced."""
+"""Decompositions by the overload that they replace."""

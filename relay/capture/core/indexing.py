@@ -1,7 +1,7 @@
-"""Rewrites of ops that read and write by index, and of pooling, which slides a window.
+"""Rewrites of ops that read and write by index, and of pooling.
 
 Part of the core lowering (`relay.capture.core.lowering`). Each function takes the builder and the call, and returns the
-node (or the tuple of nodes) that stands for it.
+node (or tuple of nodes) that replaces it, or None to leave the op as it is.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ def _scatter_value(builder: Builder, call: Call) -> Any:
 
 def _pool(builder: Builder, call: Call) -> Any:
     positional, _ = with_defaults(call.target, call.args, call.kwargs, call.wanted)
-    places = [argument.name for argument in call.target._schema.arguments]
+    names = [argument.name for argument in call.target._schema.arguments]
     for name in ("kernel_size", "stride", "padding", "dilation"):
-        place = places.index(name)
-        value = list(positional[place]) or list(positional[places.index("kernel_size")])
-        positional[place] = value * 2 if len(value) == 1 else value
+        position = names.index(name)
+        value = list(positional[position]) or list(positional[names.index("kernel_size")])
+        positional[position] = value * 2 if len(value) == 1 else value
     return builder.call(call.target, *positional)
 
 
 def _average_pool(builder: Builder, call: Call) -> Any:
-    """A convolution of every plane by itself with equal weights; its gradient is the transposed convolution."""
+    """A convolution of each plane with equal weights. Its gradient is the transposed convolution."""
     backward = call.target is aten.avg_pool2d_backward.default
     planes = call.get("self").meta["val"]
     kernel, stride, padding = (

@@ -1,12 +1,11 @@
 """The core lowering: a graph rewritten to the closed set of ops of `hal.ops`, in the one form that it promises.
 
-Tracing with `decompositions()` under `attention()` leaves core ATen, in whichever of its overloads PyTorch happened
-to use. `simplify` brings that into the form that backends are promised (see `hal.ops`): arguments positional, dtypes
-of operands equal, views as reshapes. On the way it drops what computes nothing (copies, views of nothing, sums with
-one operand) and merges ops that are there twice. It does not fuse and it does not reorder.
+Tracing with `decompositions()` under `attention()` gives core ATen ops, in any of their overloads. `simplify` rewrites
+them to the form that backends are promised (see `hal.ops`): positional arguments, operands of one dtype, views as
+reshapes. It also removes ops without effect (copies, views of the same shape, sums of one element) and merges equal
+ops. It does not fuse or reorder. An op without a row in the table is left, for the device to refuse by name.
 
-Invariant: every node's shape and dtype by the table of `hal.ops` equal those that PyTorch's own tracing gave. An op
-that has no row is kept as it is, for the device to refuse by name.
+Invariant: the shape and dtype that the table of `hal.ops` gives for a node equal those of PyTorch's tracing.
 """
 
 from __future__ import annotations
@@ -50,32 +49,32 @@ _FURTHER = [
     aten.hardtanh.default,
     aten.rrelu_with_noise_backward.default,
 ]
-"""Core ATen ops that others say as well."""
+"""Core ATen ops that the remaining ops of the table can express."""
 
 _KEPT = [aten._safe_softmax.default]
-"""Decomposed by core ATen into seven passes over the attention scores; a backend does it in the softmax's own."""
+"""Ops not to decompose. Core ATen splits _safe_softmax into seven passes over the scores; backends need one."""
 
 
 class Lowering(enum.Enum):
-    """Which graph of a segment a device is given."""
+    """The kind of graph that a device executes."""
 
     NATIVE = "native"
-    """As PyTorch's autograd runs it on the device that it is traced for, fused ops and all."""
+    """The ops that PyTorch's autograd runs on the device that the graph is traced for, fused ops included."""
     PORTABLE = "portable"
-    """As PyTorch's autograd runs it, attention as matrix products: for devices that no trace can be made for."""
+    """The ops that autograd runs, with attention as matrix products, for devices that cannot be traced for."""
     CORE = "core"
     """Decomposed to the ops of `hal.ops`."""
 
 
 def attention() -> contextlib.AbstractContextManager[Any]:
-    """Scaled dot-product attention traced as matrix products: the decomposed fused kernel has wrong gradients."""
+    """A context that traces attention as matrix products, as the decomposition of the fused kernel is wrong."""
     context: contextlib.AbstractContextManager[Any] = sdpa_kernel(SDPBackend.MATH)
     return context
 
 
 @functools.cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """The decompositions to trace with."""
+    """The decompositions for tracing under the core lowering, by overload."""
     table = dict(core_aten_decompositions())
     table.update(get_decompositions(_FURTHER))
     table.update({**FURTHER, **SCANS, **SAMPLING, **STRIDES, **ERROR_FUNCTIONS})
@@ -93,15 +92,15 @@ def _rrelu(
     training: bool = False,
     *_: Any,
 ) -> Any:
-    """Outside of training a leaky ReLU. In training it draws, and stays as it is, for that to be refused."""
+    """A leaky ReLU, outside of training. In training the op draws random numbers, and is left to be refused."""
     if training:
         return NotImplemented
     return torch.nn.functional.leaky_relu(value, (lower + upper) / 2), noise
 
 
 def simplify(graph: fx.Graph, layer: str) -> fx.Graph:
-    """The same computation in the form that `hal.ops` promises, with meta data of its own. Raises CaptureError."""
-    with _disable_current_modes():  # constants are computed, also where the model itself is fake
+    """The graph in the form that `hal.ops` promises. Raises CaptureError, naming `layer`, if an op has no such form."""
+    with _disable_current_modes():  # constants are computed for real, also while fake tensors are in use
         return _simplified(graph, layer)
 
 
@@ -138,7 +137,7 @@ def _rewritten(builder: Builder, node: fx.Node, environment: dict[fx.Node, Any],
             layer=layer,
             op=str(node.target),
         ) from failure
-    if result is None:  # no row, no rewrite
+    if result is None:
         result = builder.graph.call_function(node.target, tuple(args), dict(kwargs))
         result.meta = {"val": node.meta["val"]}
         return result
@@ -157,14 +156,14 @@ def _parts(result: Any) -> tuple[Any, ...]:
 
 
 def _agree(result: Any, wanted: Any) -> bool:
-    """Whether the table and PyTorch say the same. Parts that PyTorch has and nobody asks for may be None."""
+    """Whether the table and PyTorch agree on shapes and dtypes. Results that are not used may be None."""
     if not isinstance(result, tuple):
         return bool(part_spec(result) == wanted)
     return all(part is None or part_spec(part) == spec for part, spec in zip(result, wanted, strict=True))
 
 
 def _rewrite(builder: Builder, target: Any, args: list[Any], kwargs: dict[str, Any], wanted: Any) -> Any:
-    """The core form of one call, or None for an op that has none."""
+    """The core form of one call, or None for an op without a row in the table."""
     rewrite = REWRITES.get(target)
     if rewrite is not None:
         return rewrite(builder, Call(target, args, kwargs, wanted))

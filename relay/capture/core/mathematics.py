@@ -1,8 +1,7 @@
-"""Functions of one or two numbers that the table of ops has not, by those that it has.
+"""Rewrites of mathematical functions that are not in the table of ops to functions that are.
 
-Part of the core lowering (`relay.capture.core.lowering`). The forms are those that keep the digits near zero and the
-values at infinity; sources are the usual identities of the inverse and hyperbolic functions (Abramowitz and Stegun,
-chapter 4).
+Part of the core lowering (`relay.capture.core.lowering`). The formulas keep their precision near zero and their values
+at infinity. Source: identities of inverse and hyperbolic functions, Abramowitz and Stegun, chapter 4.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from relay.capture.core.elementwise import elementwise
 aten = torch.ops.aten
 
 LARGE = 1e9
-"""Beyond it, x^2 + 1 and x^2 - 1 are x^2 in float32 and float64, and squares are still far from overflowing."""
+"""Above it x^2 + 1 and x^2 - 1 round to x^2 in float32 and float64, and x^2 does not overflow."""
 
 
 class _Numbers:
-    """Arithmetic on nodes of one shape and dtype, written short."""
+    """Short forms of calls on nodes of one shape and dtype."""
 
     def __init__(self, builder: Builder) -> None:
         self.builder = builder
 
-    def one(self, name: str, x: fx.Node) -> fx.Node:
+    def unary(self, name: str, x: fx.Node) -> fx.Node:
         return self.builder.call(getattr(aten, name).default, x)
 
-    def two(self, name: str, x: fx.Node, y: fx.Node) -> fx.Node:
+    def binary(self, name: str, x: fx.Node, y: fx.Node) -> fx.Node:
         return self.builder.call(getattr(aten, name).Tensor, x, y)
 
     def with_number(self, name: str, x: fx.Node, number: float) -> fx.Node:
@@ -43,16 +42,16 @@ class _Numbers:
 
     def complement(self, x: fx.Node) -> fx.Node:
         """sqrt((1 - x) (1 + x))."""
-        less = self.with_number("add", self.one("neg", x), 1)
-        return self.one("sqrt", self.two("mul", less, self.with_number("add", x, 1)))
+        less = self.with_number("add", self.unary("neg", x), 1)
+        return self.unary("sqrt", self.binary("mul", less, self.with_number("add", x, 1)))
 
 
 def _log2(n: _Numbers, x: fx.Node) -> fx.Node:
-    return n.with_number("div", n.one("log", x), math.log(2))
+    return n.with_number("div", n.unary("log", x), math.log(2))
 
 
 def _log10(n: _Numbers, x: fx.Node) -> fx.Node:
-    return n.with_number("div", n.one("log", x), math.log(10))
+    return n.with_number("div", n.unary("log", x), math.log(10))
 
 
 def _exp2(n: _Numbers, x: fx.Node) -> fx.Node:
@@ -60,32 +59,32 @@ def _exp2(n: _Numbers, x: fx.Node) -> fx.Node:
 
 
 def _sinh(n: _Numbers, x: fx.Node) -> fx.Node:
-    return n.with_number("mul", n.two("sub", n.one("expm1", x), n.one("expm1", n.one("neg", x))), 0.5)
+    return n.with_number("mul", n.binary("sub", n.unary("expm1", x), n.unary("expm1", n.unary("neg", x))), 0.5)
 
 
 def _cosh(n: _Numbers, x: fx.Node) -> fx.Node:
-    return n.with_number("mul", n.two("add", n.one("exp", x), n.one("exp", n.one("neg", x))), 0.5)
+    return n.with_number("mul", n.binary("add", n.unary("exp", x), n.unary("exp", n.unary("neg", x))), 0.5)
 
 
 def _asinh(n: _Numbers, x: fx.Node) -> fx.Node:
-    size = n.one("abs", x)
-    square = n.two("mul", size, size)
-    root = n.one("sqrt", n.with_number("add", square, 1))
-    near = n.one("log1p", n.two("add", size, n.two("div", square, n.with_number("add", root, 1))))
-    far = n.with_number("add", n.one("log", size), math.log(2))
+    size = n.unary("abs", x)
+    square = n.binary("mul", size, size)
+    root = n.unary("sqrt", n.with_number("add", square, 1))
+    near = n.unary("log1p", n.binary("add", size, n.binary("div", square, n.with_number("add", root, 1))))
+    far = n.with_number("add", n.unary("log", size), math.log(2))
     found = n.where(n.with_number("gt", size, LARGE), far, near)
-    return n.where(n.with_number("lt", x, 0), n.one("neg", found), found)
+    return n.where(n.with_number("lt", x, 0), n.unary("neg", found), found)
 
 
 def _acosh(n: _Numbers, x: fx.Node) -> fx.Node:
     above = n.with_number("add", x, -1)
-    root = n.one("sqrt", n.two("mul", above, n.with_number("add", x, 1)))
-    far = n.with_number("add", n.one("log", x), math.log(2))
-    return n.where(n.with_number("gt", x, LARGE), far, n.one("log1p", n.two("add", above, root)))
+    root = n.unary("sqrt", n.binary("mul", above, n.with_number("add", x, 1)))
+    far = n.with_number("add", n.unary("log", x), math.log(2))
+    return n.where(n.with_number("gt", x, LARGE), far, n.unary("log1p", n.binary("add", above, root)))
 
 
 def _atanh(n: _Numbers, x: fx.Node) -> fx.Node:
-    return n.with_number("mul", n.two("sub", n.one("log1p", x), n.one("log1p", n.one("neg", x))), 0.5)
+    return n.with_number("mul", n.binary("sub", n.unary("log1p", x), n.unary("log1p", n.unary("neg", x))), 0.5)
 
 
 def _atan(n: _Numbers, x: fx.Node) -> fx.Node:
@@ -121,37 +120,37 @@ def _of_one(builder: Builder, call: Any) -> fx.Node:
 
 
 def _both(builder: Builder, call: Any) -> tuple[fx.Node, fx.Node]:
-    """The two operands in the result's shape and dtype."""
+    """The two operands, expanded and cast to the shape and dtype of the result."""
     shape, dtype = call.wanted.shape, call.wanted.dtype
     x, y = (
-        builder.expand(builder.cast(one, dtype), shape) if isinstance(one, fx.Node) else builder.full(shape, one, dtype)
-        for one in call.args[:2]
+        builder.expand(builder.cast(x, dtype), shape) if isinstance(x, fx.Node) else builder.full(shape, x, dtype)
+        for x in call.args[:2]
     )
     return x, y
 
 
 def _hypot(builder: Builder, call: Any) -> fx.Node:
-    """The larger times sqrt(1 + (smaller / larger)^2), which no square overflows."""
+    """larger * sqrt(1 + (smaller / larger)^2), in which no square overflows."""
     n = _Numbers(builder)
-    x, y = (n.one("abs", one) for one in _both(builder, call))
+    x, y = (n.unary("abs", operand) for operand in _both(builder, call))
     large, small = builder.call(aten.maximum.default, x, y), builder.call(aten.minimum.default, x, y)
-    ratio = n.two("div", small, large)
-    root = n.one("sqrt", n.with_number("add", n.two("mul", ratio, ratio), 1))
+    ratio = n.binary("div", small, large)
+    root = n.unary("sqrt", n.with_number("add", n.binary("mul", ratio, ratio), 1))
     plain = builder.call(aten.logical_or.default, n.with_number("eq", large, 0), n.with_number("eq", large, math.inf))
-    return n.where(plain, large, n.two("mul", large, root))
+    return n.where(plain, large, n.binary("mul", large, root))
 
 
 def _negative(n: _Numbers, x: fx.Node) -> fx.Node:
-    """A negative zero is told by its reciprocal."""
-    turned = n.with_number("lt", n.one("reciprocal", x), 0)
+    """Whether x has its sign bit set. A negative zero has a negative reciprocal."""
+    turned = n.with_number("lt", n.unary("reciprocal", x), 0)
     return n.builder.call(aten.logical_or.default, n.with_number("lt", x, 0), turned)
 
 
 def _copysign(builder: Builder, call: Any) -> fx.Node:
     n = _Numbers(builder)
     x, y = _both(builder, call)
-    size = n.one("abs", x)
-    return n.where(_negative(n, y), n.one("neg", size), size)
+    size = n.unary("abs", x)
+    return n.where(_negative(n, y), n.unary("neg", size), size)
 
 
 def _signbit(builder: Builder, call: Any) -> fx.Node:
@@ -161,7 +160,7 @@ def _signbit(builder: Builder, call: Any) -> fx.Node:
 
 
 def _remainder(builder: Builder, call: Any) -> fx.Node:
-    """Of the divisor's sign (remainder) or the dividend's (fmod), made of the other kind where only that has a row."""
+    """remainder (with the sign of the divisor) and fmod (that of the dividend), from whichever is in the table."""
     n = _Numbers(builder)
     x, y = _both(builder, call)
     dividends = call.target is aten.fmod.Tensor
@@ -171,20 +170,20 @@ def _remainder(builder: Builder, call: Any) -> fx.Node:
             return rest
     else:
         quotient = builder.call(aten.floor_divide.default, x, y)
-        rest = n.two("sub", x, n.two("mul", quotient, y))
+        rest = n.binary("sub", x, n.binary("mul", quotient, y))
         if not dividends:
             return rest
     zero = builder.full(call.wanted.shape, 0, call.wanted.dtype)
-    below, wrong = (builder.call(aten.lt.Tensor, one, zero) for one in (rest, x if dividends else y))
+    below, wrong = (builder.call(aten.lt.Tensor, number, zero) for number in (rest, x if dividends else y))
     other_sign = builder.call(aten.ne.Tensor, builder.cast(below, torch.int64), builder.cast(wrong, torch.int64))
     beyond = builder.call(aten.logical_and.default, builder.call(aten.ne.Tensor, rest, zero), other_sign)
-    return n.where(beyond, n.two("sub" if dividends else "add", rest, y), rest)
+    return n.where(beyond, n.binary("sub" if dividends else "add", rest, y), rest)
 
 
 def _ldexp(builder: Builder, call: Any) -> fx.Node:
     n = _Numbers(builder)
     x, exponent = _both(builder, call)
-    return n.two("mul", x, n.builder.call(aten.pow.Scalar, 2.0, exponent))
+    return n.binary("mul", x, n.builder.call(aten.pow.Scalar, 2.0, exponent))
 
 
 def _bitwise(builder: Builder, call: Any) -> Any:
@@ -209,4 +208,4 @@ MATHEMATICS: dict[Any, Callable[[Builder, Any], Any]] = {
     aten.bitwise_or.Scalar: _bitwise,
     aten.bitwise_xor.Scalar: _bitwise,
 }
-"""As `relay.capture.core.rewrites.REWRITES`."""
+"""Rewrites by overload, for `relay.capture.core.rewrites.REWRITES`."""

@@ -1,11 +1,11 @@
-"""Ops that neither core ATen nor PyTorch's decompositions take apart, in terms of ops that the core lowering knows.
+"""Decompositions of ops that neither core ATen nor PyTorch decomposes: pooling, losses, searches and others.
 
-Part of the core lowering (`relay.capture.core.lowering`): functions to trace with, in PyTorch's own words. They hold
-for any dtype and device. One that does not cover a case gives NotImplemented, and the op stays for others, or to be
-refused.
+Part of the core lowering (`relay.capture.core.lowering`): functions to trace with, written in PyTorch ops, for any
+dtype and device. A function returns NotImplemented in a case that it does not cover; then the op is left for a rewrite,
+or for the device to refuse.
 
-Pooling of windows that are not all alike is a product with a matrix of shares along each dimension of space: the mean
-over a box is the mean along its sides, one after another. Its gradient is the transposed product.
+Average pooling with windows of several sizes is a product with a matrix of shares along each dimension of space, since
+the mean over a box is the mean along its sides, one after another. The gradient is the transposed product.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ aten = torch.ops.aten
 
 
 def _along(x: Tensor, dim: int, matrix: Tensor) -> Tensor:
-    """The matrix (O, I) applied along a dimension of extent I."""
+    """The product of a matrix (O, I) with `x` along a dimension of length I."""
     return torch.matmul(x.transpose(dim, -1), matrix.t()).transpose(dim, -1)
 
 
-def _places(count: int, like: Tensor) -> Tensor:
+def _indices(count: int, like: Tensor) -> Tensor:
     return torch.arange(count, device=like.device, dtype=torch.int64)
 
 
 def _shares(starts: Tensor, ends: Tensor, counts: Tensor | int, extent: int, like: Tensor) -> Tensor:
-    """(O, I): 1 / count where an input lies between a window's start and its end."""
-    inputs = _places(extent, like)
+    """(O, I): 1 / count for each input from the start of a window to before its end, else 0."""
+    inputs = _indices(extent, like)
     inside = (inputs >= starts.unsqueeze(1)) & (inputs < ends.unsqueeze(1))
     divisor = counts.unsqueeze(1).to(like.dtype) if isinstance(counts, Tensor) else counts
     return inside.to(like.dtype) / divisor
 
 
 def _adaptive(outputs: int, extent: int, like: Tensor) -> Tensor:
-    """Windows from floor(o I / O) to ceil((o + 1) I / O), as `torch.nn.AdaptiveAvgPool2d` has them."""
-    out = _places(outputs, like)
+    """The matrix of windows from floor(o I / O) to ceil((o + 1) I / O), as in `torch.nn.AdaptiveAvgPool2d`."""
+    out = _indices(outputs, like)
     starts = (out * extent) // outputs
     ends = ((out + 1) * extent + outputs - 1) // outputs
     return _shares(starts, ends, ends - starts, extent, like)
 
 
 def _adaptive_pool(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    for place, outputs in enumerate(sizes):
-        dim = x.dim() - len(sizes) + place
+    for position, outputs in enumerate(sizes):
+        dim = x.dim() - len(sizes) + position
         x = _along(x, dim, _adaptive(outputs, x.shape[dim], x))
     return x
 
@@ -70,7 +70,8 @@ def _windows(space: int, kernel: Sequence[int], stride: Sequence[int], padding: 
 
 
 def _window_count(extent: int, window: Window, up: bool) -> int:
-    """As PyTorch's pooling_output_shape: a last window that is rounded up to must begin inside the input or before."""
+    """The number of windows, as PyTorch's pooling_output_shape counts them. With `up` (ceil_mode) the last window must
+    begin inside the input or its left padding."""
     size, step, pad = window
     room = extent + 2 * pad - size
     count = (room + step - 1 if up else room) // step + 1
@@ -78,11 +79,11 @@ def _window_count(extent: int, window: Window, up: bool) -> int:
 
 
 def _pooled(x: Tensor, dim: int, window: Window, outputs: int, padded: bool, whole: bool) -> Tensor:
-    """The matrix of an average pool along one dimension. `padded` windows count what they have of the padding; where
-    `whole`, nothing is divided."""
+    """The matrix of average pooling along one dimension. With `padded` the padding counts as elements of a window;
+    with `whole` windows are summed and not divided."""
     size, step, pad = window
     extent = x.shape[dim]
-    starts = _places(outputs, x) * step - pad
+    starts = _indices(outputs, x) * step - pad
     ends = (starts + size).clamp(max=extent + pad)
     first, last = starts.clamp(min=0), ends.clamp(max=extent)
     counts: Tensor | int = 1 if whole else ends - starts if padded else last - first
@@ -101,9 +102,9 @@ def _average_pool(space: int) -> Callable[..., Any]:
     ) -> Any:
         windows = _windows(space, kernel, stride, padding)
         if space == 2 and not _uneven(windows, up, count_include_pad, divisor):
-            return NotImplemented  # a convolution does it
-        for place, window in enumerate(windows):
-            dim = x.dim() - space + place
+            return NotImplemented  # it is rewritten as a convolution
+        for position, window in enumerate(windows):
+            dim = x.dim() - space + position
             outputs = _window_count(x.shape[dim], window, up)
             x = _along(x, dim, _pooled(x, dim, window, outputs, count_include_pad, divisor is not None))
         return x if divisor is None else x / divisor
@@ -125,8 +126,8 @@ def _average_pool_backward(space: int) -> Callable[..., Any]:
         windows = _windows(space, kernel, stride, padding)
         if space == 2 and not _uneven(windows, up, count_include_pad, divisor):
             return NotImplemented
-        for place, window in enumerate(windows):
-            dim = x.dim() - space + place
+        for position, window in enumerate(windows):
+            dim = x.dim() - space + position
             matrix = _pooled(x, dim, window, gradient.shape[dim], count_include_pad, divisor is not None)
             gradient = _along(gradient, dim, matrix.t())
         return gradient if divisor is None else gradient / divisor
@@ -146,7 +147,7 @@ def _max_pool(
     dilation: Sequence[int] = (1,),
     up: bool = False,
 ) -> Any:
-    """Rounded up: over an input longer by what the last windows reach beyond it, and never the largest there."""
+    """With `up` (ceil_mode): pooling of the input padded with -inf to where the last windows end."""
     if not up:
         return NotImplemented
     spread = list(dilation) * (2 if len(dilation) == 1 else 1)
@@ -159,15 +160,15 @@ def _max_pool(
         size, step, pad = window
         further.append(max(0, (_window_count(extent, window, True) - 1) * step + size - (extent + 2 * pad)))
     longer = aten.constant_pad_nd(x, [0, further[1], 0, further[0]], -math.inf)
-    values, places = aten.max_pool2d_with_indices(longer, kernel, stride, padding, dilation, False)
-    row = places // longer.shape[-1]
-    return values, places - row * (longer.shape[-1] - x.shape[-1])
+    values, indices = aten.max_pool2d_with_indices(longer, kernel, stride, padding, dilation, False)
+    row = indices // longer.shape[-1]
+    return values, indices - row * (longer.shape[-1] - x.shape[-1])
 
 
-def _to_winners(gradient: Tensor, x: Tensor, places: Tensor, space: int) -> Tensor:
-    """The gradient of each window goes to the place that won it, counted through the last dimensions."""
+def _to_winners(gradient: Tensor, x: Tensor, indices: Tensor, space: int) -> Tensor:
+    """Add the gradient of each window to its largest element. `indices` count through the last `space` dimensions."""
     zeros = torch.zeros_like(x).flatten(-space)
-    return zeros.scatter_add(-1, places.flatten(-space), gradient.flatten(-space)).view(x.shape)
+    return zeros.scatter_add(-1, indices.flatten(-space), gradient.flatten(-space)).view(x.shape)
 
 
 def _max_pool_backward(
@@ -178,9 +179,9 @@ def _max_pool_backward(
     padding: Sequence[int],
     dilation: Sequence[int],
     up: bool,
-    places: Tensor,
+    indices: Tensor,
 ) -> Any:
-    return _to_winners(gradient, x, places, 2) if up else NotImplemented
+    return _to_winners(gradient, x, indices, 2) if up else NotImplemented
 
 
 def _max_pool3d(
@@ -191,52 +192,52 @@ def _max_pool3d(
     dilation: Sequence[int] = (1,),
     up: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Over height and width in each slice, then over depth; of equal elements the first of all wins, as in one go."""
+    """Pooling over height and width in each slice, then over depth. Of equal elements the first has the index."""
     sides = [list(value) * (3 if len(value) == 1 else 1) for value in (kernel, stride or kernel, padding, dilation)]
     depth, height, width = x.shape[-3:]
-    flat, inside = aten.max_pool2d_with_indices(x.reshape(-1, depth, height, width), *(one[1:] for one in sides), up)
+    flat, inside = aten.max_pool2d_with_indices(x.reshape(-1, depth, height, width), *(side[1:] for side in sides), up)
     plane = flat.shape[-2:]
     columns = flat.flatten(-2)  # (planes, depth, places)
     deep = [[sides[0][0], 1], [sides[1][0], 1], [sides[2][0], 0], [sides[3][0], 1]]
     values, where = aten.max_pool2d_with_indices(columns.unsqueeze(1), *deep, up)
     count = columns.shape[-1]
     level = where.squeeze(1) // count
-    places = level * (height * width) + inside.flatten(-2).gather(1, level)
+    indices = level * (height * width) + inside.flatten(-2).gather(1, level)
     shape = (*x.shape[:-3], values.shape[-2], *plane)
-    return values.reshape(shape), places.reshape(shape)
+    return values.reshape(shape), indices.reshape(shape)
 
 
 def _max_pool3d_backward(
-    gradient: Tensor, x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, up: bool, places: Tensor
+    gradient: Tensor, x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, up: bool, indices: Tensor
 ) -> Tensor:
-    return _to_winners(gradient, x, places, 3)
+    return _to_winners(gradient, x, indices, 3)
 
 
 def _adaptive_max_pool(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Every window is looked up, the shorter ones with their last row or column again, which wins nothing."""
+    """The maximum over gathered windows. Shorter windows repeat their last row or column, which changes nothing."""
     lines = []
     for outputs, extent in zip(sizes, x.shape[-2:], strict=True):
-        out = _places(outputs, x)
+        out = _indices(outputs, x)
         starts, ends = (out * extent) // outputs, ((out + 1) * extent + outputs - 1) // outputs
         longest = max(((o + 1) * extent + outputs - 1) // outputs - o * extent // outputs for o in range(outputs))
-        lines.append(torch.minimum(starts.unsqueeze(1) + _places(longest, x), ends.unsqueeze(1) - 1))
+        lines.append(torch.minimum(starts.unsqueeze(1) + _indices(longest, x), ends.unsqueeze(1) - 1))
     rows, columns = lines
-    places = (rows[:, None, :, None] * x.shape[-1] + columns[None, :, None, :]).flatten(-2)  # (H, W, window)
-    values, which = x.flatten(-2)[..., places].max(-1)
-    return values, places.expand(*which.shape, -1).gather(-1, which.unsqueeze(-1)).squeeze(-1)
+    indices = (rows[:, None, :, None] * x.shape[-1] + columns[None, :, None, :]).flatten(-2)  # (H, W, window)
+    values, which = x.flatten(-2)[..., indices].max(-1)
+    return values, indices.expand(*which.shape, -1).gather(-1, which.unsqueeze(-1)).squeeze(-1)
 
 
-def _adaptive_max_pool_backward(gradient: Tensor, x: Tensor, places: Tensor) -> Tensor:
-    return _to_winners(gradient, x, places, 2)
+def _adaptive_max_pool_backward(gradient: Tensor, x: Tensor, indices: Tensor) -> Tensor:
+    return _to_winners(gradient, x, indices, 2)
 
 
 def _replication_backward(gradient: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
-    """Every element gets the gradients of the copies that were made of it."""
-    for place in range(len(padding) // 2):
-        dim = x.dim() - 1 - place
+    """Each element receives the sum of the gradients of its copies."""
+    for position in range(len(padding) // 2):
+        dim = x.dim() - 1 - position
         extent = x.shape[dim]
-        source = (_places(gradient.shape[dim], x) - padding[2 * place]).clamp(0, extent - 1)
-        copies = (source.unsqueeze(0) == _places(extent, x).unsqueeze(1)).to(gradient.dtype)
+        source = (_indices(gradient.shape[dim], x) - padding[2 * position]).clamp(0, extent - 1)
+        copies = (source.unsqueeze(0) == _indices(extent, x).unsqueeze(1)).to(gradient.dtype)
         gradient = _along(gradient, dim, copies)
     return gradient
 
@@ -251,7 +252,7 @@ def _trilinear(
     summed: Sequence[int],
     unroll_dim: int = 1,
 ) -> Tensor:
-    """The sum over dimensions of a product of three, each with dimensions of 1 put in."""
+    """The sum over dimensions of the product of three tensors, each with dimensions of length 1 inserted."""
     widened = []
     for tensor, dims in ((first, expand1), (second, expand2), (third, expand3)):
         for dim in sorted(dims):
@@ -282,20 +283,20 @@ def _searchsorted(
 
 
 def _kth(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    values, places = torch.sort(x, dim)
-    found = values.select(dim, k - 1), places.select(dim, k - 1)
+    values, indices = torch.sort(x, dim)
+    found = values.select(dim, k - 1), indices.select(dim, k - 1)
     return (found[0].unsqueeze(dim), found[1].unsqueeze(dim)) if keepdim else found
 
 
 def _median(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """The lower of the two in the middle, or the first NaN. (Sorting is stable, and has NaN at the end.)"""
+    """The lower of the two middle elements, or the first NaN. (Sorting is stable and puts NaN last.)"""
     if not x.dtype.is_floating_point:
         return _kth(x, (x.shape[dim] + 1) // 2, dim, keepdim)
     count = x.shape[dim]
     bad = x.isnan().sum(dim, keepdim=True)
-    place = torch.where(bad > 0, count - bad, (count - 1) // 2)
-    values, places = torch.sort(x, dim)
-    found = values.gather(dim, place), places.gather(dim, place)
+    position = torch.where(bad > 0, count - bad, (count - 1) // 2)
+    values, indices = torch.sort(x, dim)
+    found = values.gather(dim, position), indices.gather(dim, position)
     return found if keepdim else (found[0].squeeze(dim), found[1].squeeze(dim))
 
 
@@ -315,7 +316,7 @@ def _scatter_reduce(
 
 
 def _masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
-    """The elements of the source in order, where the mask is set."""
+    """`x` with the elements of `source`, in order, where the mask is set."""
     x, mask = torch.broadcast_tensors(x, mask)
     order = mask.flatten().to(torch.int64).cumsum(0) - 1
     taken = source.flatten()[order.clamp(0, source.numel() - 1)]
@@ -323,7 +324,7 @@ def _masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
 
 
 def _masked_scatter_backward(gradient: Tensor, mask: Tensor, sizes: Sequence[int]) -> Tensor:
-    """To each element of the source what came to its place; what no element was taken for goes to one more, dropped."""
+    """The gradient at each element's target. Gradients outside the mask go to one extra element, which is dropped."""
     mask = mask.expand(gradient.shape).flatten()
     count = math.prod(sizes)
     order = torch.where(mask, mask.to(torch.int64).cumsum(0) - 1, count)
@@ -339,7 +340,7 @@ def _distances(first: Tensor, second: Tensor, p: float, mode: int | None) -> Any
 
 
 def _distances_backward(gradient: Tensor, first: Tensor, second: Tensor, p: float, distance: Tensor) -> Any:
-    """For the first points, as PyTorch has it; no gradient where two are one."""
+    """The gradient of the first points. It is 0 for points at distance 0, as in PyTorch."""
     if p not in (1, 2):
         return NotImplemented
     apart = first.unsqueeze(-2) - second.unsqueeze(-3)
@@ -379,4 +380,4 @@ FURTHER: dict[Any, Callable[..., Any]] = {
     aten._cdist_forward.default: _distances,
     aten._cdist_backward.default: _distances_backward,
 }
-"""By the overload that is traced."""
+"""Decompositions by the overload that they replace."""

@@ -1,7 +1,7 @@
-"""Rewrites of reductions, scans, softmax and normalisations.
+"""Rewrites of reductions, scans, softmax and normalisations to ops of the table.
 
 Part of the core lowering (`relay.capture.core.lowering`). Each function takes the builder and the call, and returns the
-node (or the tuple of nodes) that stands for it.
+node (or tuple of nodes) that replaces it, or None to leave the op as it is.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def _reduce(builder: Builder, call: Call) -> Any:
     return builder.call(target, x, dims, _keep(call)) if dims else x
 
 
-def _extreme_and_place(builder: Builder, call: Call) -> Any:
+def _extreme_and_index(builder: Builder, call: Call) -> Any:
     largest = call.target is aten.max.dim
     dim, keep = call.dim(), _keep(call)
     values = builder.call(aten.amax.default if largest else aten.amin.default, call.x, [dim], keep)
     return values, builder.call(aten.argmax.default if largest else aten.argmin.default, call.x, dim, keep)
 
 
-def _place_of_extreme(builder: Builder, call: Call) -> Any:
+def _index_of_extreme(builder: Builder, call: Call) -> Any:
     if call.get("dim") is not None:
         return builder.call(call.target, call.x, call.dim(), call.get("keepdim"))
     flat = builder.view(call.x, [call.spec.count])
@@ -94,7 +94,7 @@ def _softmax(builder: Builder, call: Call) -> Any:
 
 
 def _moments(builder: Builder, x: fx.Node, dims: Sequence[int], correction: float) -> tuple[fx.Node, fx.Node]:
-    """Variance and mean over `dims`, which are kept: two passes, as the mean must be known for the deviations."""
+    """Variance and mean over `dims`, with keepdim, computed in two passes."""
     spec = part_spec(x)
     count = math.prod(spec.shape[dim] for dim in dims)
     mean = builder.call(aten.mean.dim, x, list(dims), True)
@@ -113,7 +113,9 @@ def _variance(builder: Builder, call: Call) -> Any:
 
 
 def _group_norm(builder: Builder, call: Call) -> Any:
-    """In float32 where the input has less. Source: Wu and He, "Group Normalization", ECCV 2018, equation 2."""
+    """Group normalisation, in float32 for inputs of lower precision. Source: Wu and He, "Group Normalization", ECCV
+    2018, equation 2.
+    """
     spec, dtype = call.spec, widened(call.spec.dtype)
     x = builder.cast(call.x, dtype)
     groups = call.get("group")
@@ -129,18 +131,18 @@ def _group_norm(builder: Builder, call: Call) -> Any:
     if call.get("bias") is not None:
         bias = builder.cast(call.get("bias"), dtype)
         result = builder.call(aten.add.Tensor, result, builder.view(bias, along))
-    statistics = [builder.view(one, call.wanted[1].shape) for one in (mean, scale)]
+    statistics = [builder.view(part, call.wanted[1].shape) for part in (mean, scale)]
     found = zip([result, *statistics], call.wanted, strict=True)
-    return tuple(builder.cast(one, wanted.dtype) for one, wanted in found)
+    return tuple(builder.cast(part, wanted.dtype) for part, wanted in found)
 
 
 def _layer_norm(builder: Builder, call: Call) -> Any:
-    """All of it is computed in float32 where the input has less."""
+    """Layer normalisation, in float32 for inputs of lower precision."""
     x, shape, weight, bias, epsilon = call.args
     dtype = widened(call.spec.dtype)
-    parameters = [None if one is None else builder.cast(one, dtype) for one in (weight, bias)]
+    parameters = [None if part is None else builder.cast(part, dtype) for part in (weight, bias)]
     node = builder.call(call.target, builder.cast(x, dtype), list(shape), *parameters, float(epsilon))
-    return tuple(builder.cast(builder.item(node, place), wanted.dtype) for place, wanted in enumerate(call.wanted))
+    return tuple(builder.cast(builder.item(node, index), wanted.dtype) for index, wanted in enumerate(call.wanted))
 
 
 REDUCTIONS: dict[Any, Callable[[Builder, Call], Any]] = {
@@ -152,10 +154,10 @@ REDUCTIONS: dict[Any, Callable[[Builder, Call], Any]] = {
     aten.amin.default: _reduce,
     aten.max.default: _reduce,
     aten.min.default: _reduce,
-    aten.max.dim: _extreme_and_place,
-    aten.min.dim: _extreme_and_place,
-    aten.argmax.default: _place_of_extreme,
-    aten.argmin.default: _place_of_extreme,
+    aten.max.dim: _extreme_and_index,
+    aten.min.dim: _extreme_and_index,
+    aten.argmax.default: _index_of_extreme,
+    aten.argmin.default: _index_of_extreme,
     aten.any.default: _any,
     aten.any.dim: _any,
     aten.any.dims: _any,

@@ -1,4 +1,4 @@
-"""What becomes of each ATen op that is not in core form: the table of all rewrites, kind by kind.
+"""The table of all rewrites of ATen ops to core form.
 
 Part of the core lowering (`relay.capture.core.lowering`). Ops that have a row in `hal.ops` and no entry here need none.
 """

@@ -1,8 +1,8 @@
-"""Scans that are no sums or products, and embeddings of bags, in terms of ops that the core lowering knows.
+"""Decompositions of scans other than sums and products, and of embedding bags.
 
-Part of the core lowering (`relay.capture.core.lowering`): functions to trace with, in PyTorch's own words. A scan by
-any associative operation takes log2(n) passes over the data, each joining what ends at a place with what ended 1, 2, 4,
-... places before. Source: Hillis and Steele, "Data parallel algorithms", CACM 29 (1986).
+Part of the core lowering (`relay.capture.core.lowering`): functions to trace with, written in PyTorch ops. A scan with
+an associative operation takes log2(n) passes over the data; pass k joins the result at each position with the result
+2^k positions before. Source: Hillis and Steele, "Data parallel algorithms", CACM 29 (1986).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from hal.dtypes import widened
 aten = torch.ops.aten
 
 Join = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
-"""(what came before, what comes after) -> both together."""
+"""(result of the earlier elements, result of the later elements) -> result of all of them."""
 
 
 def _scan(parts: Sequence[Tensor], before: Sequence[Any], dim: int, join: Join) -> Sequence[Tensor]:
-    """The join of all up to each place along `dim`; `before` is what joins without effect."""
+    """The join of all elements up to each position along `dim`. `before` is the identity of `join`."""
     extent, rank = parts[0].shape[dim], parts[0].dim()
     shift = 1
     while shift < extent:
@@ -39,23 +39,23 @@ def _scan(parts: Sequence[Tensor], before: Sequence[Any], dim: int, join: Join) 
 
 def _running_extreme(largest: bool) -> Callable[[Tensor, int], tuple[Tensor, Tensor]]:
     def scan(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-        """Of equal elements the last has the place; once there is a NaN, it stays."""
+        """Running extreme and its index: the last of equal elements, or the first NaN."""
         if not x.dim():
             return x.clone(), torch.zeros_like(x, dtype=torch.int64)
         dim %= x.dim()
-        places = torch.arange(x.shape[dim], device=x.device).view(-1, *[1] * (x.dim() - 1 - dim)).expand(x.shape)
+        positions = torch.arange(x.shape[dim], device=x.device).view(-1, *[1] * (x.dim() - 1 - dim)).expand(x.shape)
 
         def join(old: Sequence[Tensor], new: Sequence[Tensor]) -> Sequence[Tensor]:
             stays = old[0] > new[0] if largest else old[0] < new[0]
             if x.dtype.is_floating_point:
                 stays = stays | ((old[0] != old[0]) & (new[0] == new[0]))
-            return [torch.where(stays, one, other) for one, other in zip(old, new, strict=True)]
+            return [torch.where(stays, old_part, new_part) for old_part, new_part in zip(old, new, strict=True)]
 
         if x.dtype.is_floating_point:
             least: float = -math.inf if largest else math.inf
         else:
             least = torch.iinfo(x.dtype).min if largest else torch.iinfo(x.dtype).max
-        values, found = _scan([x, places], [least, 0], dim, join)
+        values, found = _scan([x, positions], [least, 0], dim, join)
         return values, found
 
     return scan
@@ -88,14 +88,14 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The embeddings of each bag as one; of none, zeros. Also the bag of each index, the bags' sizes, and for each
-    largest element the row that it is of."""
+    """The embedding of each bag (zeros for an empty bag), the bag of each index, the sizes of the bags, and for MAX
+    the row of each largest element."""
     indices, offsets = indices.long(), offsets.long()
     bags = offsets.shape[0] - include_last_offset
-    places = torch.arange(indices.shape[0], device=weight.device)
-    bag = (offsets <= places.unsqueeze(1)).sum(1) - 1
+    positions = torch.arange(indices.shape[0], device=weight.device)
+    bag = (offsets <= positions.unsqueeze(1)).sum(1) - 1
     counts = (indices != padding_idx) if padding_idx >= 0 else torch.ones_like(indices, dtype=torch.bool)
-    # With the last offset given, what comes behind it is in no bag: in one more, which is dropped.
+    # Indices after the last offset belong to no bag. They are counted in one extra bag, which is dropped.
     sizes = torch.zeros_like(offsets, dtype=torch.int64).index_put((bag,), counts.long(), accumulate=True)[:bags]
     rows = weight[indices]
     if mode == MAX:
@@ -135,9 +135,10 @@ def _embedding_bag_backward(
     per_sample_weights: Tensor | None,
     padding_idx: int = -1,
 ) -> Any:
-    """The gradient of the whole table of embeddings.
+    """The gradient of the table of embeddings.
 
-    Not scaled by how often: PyTorch's own kernel on the CPU takes the count of another index than the one it scales.
+    scale_grad_by_freq is not covered: PyTorch's CPU kernel divides by the count of another index than the one it
+    scales.
     """
     if sparse or scale_grad_by_freq:
         return NotImplemented
@@ -155,14 +156,14 @@ def _embedding_bag_backward(
 
 
 def _counted(bag: Tensor, last: int, indices: Tensor, padding: int) -> Tensor:
-    """Which indices are in a bag and no padding."""
+    """Whether each index is in a bag and is not padding."""
     return (bag <= last) & (indices != padding) if padding >= 0 else bag <= last
 
 
 def _embedding_bag_weights_backward(
     gradient: Tensor, weight: Tensor, indices: Tensor, offsets: Tensor, bag: Tensor, mode: int, padding_idx: int = -1
 ) -> Tensor:
-    """The gradient of what each embedding is multiplied by."""
+    """The gradient of the weight of each index."""
     last = gradient.shape[0] - 1
     found = (gradient[bag.clamp(max=last)] * weight[indices.long()]).sum(1)
     return torch.where(_counted(bag, last, indices, padding_idx), found, 0.0)
@@ -177,4 +178,4 @@ SCANS: dict[Any, Callable[..., Any]] = {
     aten._embedding_bag_backward.default: _embedding_bag_backward,
     aten._embedding_bag_per_sample_weights_backward.default: _embedding_bag_weights_backward,
 }
-"""By the overload that is traced."""
+"""Decompositions by the overload that they replace."""

@@ -1,7 +1,7 @@
-"""The complementary error function, plain and scaled, in terms of ops that the core lowering knows.
+"""Decompositions of the complementary error function erfc, and of its scaled form erfcx.
 
-Part of the core lowering (`relay.capture.core.lowering`): functions to trace with, in PyTorch's own words. 1 - erf(x)
-is no way to it: from x = 3 on, float32 would have lost every digit but four.
+Part of the core lowering (`relay.capture.core.lowering`): functions to trace with, written in PyTorch ops. 1 - erf(x)
+would not do: in float32 it has no more than four correct digits above x = 3.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ et al., "Numerical Recipes", 3rd edition, section 6.2.2."""
 
 
 def _scaled_erfc(x: Tensor) -> Tensor:
-    """exp(x^2) erfc(x) for x >= 0, by Clenshaw's recurrence, with the terms that the dtype can tell."""
+    """exp(x^2) erfc(x) for x >= 0, by Clenshaw's recurrence, with the terms that matter in the dtype."""
     t = 2 / (2 + x)
     y = 4 * t - 2
     least = torch.finfo(x.dtype).eps / 16
-    terms = [one for one in _COEFFICIENTS[1:] if abs(one) > least]
+    terms = [coefficient for coefficient in _COEFFICIENTS[1:] if abs(coefficient) > least]
     last, before = torch.zeros_like(x), torch.zeros_like(x)
     for coefficient in reversed(terms):
         last, before = y * last - before + coefficient, last
@@ -44,7 +44,7 @@ def _real(x: Tensor) -> Tensor:
 
 
 def _erfc(x: Tensor) -> Tensor:
-    """Its small values to all their digits, which 1 - erf(x) has not."""
+    """erfc(x), with full relative precision for small results."""
     real = _real(x)
     size = real.abs()
     found = _scaled_erfc(size) * torch.exp(-size * size)
@@ -63,4 +63,4 @@ ERROR_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.erfc.default: _erfc,
     aten.special_erfcx.default: _erfcx,
 }
-"""By the overload that is traced."""
+"""Decompositions by the overload that they replace."""

@@ -1,9 +1,9 @@
-"""Ops that name elements by where they lie in memory, in terms of ops that the core lowering knows.
+"""Decompositions of ops that address elements by their offset in memory: as_strided and its scatter.
 
-Part of the core lowering (`relay.capture.core.lowering`): functions to trace with, in PyTorch's own words. Strides mean
-nothing in a core program, so places in memory become places among a tensor's own elements, put in the order in which
-they lie. That is possible where the tensor fills its memory; one that is a part of another (a slice) is left, to be
-refused.
+Part of the core lowering (`relay.capture.core.lowering`): functions to trace with, written in PyTorch ops. Core
+programs have no strides, so an offset in memory becomes an index into the tensor's elements in memory order. That is
+possible for a tensor that fills its memory. The ops are left for a tensor that is part of another (a slice), and are
+then refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def _order(x: Tensor) -> list[int] | None:
-    """The dimensions from the outermost in memory to the innermost; None where the tensor does not fill its memory."""
+    """The dimensions from the slowest in memory to the fastest; None if the tensor does not fill its memory."""
     order = sorted(range(x.dim()), key=lambda dim: (-x.stride(dim), -x.shape[dim]))
     expected = 1
     for dim in reversed(order):
@@ -28,8 +28,8 @@ def _order(x: Tensor) -> list[int] | None:
     return order if x.storage_offset() == 0 else None
 
 
-def _places(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> Tensor | None:
-    """For each element of the strided view the number of the one of `x`, by memory; None where it reaches beyond."""
+def _indices(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> Tensor | None:
+    """For each element of the strided view its offset in the memory of `x`; None if the view reaches beyond it."""
     last = (offset or 0) + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
     if last >= x.numel() or 0 in size:
         return None
@@ -41,21 +41,21 @@ def _places(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int |
 
 
 def _as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Any:
-    order, places = _order(x), _places(x, size, stride, storage_offset)
-    if order is None or places is None:
+    order, indices = _order(x), _indices(x, size, stride, storage_offset)
+    if order is None or indices is None:
         return NotImplemented
-    return x.permute(order).reshape(-1)[places]
+    return x.permute(order).reshape(-1)[indices]
 
 
 def _as_strided_scatter(
     x: Tensor, source: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Any:
-    """`x` with those elements replaced; in PyTorch too they must not be one and the same."""
-    order, places = _order(x), _places(x, size, stride, storage_offset)
-    if order is None or places is None:
+    """`x` with the elements of the view replaced. The view must not overlap itself, in PyTorch either."""
+    order, indices = _order(x), _indices(x, size, stride, storage_offset)
+    if order is None or indices is None:
         return NotImplemented
     turned = x.permute(order)
-    flat = turned.reshape(-1).index_put((places.reshape(-1),), source.reshape(-1))
+    flat = turned.reshape(-1).index_put((indices.reshape(-1),), source.reshape(-1))
     return flat.view(turned.shape).permute([order.index(dim) for dim in range(x.dim())])
 
 
@@ -63,4 +63,4 @@ STRIDES: dict[Any, Callable[..., Any]] = {
     aten.as_strided.default: _as_strided,
     aten.as_strided_scatter.default: _as_strided_scatter,
 }
-"""By the overload that is traced."""
+"""Decompositions by the overload that they replace."""

@@ -1,7 +1,7 @@
-"""Rewrites of ops that move, cut, repeat and join elements and compute nothing.
+"""Rewrites of ops that move, slice, repeat and join elements without arithmetic.
 
 Part of the core lowering (`relay.capture.core.lowering`). Each function takes the builder and the call, and returns the
-node (or the tuple of nodes) that stands for it.
+node (or tuple of nodes) that replaces it, or None to leave the op as it is.
 """
 
 from __future__ import annotations
@@ -131,17 +131,17 @@ def _counted(builder: Builder, count: int, step: int = 1) -> fx.Node:
 
 
 def _unfold(builder: Builder, call: Call) -> Any:
-    """Windows along a dimension: the places of their elements are looked up, and the window goes last."""
+    """Windows along a dimension, gathered by index. The window becomes the last dimension."""
     dim, size, step = call.get("dimension") % len(call.spec.shape), call.get("size"), call.get("step")
     count = (call.spec.shape[dim] - size) // step + 1
     starts = builder.view(_counted(builder, count, step), [count, 1])
-    places = builder.call(aten.add.Tensor, starts, _counted(builder, size))
-    windows = builder.call(aten.index.Tensor, call.x, [*[None] * dim, places])
-    order = [place for place in range(len(call.wanted.shape)) if place != dim + 1]
+    indices = builder.call(aten.add.Tensor, starts, _counted(builder, size))
+    windows = builder.call(aten.index.Tensor, call.x, [*[None] * dim, indices])
+    order = [other for other in range(len(call.wanted.shape)) if other != dim + 1]
     return builder.permute(windows, [*order, dim + 1])
 
 
-def _diagonal_places(builder: Builder, rank: int, offset: int, length: int) -> list[Any]:
+def _diagonal_indices(builder: Builder, rank: int, offset: int, length: int) -> list[Any]:
     along = _counted(builder, length)
     moved = builder.call(aten.add.Scalar, along, abs(offset)) if offset else along
     return [*[None] * (rank - 2), *([along, moved] if offset >= 0 else [moved, along])]
@@ -151,7 +151,7 @@ def _diagonal(builder: Builder, call: Call) -> Any:
     rank = len(call.spec.shape)
     first, second = call.get("dim1") % rank, call.get("dim2") % rank
     last = builder.permute(call.x, [*(dim for dim in range(rank) if dim not in (first, second)), first, second])
-    indices = _diagonal_places(builder, rank, call.get("offset"), call.wanted.shape[-1])
+    indices = _diagonal_indices(builder, rank, call.get("offset"), call.wanted.shape[-1])
     return builder.call(aten.index.Tensor, last, indices)
 
 
@@ -160,7 +160,7 @@ def _diagonal_scatter(builder: Builder, call: Call) -> Any:
     first, second = call.get("dim1") % rank, call.get("dim2") % rank
     order = [*(dim for dim in range(rank) if dim not in (first, second)), first, second]
     source = call.args[1]
-    indices = _diagonal_places(builder, rank, call.get("offset"), part_spec(source).shape[-1])
+    indices = _diagonal_indices(builder, rank, call.get("offset"), part_spec(source).shape[-1])
     put = builder.call(aten.index_put.default, builder.permute(call.x, order), indices, source, False)
     return builder.permute(put, [order.index(dim) for dim in range(rank)])
 

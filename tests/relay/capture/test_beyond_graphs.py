@@ -75,7 +75,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def relayed(layers: list[nn.Module], loss: Loss, device: str) -> list[float]:
-    with relay.Trainer(layers, loss, device, relay.SGD(lr=0.1), microbatches=1) as trainer:
+    with relay.Trainer(layers, loss, device=device, optimizer=relay.SGD(lr=0.1), microbatches=1) as trainer:
         return [trainer.step(batch()).loss for _ in range(2)]
 
 

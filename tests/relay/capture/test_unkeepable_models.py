@@ -165,7 +165,7 @@ class DropsLayers(Layers):
         (HookOfParameter, r"layers\.1\.inner\.weight.*hook"),
         (HookAfterAccumulation, r"layers\.1\.inner\.weight.*hook"),
         (BackwardHookOfLayer, r"layers\.1.*backward hook"),
-        (LossInAttributes, "left in an attribute"),
+        (LossInAttributes, "stored in an attribute"),
         (DataBetween, r"reads or sets \.data"),
         (DataReplaced, r"reads or sets \.data"),
         (GradientPenalty, r"torch\.autograd\.grad"),
@@ -204,5 +204,5 @@ def test_numbers_drawn_by_python_while_recording_are_said(
             return super().run(value) * (1 if inside else draw())
 
     trainer = build(Model(Drawing), microbatches=1)
-    with pytest.warns(UserWarning, match="drew from Python's or numpy's random numbers"):
+    with pytest.warns(UserWarning, match="drew random numbers from Python's or numpy's generator"):
         trainer.step(batches(1)[0])

@@ -64,7 +64,7 @@ def test_a_step_trains_whatever_mode_the_caller_is_in(
     steps = [False, True, False]
     with mode():
         trainer = relay.Trainer(
-            layers_outside(), nn.functional.cross_entropy, device, relay.SGD(lr=0.1), microbatches=1
+            layers_outside(), nn.functional.cross_entropy, device=device, optimizer=relay.SGD(lr=0.1), microbatches=1
         )
         within = batch()  # made in that mode, as it would be in a loop that is all in it
         if first != "step":
