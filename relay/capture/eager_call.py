@@ -219,8 +219,8 @@ class EagerCall:
         if shapes != self.shapes:
             raise CaptureError(
                 f"layer {self.name!r} returned tensors of shapes {shapes}; for inputs of these shapes, "
-                f"{self.shapes} was expected. The shapes of a layer's outputs must not depend on the data. Pad the outputs, or "
-                "move the code that makes them and the code that uses them into one layer.",
+                f"{self.shapes} was expected. The shapes of a layer's outputs must not depend on the data. Pad the "
+                "outputs, or move the code that makes them and the code that uses them into one layer.",
                 layer=self.name,
             )
 

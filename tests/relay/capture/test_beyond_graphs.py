@@ -1,4 +1,4 @@
-"""Layers and losses that are not graphs: right on devices that execute PyTorch, refused by name on all others."""
+"""Layers and losses that cannot be graphs: exact on devices that execute PyTorch, refused by name on others."""
 
 from __future__ import annotations
 
@@ -123,16 +123,16 @@ UNDERIVED: dict[str, Callable[[Tensor], Tensor]] = {
 """Functions of which PyTorch has no derivative, by the op without one; all but the last are no graphs either."""
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("index", [0, 1, 2])
 @pytest.mark.parametrize("op", UNDERIVED)
-def test_a_gradient_that_pytorch_does_not_have_is_refused_before_the_step(op: str, place: int) -> None:
+def test_a_gradient_that_pytorch_does_not_have_is_refused_before_the_step(op: str, index: int) -> None:
     """In the first module too, whose inputs need none, and in the last, which runs with the loss."""
     layers = modules()
-    layers[place] = nn.Sequential(layers[place], Layer(UNDERIVED[op]) if place == 1 else Apply(UNDERIVED[op]))
+    layers[index] = nn.Sequential(layers[index], Layer(UNDERIVED[op]) if index == 1 else Apply(UNDERIVED[op]))
     with pytest.raises((NotImplementedError, RuntimeError), match=rf"derivative for .*{op}"):
         plain(layers, functional.mse_loss)
     before = [value.clone() for value in nn.Sequential(*layers).state_dict().values()]
-    with pytest.raises(relay.CaptureError, match=rf"layer '{place}' needs a gradient through aten\.{op}.*detach"):
+    with pytest.raises(relay.CaptureError, match=rf"layer '{index}' needs a gradient through aten\.{op}.*detach"):
         relayed(layers, functional.mse_loss, "cpu")
     after = nn.Sequential(*layers).state_dict().values()
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))

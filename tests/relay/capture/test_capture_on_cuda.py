@@ -1,4 +1,4 @@
-"""Programs for CUDA hold what PyTorch would run there, though none is here: fake CUDA tensors over a stand-in."""
+"""Programs for CUDA hold the ops that PyTorch would run there, traced with fake CUDA tensors on any machine."""
 
 from __future__ import annotations
 

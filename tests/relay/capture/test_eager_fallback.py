@@ -1,4 +1,4 @@
-"""Layers whose shapes or control flow depend on the data run eagerly, slower, and as right as the others."""
+"""Layers whose shapes or control flow depend on the data run eagerly, and equal plain PyTorch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:layer")
 
 
 class Routed(nn.Module):
-    """Routed experts: each row goes to the two it likes best, found by nonzero; an expert nobody likes does not run."""
+    """Routed experts: nonzero finds the rows of the two best experts for each row. An expert may have none."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -35,9 +35,9 @@ class Routed(nn.Module):
         weights, chosen = torch.topk(torch.softmax(self.router(value), -1), 2)
         result = torch.zeros_like(value)
         for number, expert in enumerate(self.experts):
-            rows, places = (chosen == number).nonzero(as_tuple=True)
+            rows, columns = (chosen == number).nonzero(as_tuple=True)
             if len(rows):
-                result = result.index_add(0, rows, expert(value[rows]) * weights[rows, places, None])
+                result = result.index_add(0, rows, expert(value[rows]) * weights[rows, columns, None])
         return value + self.drop(torch.tanh(result))
 
 
@@ -207,10 +207,10 @@ def test_it_is_said_once_for_each_layer_and_not_again(build: Build) -> None:
         warnings.simplefilter("always")
         trainer.step(batches(1)[0])
         trainer.step(batches(1)[0])
-    said = [str(one.message) for one in caught if "eagerly" in str(one.message)]
-    assert len(said) == 3
-    assert "layers.1" in said[1]
-    assert "nonzero" in said[1]
+    messages = [str(warning.message) for warning in caught if "eagerly" in str(warning.message)]
+    assert len(messages) == 3
+    assert "layers.1" in messages[1]
+    assert "nonzero" in messages[1]
 
 
 def test_a_layer_that_runs_eagerly_gives_the_generators_of_its_devices_back() -> None:

@@ -1,4 +1,4 @@
-"""How tensors lie in memory is kept between layers, so that PyTorch's kernels go the way that they go in eager."""
+"""The memory order of tensors is preserved between layers, so PyTorch's kernels run as in eager."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def drawn(*shape: int, steps: int = 5, order: tuple[int, ...] = ()) -> list[Batc
     """Batches of that shape; with `order` they lie in memory with their dimensions in that order."""
     generator = torch.Generator().manual_seed(3)
 
-    def one() -> Tensor:
+    def sample() -> Tensor:
         tensor = torch.randn(*shape, generator=generator)
         if not order:
             return tensor
         back = sorted(range(len(order)), key=order.__getitem__)
         return tensor.permute(order).contiguous().permute(back)
 
-    return [{name: one() for name in ("inputs", "targets")} for _ in range(steps)]
+    return [{name: sample() for name in ("inputs", "targets")} for _ in range(steps)]
 
 
 def check(build: Build, make: Callable[[], nn.Module], batches: list[Batch], **options: Any) -> None:
@@ -87,7 +87,7 @@ class Cell(nn.Module):
 
 
 class Turned(nn.Module):
-    """Hands on what it computed with the first two dimensions exchanged, as they come out."""
+    """Returns its result with the first two dimensions exchanged, as a view."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a capture cannot keep is refused by name, and changes nothing; what it would freeze is said."""
+"""Models of which a capture would lose something are refused by name; for random numbers it would freeze, it warns."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class HookOfTheBackward(Layers):
     def run(self, value: Tensor) -> Tensor:
         value = super().run(value)
         if value.grad_fn is not None:
-            value.grad_fn.register_hook(lambda given, _: tuple(one * 0.5 for one in given))
+            value.grad_fn.register_hook(lambda given, _: tuple(gradient * 0.5 for gradient in given))
         return value
 
 
@@ -74,7 +74,7 @@ class HookAfterAccumulation(Layers):
 class BackwardHookOfLayer(Layers):
     def __init__(self) -> None:
         super().__init__()
-        self.layers[1].register_full_backward_hook(lambda module, given, _: tuple(one * 0.5 for one in given))
+        self.layers[1].register_full_backward_hook(lambda module, given, _: tuple(gradient * 0.5 for gradient in given))
 
 
 class LossLeft(Block):

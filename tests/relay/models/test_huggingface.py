@@ -1,4 +1,4 @@
-"""Hugging Face folders: written by the relay and read by transformers, and read into models without memory."""
+"""Hugging Face folders are written for transformers to load, and are loaded into models without memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs and models written as ONNX files: valid, with names that people know, and giving what they give."""
+"""Programs and models exported as ONNX files are valid, keep their names, and give the same results."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def test_a_segment_can_be_written_for_inspection_and_run_by_anyone(tmp_path: Pat
     path = export(core(lambda x, y: F.gelu(x @ y), x, y), tmp_path / "segment.onnx")
     onnx.checker.check_model(onnx.load(path), full_check=True)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    names = [one.name for one in session.get_inputs()]
+    names = [value.name for value in session.get_inputs()]
     (found,) = session.run(None, dict(zip(names, (x.numpy(), y.numpy()), strict=True)))
     torch.testing.assert_close(torch.from_numpy(found), F.gelu(x @ y))
 

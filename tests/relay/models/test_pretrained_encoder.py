@@ -1,4 +1,4 @@
-"""A real pretrained encoder, fine-tuned by relay as by plain PyTorch, and loaded again by transformers."""
+"""A pretrained encoder is fine-tuned as by plain PyTorch, and loaded again by transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that the relay refuses, before a step or in it: each by what is wrong, with nothing half done."""
+"""Models that Relay refuses, before or during a step: the error names what is wrong, and the step changes nothing."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Layers come, go, move and sit out while training goes on; the reference is plain PyTorch doing the same."""
+"""Layers are added, removed, moved and left out during training, compared with plain PyTorch doing the same."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ class Whole(nn.Module):
 
 
 def hand_masked(output: Tensor, target: Tensor) -> Tensor:
-    kept = (target[:, 0] > -0.5).float()
-    return ((output - target).square().mean(1) * kept).sum() / kept.sum()
+    counted = (target[:, 0] > -0.5).float()
+    return ((output - target).square().mean(1) * counted).sum() / counted.sum()
 
 
 WHOLE: dict[str, tuple[Loss, Tensor]] = {
@@ -107,11 +107,11 @@ def test_a_loss_that_is_another_for_a_batch_that_is_cut_is_said_to_be_once(
     for microbatches in (1, 3):
         options = {"microbatches": microbatches}
         trainer = build(Whole(loss), **options) if whole else build(layers(), loss=loss, **options)
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             first = trainer.step(batch).loss
             trainer.step(batch)
-        found = [str(one.message) for one in said if "micro-batches may not be" in str(one.message)]
+        found = [str(warning.message) for warning in caught if "micro-batches may not be" in str(warning.message)]
         if microbatches == 1:
             assert not found
             assert first == pytest.approx(plain(loss, targets), rel=1e-5)

@@ -1,4 +1,4 @@
-"""Models of many makes: cut into layers, they compute what they computed before."""
+"""Models of many kinds compute the same after they are cut into segments."""
 
 import functools
 from collections.abc import Callable
@@ -116,7 +116,7 @@ def test_layers_that_differ_in_an_attribute_alone_are_not_run_as_one(
 
 
 class Numbered(Block):
-    """Knows which layer it is; looks at it only if it is told to."""
+    """Holds its layer index, and reads it only if asked to in the constructor."""
 
     def __init__(self, number: int, looks: bool) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def test_layers_share_a_program_unless_they_differ_in_what_their_code_looks_at(
     make = with_layers(*(functools.partial(Numbered, number, looks) for number in range(4)))
     trainer = check(build, make, batches(), microbatches=1)
     compiled = next(iter(trainer._compiler.cache)).stages
-    assert len({id(one.captured) for one in compiled if one.segment.name.startswith("layers")}) == programs
+    assert len({id(stage.captured) for stage in compiled if stage.segment.name.startswith("layers")}) == programs
 
 
 class WithBuffer(Block):
@@ -281,12 +281,12 @@ class Skipping(nn.Module):
         self.up = nn.ModuleList(Pair() for _ in range(3))
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Output:
-        kept = []
+        saved = []
         for layer in self.down:
             inputs = layer(inputs)
-            kept.append(inputs)
+            saved.append(inputs)
         for layer in self.up:
-            inputs, _ = layer(inputs, kept.pop())
+            inputs, _ = layer(inputs, saved.pop())
         return output(inputs, targets)
 
 

@@ -1,7 +1,7 @@
-"""Convolutional networks train on the devices that take core programs as plain PyTorch does in float64.
+"""Convolutional networks on devices that execute core programs train as plain PyTorch does in float64.
 
-Each net starts with a convolution of the data, whose input has no gradient, and goes through every kind of
-convolution that PyTorch has: strided, dilated, grouped, depthwise and transposed, with a bias and without one.
+Each network starts with a convolution of the data, whose input has no gradient, and uses every kind of convolution in
+PyTorch: strided, dilated, grouped, depthwise and transposed, with and without a bias.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Layers whose ops are taken apart for core devices give PyTorch's values and gradients on numpy."""
+"""Ops that the core lowering decomposes give PyTorch's values and gradients on numpy."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""While a capture notes what code reads of a module, nobody else notices, and afterwards all is as it was."""
+"""Recording which attributes code reads of a module affects no other thread, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_reads_of_other_threads_are_not_noted_and_their_recordings_are_their_own
     assert not hooked()
 
 
-def test_a_hook_that_somebody_else_has_put_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hook_that_was_there_before_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, calls = object.__getattribute__, []
 
     def theirs(module: nn.Module, name: str) -> object:

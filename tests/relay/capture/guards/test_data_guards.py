@@ -1,4 +1,4 @@
-"""What a model decides by looking at the batch is decided as in PyTorch, batch by batch and piece by piece."""
+"""Models that branch on values of the batch take PyTorch's branch, for every batch and micro-batch."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Deciding(nn.Module):
         self.first = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(Layer() for _ in range(2))
 
-    def scale(self, kept: Tensor) -> Tensor | None:
+    def scale(self, valid: Tensor) -> Tensor | None:
         raise NotImplementedError
 
-    def forward(self, inputs: Tensor, kept: Tensor, targets: Tensor) -> Output:
-        scale = self.scale(kept)
+    def forward(self, inputs: Tensor, valid: Tensor, targets: Tensor) -> Output:
+        scale = self.scale(valid)
         value = self.first(inputs)
         for layer in self.layers:
             value = layer(value, scale)
@@ -55,29 +55,29 @@ class Deciding(nn.Module):
 
 
 class AllKept(Deciding):
-    def scale(self, kept: Tensor) -> Tensor | None:
-        return None if kept.all() else kept.float()[:, None]
+    def scale(self, valid: Tensor) -> Tensor | None:
+        return None if valid.all() else valid.float()[:, None]
 
 
 class HowMany(Deciding):
     """By a number, which becomes a part of the program."""
 
-    def scale(self, kept: Tensor) -> Tensor | None:
-        return torch.full((1,), 1.0 / max(1, int(kept.sum())))
+    def scale(self, valid: Tensor) -> Tensor | None:
+        return torch.full((1,), 1.0 / max(1, int(valid.sum())))
 
 
 class ByWriting(Deciding):
     """By a tensor that is written to before it is looked at."""
 
-    def scale(self, kept: Tensor) -> Tensor | None:
-        seen = torch.zeros(len(kept), dtype=torch.bool)
-        seen[:] = kept.bool()
-        return None if bool(seen.all()) else kept.float()[:, None] + 0.5
+    def scale(self, valid: Tensor) -> Tensor | None:
+        seen = torch.zeros(len(valid), dtype=torch.bool)
+        seen[:] = valid.bool()
+        return None if bool(seen.all()) else valid.float()[:, None] + 0.5
 
 
 class Compared(Deciding):
-    def scale(self, kept: Tensor) -> Tensor | None:
-        return None if torch.equal(kept, torch.ones_like(kept)) else kept.float()[:, None]
+    def scale(self, valid: Tensor) -> Tensor | None:
+        return None if torch.equal(valid, torch.ones_like(valid)) else valid.float()[:, None]
 
 
 def batches(rows: int = 6, steps: int = 6) -> list[dict[str, Tensor]]:
@@ -85,9 +85,9 @@ def batches(rows: int = 6, steps: int = 6) -> list[dict[str, Tensor]]:
     made = []
     for step in range(steps):
         batch = {name: torch.randn(rows, WIDTH, generator=generator) for name in ("inputs", "targets")}
-        batch["kept"] = torch.ones(rows, dtype=torch.long)
+        batch["valid"] = torch.ones(rows, dtype=torch.long)
         if step % 3:
-            batch["kept"][:: step + 1] = 0
+            batch["valid"][:: step + 1] = 0
         made.append(batch)
     return made
 
@@ -126,8 +126,8 @@ def test_what_depends_on_the_weights_is_refused_by_name(build: Build) -> None:
     """The answer could change within the step that it is asked in."""
 
     class ByWeights(Deciding):
-        def scale(self, kept: Tensor) -> Tensor | None:
-            return None if (self.first.weight * kept[0]).sum() > 0 else kept.float()[:, None]
+        def scale(self, valid: Tensor) -> Tensor | None:
+            return None if (self.first.weight * valid[0]).sum() > 0 else valid.float()[:, None]
 
     with pytest.raises(relay.CaptureError, match="depend on the data"):
         build(ByWeights(), microbatches=2).step(batches()[0])
@@ -135,15 +135,15 @@ def test_what_depends_on_the_weights_is_refused_by_name(build: Build) -> None:
 
 def test_micro_batches_that_take_other_layers_cannot_share_a_step_and_that_is_said(build: Build) -> None:
     class Between(AllKept):
-        def forward(self, inputs: Tensor, kept: Tensor, targets: Tensor) -> Output:
+        def forward(self, inputs: Tensor, valid: Tensor, targets: Tensor) -> Output:
             value = self.layers[0](inputs, None)
-            value = self.layers[1](value if kept.all() else value * kept.float()[:, None], None)
+            value = self.layers[1](value if valid.all() else value * valid.float()[:, None], None)
             return Output(nn.functional.mse_loss(value, targets), value)
 
     trainer = build(Between(), microbatches=2)
-    kept = torch.tensor([1, 1, 1, 0, 1, 1])
+    valid = torch.tensor([1, 1, 1, 0, 1, 1])
     with pytest.raises(relay.PartitionError, match="cannot share a step"):
-        trainer.step({**batches()[0], "kept": kept})
+        trainer.step({**batches()[0], "valid": valid})
 
 
 def test_many_answers_mean_many_programs_and_that_is_said_once(build: Build, caplog: pytest.LogCaptureFixture) -> None:
@@ -152,10 +152,11 @@ def test_many_answers_mean_many_programs_and_that_is_said_once(build: Build, cap
     with caplog.at_level(logging.WARNING, logger="relay"):
         for count in range(12):
             batch = batches(12, 1)[0]
-            batch["kept"][:count] = 0
+            batch["valid"][:count] = 0
             trainer.step(batch)
-    said = [record.getMessage() for record in caplog.records if "reads numbers off the batch" in record.getMessage()]
-    assert len(said) == 1
+    messages = [record.getMessage() for record in caplog.records]
+    messages = [message for message in messages if "reads numbers off the batch" in message]
+    assert len(messages) == 1
     assert len(trainer._compiler.cache) == 9
 
 
@@ -169,12 +170,12 @@ def test_other_threads_and_later_code_see_transformers_as_it_is(build: Build) ->
     seen: list[bool] = []
 
     class Looking(AllKept):
-        def scale(self, kept: Tensor) -> Tensor | None:
+        def scale(self, valid: Tensor) -> Tensor | None:
             asked = threading.Thread(target=lambda: seen.append(import_utils.is_fake_tensor(fake)))
             asked.start()
             asked.join()
-            seen.append(import_utils.is_fake_tensor(kept))
-            return super().scale(kept)
+            seen.append(import_utils.is_fake_tensor(valid))
+            return super().scale(valid)
 
     trainer = build(Looking(), microbatches=1)
     trainer.step(batches()[0])
