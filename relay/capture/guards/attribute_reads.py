@@ -102,8 +102,8 @@ def recorded_reads(module: nn.Module) -> Iterator[Reads]:
 def reads_unrecorded() -> Iterator[None]:
     """While open, what this thread reads is not noted: code runs that is captured later by itself."""
     open_here = _hook.open
-    recordings, open_here.recordings = open_here.recordings, []
+    open_reads, open_here.open_reads = open_here.open_reads, []
     try:
         yield
     finally:
-        open_here.recordings = recordings
+        open_here.open_reads = open_reads
