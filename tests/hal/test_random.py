@@ -259,7 +259,7 @@ def test_probability_zero_keeps_all(zero):
     assert bool(keep_mask(KEY, 2, (10_001,), zero).all())
 
 
-@pytest.mark.parametrize("one", [1, 1.0, 1 - 1e-12, np.float32(1)])
+@pytest.mark.parametrize("probability", [1, 1.0, 1 - 1e-12, np.float32(1)])
 def test_probability_one_drops_all(probability):
     assert keep_threshold(probability) == 2**32
     assert not bool(keep_mask(KEY, 2, (10_001,), probability).any())
