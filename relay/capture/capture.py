@@ -23,21 +23,20 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
 from torch import fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hal.errors import Unsupported
 from relay.capture.captured import Captured
 from relay.capture.check_dtypes import check_operands
 from relay.capture.core.lowering import Lowering, attention, decompositions
-from relay.capture.core.wrong_decompositions import own_kernels
 from relay.capture.eager_fallback import eager_programs
 from relay.capture.guards.attribute_reads import Reads, recorded_reads
 from relay.capture.guards.functional_call import put_back
 from relay.capture.guards.messages import (
-    HasEffect,
+    NotAGraph,
     described_layer,
     explain_eager,
     in_short,
@@ -48,6 +47,9 @@ from relay.capture.guards.messages import (
 from relay.capture.guards.plain_tensors import PlainTensors, UsedTensors, constants_of
 from relay.capture.joint_graph import Extraction
 from relay.capture.memory_order import Order
+from relay.capture.native.dropout_scale import correct_dropout_scale
+from relay.capture.native.kernel_strides import KernelStrides
+from relay.capture.native.python_kernels import own_kernels
 from relay.capture.norm_dtypes import correct_statistics
 from relay.capture.random_ops import draws_by_itself
 from relay.capture.request import CaptureRequest
@@ -103,6 +105,8 @@ def capture(request: CaptureRequest) -> Captured:
     check_operands(traced.graph, request)
     if request.lowering is not Lowering.CORE:
         correct_statistics(traced.graph, request.device)
+        if request.device == CPU:
+            correct_dropout_scale(traced.graph)
     extraction = Extraction(request, traced)
     return _cut(extraction, reads, request.ends_in_loss, name, request.gradient_orders, request.save)
 
@@ -134,9 +138,9 @@ def _trace(request: CaptureRequest) -> tuple[fx.GraphModule, Reads, PlainTensors
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore")
         # Tensors of the module that are neither parameters nor buffers stay real beside the fake ones.
-        mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
+        mode = KernelStrides(allow_non_fake_inputs=True, static_shapes=True)
         stack.enter_context(tracing(TracingContext(mode)))
-        stack.enter_context(own_kernels())
+        stack.enter_context(own_kernels(native=request.lowering is not Lowering.CORE))
         table = None
         if request.lowering is not Lowering.NATIVE:
             stack.enter_context(attention())
@@ -149,17 +153,20 @@ def _trace(request: CaptureRequest) -> tuple[fx.GraphModule, Reads, PlainTensors
         plain = stack.enter_context(PlainTensors(module))
         reads = stack.enter_context(recorded_reads(module))
         joint = aot_export_joint_with_descriptors(stack, traced, inputs, {}, decompositions=table)
-        _refuse_effects(joint.graph_module.graph)
+        _refuse_undescribed(joint.graph_module.graph)
         if device != CPU:
             spell_out(joint.graph_module.graph)
         return joint.graph_module, reads, plain
 
 
-def _refuse_effects(graph: fx.Graph) -> None:
-    """Raise HasEffect for an op with effects: PyTorch orders such ops by tokens, which programs do not carry."""
+def _refuse_undescribed(graph: fx.Graph) -> None:
+    """Raise NotAGraph for ops with effects, which PyTorch orders by tokens that programs do not carry, and for oneDNN's
+    recurrent layer, whose workspace has a length that only its kernel knows."""
     for node in graph.nodes:
         if node.op == "call_function" and str(node.target) == "with_effects":
-            raise HasEffect(str(node.args[1]))
+            raise NotAGraph(str(node.args[1]), "has an effect besides its result (an assertion on data, for example)")
+        if node.target is torch.ops.aten.mkldnn_rnn_layer.default:
+            raise NotAGraph(str(node.target), "has a workspace whose length only its kernel knows")
 
 
 def _trace_for_device(request: CaptureRequest) -> tuple[fx.GraphModule, Reads, PlainTensors]:

@@ -122,14 +122,18 @@ def _keyed_bernoulli(graph: fx.Graph, node: fx.Node, key: fx.Node, number: int) 
 
 
 def _keyed_dropout(graph: fx.Graph, source: fx.Node, node: fx.Node, key: fx.Node, number: int) -> tuple[Any, Any]:
-    """native_dropout as PyTorch computes it, with a keyed mask: (source * mask) * (1 / (1 - p))."""
+    """native_dropout as PyTorch computes it, with a keyed mask: (source * mask) * (1 / (1 - p)).
+
+    Graphs for the CPU have a scale of their own (`relay.capture.native.dropout_scale`).
+    """
     probability = float(node.args[1])  # type: ignore[arg-type]
     value = source.meta["val"]
+    scale = node.meta.get("scale", 0.0 if probability == 1.0 else 1.0 / (1.0 - probability))
     mask = graph.call_function(counter_random.keep_mask, (key, number, tuple(value.shape), probability))
     mask.meta = {"val": torch.empty(value.shape, dtype=torch.bool, device="meta")}
     masked = graph.call_function(aten.mul.Tensor, (source, mask))
     masked.meta = {"val": value}
-    scaled = graph.call_function(aten.mul.Scalar, (masked, 0.0 if probability == 1.0 else 1.0 / (1.0 - probability)))
+    scaled = graph.call_function(aten.mul.Scalar, (masked, scale))
     scaled.meta = {"val": value}
     return scaled, mask
 

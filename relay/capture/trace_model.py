@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
@@ -30,6 +29,7 @@ from relay.capture.guards.messages import explain
 from relay.capture.guards.mutated_arguments import call_observed, write_back
 from relay.capture.guards.plain_tensors import PlainTensors
 from relay.capture.guards.unsupported import hooks_wait, inside_layer, refusing
+from relay.capture.native.kernel_strides import KernelStrides
 from relay.capture.traced_module import autocast
 from relay.errors import PartitionError, RelayError
 from relay.graph.pytree import TensorTree, is_taken_apart, tensor_leaves
@@ -220,7 +220,7 @@ def trace(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # Without symbolic shapes an op whose shape depends on data raises at once. Fake arguments keep their mode.
-            mode = detect_fake_mode(arguments) or FakeTensorMode(allow_non_fake_inputs=True)
+            mode = detect_fake_mode(arguments) or KernelStrides(allow_non_fake_inputs=True)
             fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, tuple(arguments))
             with refusing() as unseen, inference_as_no_grad():
                 traced = make_fx(guarded, tracing_mode="fake", pre_dispatch=True)(*fakes)

@@ -33,7 +33,7 @@ from relay.capture.core.rewrites import REWRITES
 from relay.capture.core.scans import SCANS
 from relay.capture.core.special import ERROR_FUNCTIONS
 from relay.capture.core.strides import STRIDES
-from relay.capture.core.wrong_decompositions import WRONG
+from relay.capture.native.python_kernels import WRONG
 from relay.errors import CaptureError
 
 aten = torch.ops.aten

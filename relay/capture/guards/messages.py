@@ -14,12 +14,13 @@ from collections.abc import Iterator
 from relay.errors import CaptureError, RelayError
 
 
-class HasEffect(Exception):
-    """A trace holds an op with an effect besides its results, such as an assertion on data."""
+class NotAGraph(Exception):
+    """A trace holds an op that PyTorch does not describe well enough to cut it up into programs: `why`."""
 
-    def __init__(self, op: str) -> None:
+    def __init__(self, op: str, why: str) -> None:
         super().__init__(op)
         self.op = op
+        self.why = why
 
 
 _NO_DERIVATIVE = re.compile(r"derivative for '?(?:aten::)?(\w+)")
@@ -91,8 +92,8 @@ def reason(failure: Exception, layer: str) -> str | None:
     """The reason why a layer could not be captured, in words that follow "since"; None for a RelayError."""
     if isinstance(failure, RelayError):
         return None
-    if isinstance(failure, HasEffect):
-        return f"{failure.op} has an effect besides its result (an assertion on data, for example)"
+    if isinstance(failure, NotAGraph):
+        return f"{failure.op} {failure.why}"
     explained = explain(failure, layer)
     if isinstance(explained, CaptureError) and explained.by_data:
         return f"{explained.op or 'an op'} makes its shapes or its control flow depend on the data"

@@ -1,0 +1,119 @@
+"""Fake tensors whose strides are those that PyTorch's CPU kernels give, also where PyTorch foretells others.
+
+A trace decides by strides: whether `reshape` is a view, whether `contiguous` copies, which kernel a product takes. For
+most ops PyTorch foretells the strides of results exactly. For those of `MISTAKEN` it does not (its Python form of the
+op lays the result out otherwise than the kernel does), where an operand is not contiguous. Such an op is run once, on
+zeros that lie as its operands do, to see how the results lie.
+
+Values are never computed here. Other devices than the CPU keep what PyTorch foretells. Invariant: shapes and dtypes
+are PyTorch's own.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+aten = torch.ops.aten
+
+MISTAKEN = frozenset(
+    {
+        aten._batch_norm_with_update.default,
+        aten._batch_norm_with_update_functional.default,
+        aten._log_softmax_backward_data.default,
+        aten._native_batch_norm_legit.default,
+        aten._native_batch_norm_legit.no_stats,
+        aten._native_batch_norm_legit_functional.default,
+        aten._softmax_backward_data.default,
+        aten._upsample_nearest_exact1d.default,
+        aten.as_strided_scatter.default,
+        aten.batch_norm_backward.default,
+        aten.binary_cross_entropy_backward.default,
+        aten.channel_shuffle.default,
+        aten.copysign.Tensor,
+        aten.div.Tensor_mode,
+        aten.elu_backward.default,
+        aten.hardswish_backward.default,
+        aten.hardtanh_backward.default,
+        aten.huber_loss_backward.default,
+        aten.ldexp.Tensor,
+        aten.log_sigmoid_forward.default,
+        aten.logaddexp.default,
+        aten.logit_backward.default,
+        aten.max_unpool2d.default,
+        aten.mse_loss_backward.default,
+        aten.native_batch_norm.default,
+        aten.native_batch_norm_backward.default,
+        aten.native_dropout_backward.default,
+        aten.native_group_norm_backward.default,
+        aten.native_layer_norm_backward.default,
+        aten.normal.Tensor_Tensor,
+        aten.pow.Scalar,
+        aten.reflection_pad2d_backward.default,
+        aten.reflection_pad3d.default,
+        aten.reflection_pad3d_backward.default,
+        aten.replication_pad2d_backward.default,
+        aten.replication_pad3d.default,
+        aten.replication_pad3d_backward.default,
+        aten.smooth_l1_loss_backward.default,
+        aten.softplus_backward.default,
+        aten.special_xlog1py.default,
+        aten.upsample_nearest1d.default,
+        aten.xlogy.Tensor,
+    }
+)
+"""Found by holding every op of PyTorch's own samples against its kernel (`tests/relay/capture/sweep`)."""
+
+
+class KernelStrides(FakeTensorMode):
+    """PyTorch's mode of fake tensors, with the strides of the CPU's kernels."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What an op gives for fake tensors."""
+        foretold = super().dispatch(func, types, args, kwargs or {})
+        if func not in MISTAKEN:
+            return foretold
+        given, structure = pytree.tree_flatten((args, kwargs or {}))
+        tensors = [one for one in given if isinstance(one, torch.Tensor)]
+        if any(one.device.type != "cpu" for one in tensors) or all(one.is_contiguous() for one in tensors):
+            return foretold
+        described = tuple(_Zeros.like(one) if isinstance(one, torch.Tensor) else one for one in given)
+        found = iter(_strides_of_results(func, described, structure))
+
+        def relaid(result: FakeTensor) -> torch.Tensor:
+            strides = next(found)
+            if strides == tuple(result.stride()):
+                return result
+            with self:
+                return torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device)
+
+        return pytree.tree_map_only(torch.Tensor, relaid, foretold)
+
+
+class _Zeros(tuple[Any, ...]):
+    """How a tensor of zeros is to be made: shape, strides, dtype."""
+
+    @classmethod
+    def like(cls, tensor: torch.Tensor) -> _Zeros:
+        return cls((tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype))
+
+    def make(self) -> torch.Tensor:
+        shape, strides, dtype = self
+        # Memory that is only read stays the system's page of zeros, whatever its size.
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if all(shape) else 0
+        return torch.zeros(extent, dtype=dtype).as_strided(shape, strides)
+
+
+@functools.lru_cache(maxsize=4096)
+def _strides_of_results(op: Any, given: tuple[Any, ...], structure: pytree.TreeSpec) -> tuple[tuple[int, ...], ...]:
+    """The strides of the tensors that the CPU's kernel of `op` returns."""
+    with _disable_current_modes(), torch.no_grad():
+        made = [one.make() if isinstance(one, _Zeros) else one for one in given]
+        args, kwargs = pytree.tree_unflatten(made, structure)
+        results = op(*args, **kwargs)
+    return tuple(tuple(one.stride()) for one in pytree.tree_leaves(results) if isinstance(one, torch.Tensor))
