@@ -30,10 +30,10 @@ from torch._guards import TracingContext, tracing
 
 from hal.errors import Unsupported
 from relay.capture.captured import Captured
-from relay.capture.check_dtypes import check_operands
 from relay.capture.core.lowering import Lowering, attention, decompositions
 from relay.capture.eager_fallback import eager_programs
 from relay.capture.guards.attribute_reads import Reads, recorded_reads
+from relay.capture.guards.check_dtypes import check_operands
 from relay.capture.guards.functional_call import put_back
 from relay.capture.guards.messages import (
     NotAGraph,
