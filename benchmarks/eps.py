@@ -28,12 +28,13 @@ import torch
 from llvmlite.binding import get_host_cpu_features
 
 from relay.optim import fused
-from relay.optim.int8_state import Int8State
+from relay.optim.int8_state import Int8State, group_count
 from relay.optim.thread_pool import work_through
 
 BYTES_A_PARAMETER = 28
 PAUSE = 0.02  # seconds in which the last contestant's threads stop spinning for more work and free their cores
 OPTIONS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
+GROUP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 TARGETS = {"of memory": 0.85, "over torch": 1.5, "over deepspeed": 2.5}
 
 
@@ -86,7 +87,8 @@ class Problem:
 
     def run_ours(self) -> None:
         master, first, second = self.ours
-        fused.adamw(master, self.gradient, first, second, self.weights[0], step=self.step, **OPTIONS)
+        states = {"exp_avg": first, "exp_avg_sq": second}
+        fused.update(fused.ADAMW, master, self.gradient, states, self.weights[0], GROUP, step=self.step)
 
     def run_torch(self) -> None:
         """With its casts into memory that is there already, as favourable as can be."""
@@ -117,10 +119,14 @@ def small_state_steps(problem: Problem) -> dict[str, Callable[[], Any]]:
     size, master = problem.size, torch.randn(problem.size)
     weight = torch.empty(size, dtype=torch.bfloat16)
     short = [torch.zeros(size, dtype=torch.bfloat16) for _ in range(2)]
-    eight = [Int8State.zeros(size, signed=True), Int8State.zeros(size, signed=False)]
+    eight = [
+        Int8State(torch.zeros(size, dtype=torch.uint8), torch.zeros(group_count(size)), signed)
+        for signed in (True, False)
+    ]
 
     def step(states: list[Any]) -> None:
-        fused.adamw(master, problem.gradient, *states, weight, step=problem.step, **OPTIONS)
+        named = dict(zip(("exp_avg", "exp_avg_sq"), states, strict=True))
+        fused.update(fused.ADAMW, master, problem.gradient, named, weight, GROUP, step=problem.step)
 
     return {"bf16 states": lambda: step(short), "int8 states": lambda: step(eight)}
 

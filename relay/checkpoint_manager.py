@@ -1,4 +1,4 @@
-"""A run's checkpoints: when they are written, how many are kept, and which one a run goes on from.
+"""The checkpoints of a run: when they are written, how many are kept, and which one a run resumes from.
 
     with relay.Checkpoints("runs/x/checkpoints", trainer, every=100, data=batches) as checkpoints:
         checkpoints.resume()
@@ -6,9 +6,9 @@
             trainer.step(batch)
             checkpoints.after_step()
 
-They are written behind the training. SIGTERM, Ctrl-C and exceptions end the run with a last checkpoint, as long as
-the parameters are whole. What a checkpoint is made of is not known here (`relay.checkpoint.format`). Invariant: an old
-checkpoint is deleted only after a newer one has been verified, and the newest whole one never.
+They are written in the background. SIGTERM, Ctrl-C and exceptions end the run with a last checkpoint, if the last step
+is complete. The content of a checkpoint is not known here (`relay.checkpoint.format`). Invariant: an old checkpoint is
+deleted only after a newer one has been verified, and the newest whole one never.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NAME = re.compile(r"step-(\d{9,19})")
 
 
 class Terminated(SystemExit):
-    """The process was asked to end by SIGTERM, and the step under way has been finished. Exit code 143."""
+    """Raised after SIGTERM, when the current step has ended. Exit code 143."""
 
     def __init__(self) -> None:
         super().__init__(128 + signal.SIGTERM)
@@ -44,9 +44,15 @@ class Terminated(SystemExit):
 class Checkpoints:
     """The checkpoints of one run in `folder`, each a folder `step-000000123`.
 
-    `every` is in steps, `minutes` in minutes; either may be None. The `keep_last` newest are kept. Further keywords
-    are what else belongs to the run and has `state_dict` and `load_state_dict`, such as `data=` and `scheduler=`;
-    `metadata` is a mapping of plain values that are stored with each checkpoint and not restored.
+    Args:
+        folder: where the checkpoints are.
+        trainer: whose state is saved.
+        every: save after every so many steps.
+        minutes: save when so many minutes have passed since the last checkpoint.
+        keep_last: how many of the newest checkpoints are kept.
+        memory: the most bytes of copies that writing in the background may take, such as "1GB".
+        metadata: plain values that are stored with each checkpoint and not restored.
+        user: what else belongs to the run and has `state_dict` and `load_state_dict`, such as `data=`, `scheduler=`.
     """
 
     @refuse_renamed("Checkpoints")
@@ -81,21 +87,21 @@ class Checkpoints:
         self._previous_handler: Any = None
         self._handling = False
 
-    # -- going on ---------------------------------------------------------------------------------------------
+    # -- resuming ---------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """The steps of which there is a checkpoint (whole or not), newest first."""
+        """The steps that have a checkpoint (complete or not), newest first."""
         return sorted(_found(self.folder), reverse=True)
 
     def path_of(self, step: int) -> Path:
-        """The folder of the checkpoint after that step, whether it is there or not."""
+        """The folder of the checkpoint after that step, whether it exists or not."""
         return self.folder / f"step-{step:09}"
 
     def resume(self) -> int:
-        """Load the newest whole checkpoint, if there is any; the number of steps it had made (0 without one).
+        """Load the newest whole checkpoint. Returns the number of steps that it had made, 0 without a checkpoint.
 
-        A damaged one is passed over, with a warning that says what is wrong with it. Raises CheckpointError where
-        there are checkpoints and none is whole, or where one is of another run.
+        A damaged checkpoint is skipped with a warning. Raises CheckpointError if there are checkpoints and all are
+        damaged, or if one is of another model or optimizer.
         """
         for left_over in self.folder.glob(".step-*.partial"):  # of a process that was killed as it wrote
             shutil.rmtree(left_over, ignore_errors=True)
@@ -105,23 +111,23 @@ class Checkpoints:
                 Checkpoint(path).verify()
             except CheckpointError as problem:
                 problems.append(str(problem))
-                warnings.warn(f"The checkpoint of step {step} is passed over: {problem}", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"The checkpoint of step {step} is skipped: {problem}", RuntimeWarning, stacklevel=2)
                 continue
             self._trainer.load(path, verify=False, **self._user)
             self._last_step = self._trainer.steps
             self._note_position()
             return self._trainer.steps
         if problems:
-            raise CheckpointError(f"none of the checkpoints is whole: {'; '.join(problems)}", file=str(self.folder))
+            raise CheckpointError(f"all checkpoints are damaged: {'; '.join(problems)}", file=str(self.folder))
         self._note_position()
         return 0
 
-    # -- on the way -------------------------------------------------------------------------------------------
+    # -- saving -------------------------------------------------------------------------------------------
 
     def after_step(self) -> bool:
-        """Call after every step: saves where one is due. Whether one was begun.
+        """Call after every step. Starts a checkpoint if one is due, and returns whether it did.
 
-        Raises CheckpointError where the one before could not be written, and Terminated after SIGTERM.
+        Raises CheckpointError if the previous checkpoint could not be written, and Terminated after SIGTERM.
         """
         self._note_position()
         if self._terminated.is_set():
@@ -136,21 +142,21 @@ class Checkpoints:
         return True
 
     def save(self) -> Path:
-        """Save now, and return when it is done. Raises CheckpointError."""
+        """Save now, and return the checkpoint's path when it is written. Raises CheckpointError."""
         self._note_position()
         return self._save_now()
 
     def _save_now(self) -> Path:
         self._finish(wait=True)
         if self._position is None or self._position[0] != self._trainer.steps:
-            # A step was made that `after_step` was not told of: what data and schedules say now belongs to it.
+            # A step was made without `after_step`: the present states of data and schedules belong to it.
             self._note_position()
         saving = self._save(background=False)
         self._prune()
         return saving.path
 
     def __enter__(self) -> Checkpoints:
-        # Python runs signal handlers in the main thread only, and only there they can be set.
+        # Python runs and sets signal handlers in the main thread only.
         if threading.current_thread() is threading.main_thread():
             self._previous_handler = signal.signal(signal.SIGTERM, self._on_terminate)
             self._handling = True
@@ -178,11 +184,11 @@ class Checkpoints:
             self._previous_handler(number, frame)
 
     def _note_position(self) -> None:
-        """Keep where data and schedules are after this step: a batch taken later may never be trained on."""
+        """Keep the states of data and schedules after this step: a batch taken later may not be trained on."""
         self._position = self._trainer.steps, states_of(self._user)
 
     def _save_what_is_whole(self, error: BaseException) -> None:
-        """After an exception: a last checkpoint of the last whole step, if that is what the trainer holds."""
+        """After an exception: save a last checkpoint, if the trainer holds the state of a complete step."""
         try:
             self._finish(wait=True)
         except CheckpointError as problem:
@@ -202,7 +208,7 @@ class Checkpoints:
         return self._trainer.save(path, background=background, memory=self._memory, **states)
 
     def _finish(self, wait: bool) -> None:
-        """Deal with a checkpoint that was written behind the training, once it is done."""
+        """Check and prune after a background checkpoint has ended."""
         if self._saving is None or not (wait or self._saving.done()):
             return
         saving, self._saving = self._saving, None
@@ -227,7 +233,7 @@ def newest(folder: Path) -> Path | None:
 
 
 def _found(folder: Path) -> dict[int, Path]:
-    """Checkpoints by step, as they should be called."""
+    """The paths of checkpoints by step."""
     if not folder.is_dir():
         return {}
     found = {}

@@ -1,4 +1,4 @@
-"""The relay's own errors: one class for each decision that a caller can take.
+"""The relay's own errors, one class for each way in which a caller can react.
 
 Device errors are `hal.errors.HalError` and pass through unchanged. Invariant: none of these leaves a step half
 applied or a file half written.
@@ -12,24 +12,24 @@ class RelayError(RuntimeError):
 
 
 class BatchError(RelayError, ValueError):
-    """A batch that cannot be trained on: empty, too small for the micro-batches, or of unequal lengths.
+    """A batch that cannot be used: empty, too small for the micro-batches, or with tensors of different lengths.
 
     What to do: change the batch or `microbatches=`.
     """
 
 
 class PartitionError(RelayError):
-    """A model that cannot be cut into layers, or whose loss is not there or not a scalar.
+    """A model that cannot be cut into layers, or whose loss is missing or not a scalar.
 
-    What to do: give the model as a list of modules, or mend what the message names.
+    What to do: give the model as a list of modules, or change what the message names.
     """
 
 
 class CaptureError(RelayError):
     """A layer that cannot be captured as a graph. `layer` and `op` name it (`op` may be empty).
 
-    `by_data` says that the data decide what it does. Inside one layer that is no error (the layer runs eagerly);
-    between layers it is. What to do: rewrite the layer without the op, or keep it out of the relayed model.
+    `by_data` is True if the values of the data decide what the layer does. Inside one layer that is no error (the layer
+    runs eagerly); between layers it is. What to do: rewrite the layer without the op, or leave it out of the model.
     """
 
     def __init__(self, message: str, *, layer: str, op: str = "", by_data: bool = False) -> None:
@@ -42,7 +42,7 @@ class CaptureError(RelayError):
 class NonFiniteLoss(RelayError):
     """The loss of a step was NaN or infinite. Nothing of that step was applied: the parameters are as before it.
 
-    What to do: lower the learning rate, look at the batch, or skip it and go on.
+    What to do: lower the learning rate, look at the batch, or skip it and continue (`on_nonfinite="skip"`).
     """
 
     def __init__(self, loss: float, step: int) -> None:
@@ -69,14 +69,14 @@ class GradientOverflow(RelayError):
 
 
 class InconsistentState(RelayError):
-    """A step failed while layers were being updated: some have taken it, others not.
+    """A step failed while layers were being updated: some are updated, others are not.
 
-    What to do: load a checkpoint, or build a new trainer. This one refuses to go on.
+    What to do: load a checkpoint, or build a new trainer. This trainer refuses further steps.
     """
 
 
 class LossScaleExhausted(RelayError):
-    """fp16 gradients overflow at every loss scale: the run cannot recover by itself. Nothing was applied.
+    """fp16 gradients overflow at every loss scale, so the run cannot recover. Nothing was applied.
 
     What to do: train in bf16 or fp32, lower the learning rate, or look for a layer whose values grow without bound.
     """
@@ -90,7 +90,7 @@ class LossScaleExhausted(RelayError):
 
 
 class ModelChanged(RelayError):
-    """The model's tensors are no longer the ones that the trainer took over. Nothing was run.
+    """The model's tensors are not those that the trainer took over. Nothing was run.
 
     What to do: build a new trainer; one model has one trainer at a time.
     """
@@ -114,8 +114,8 @@ class ModelChanged(RelayError):
 class CheckpointError(RelayError):
     """A checkpoint that cannot be written, read or used here. `file` and `field` say where (`field` may be empty).
 
-    What to do: load another checkpoint (`relay inspect FOLDER` tells whole from damaged ones), or build the trainer
-    that this one belongs to. A checkpoint that is refused has changed nothing.
+    What to do: load another checkpoint (`relay inspect FOLDER` reports damage), or build the trainer that it belongs
+    to. A checkpoint that is refused has changed nothing.
     """
 
     def __init__(self, message: str, *, file: str = "", field: str = "") -> None:

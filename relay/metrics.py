@@ -1,6 +1,6 @@
-"""What a step tells its caller.
+"""The figures that a step returns.
 
-Plain figures, read off events that have ended: nothing here waits or measures.
+They are read from events that have ended. Nothing here waits or measures.
 """
 
 from __future__ import annotations
@@ -15,12 +15,19 @@ from hal.event import Event
 class Metrics:
     """Figures of one step or evaluation. Bytes are exact; seconds are wall time.
 
-    `loss` is the mean over the whole batch. `grad_norm` is the global 2-norm of the gradients (0 for an
-    evaluation). `device_peak_bytes` is the peak of the device's account, `host_bytes` all that the host's ledger
-    holds. `compute_seconds`, `transfer_seconds` and `optimizer_seconds` are sums over the calls of each kind; they
-    overlap, so they may add up to more than `seconds`. `weight_bytes` is what was sent down as weights. With held
-    updates (clipping, fp16) `optimizer_seconds` are those of the step before. `skipped` says that nothing of the step
-    was applied: its loss, or under clipping or a dynamic loss scale its gradients, were not finite.
+    Attributes:
+        loss: the mean over the whole batch.
+        grad_norm: the global 2-norm of the gradients before clipping; 0 for an evaluation.
+        seconds: the whole call.
+        tokens: tokens in the batch (samples, for models without tokens).
+        device_peak_bytes: the peak of the device memory in use.
+        host_bytes: all bytes in the host's ledger.
+        compute_seconds, transfer_seconds, optimizer_seconds: sums over the calls of each kind. They overlap, so they
+            may add up to more than `seconds`. With deferred updates (clipping by norm, a dynamic loss scale)
+            `optimizer_seconds` is that of the step before.
+        weight_bytes: the bytes of weights that were sent to the device.
+        skipped: True if nothing of the step was applied, since its loss was not finite, or, under clipping by norm or a
+            dynamic loss scale, its gradients were not.
     """
 
     loss: float
@@ -42,5 +49,5 @@ class Metrics:
 
 
 def total_elapsed(events: Sequence[Event]) -> float:
-    """Seconds summed over calls that have ended."""
+    """The seconds of calls that have ended, summed."""
     return sum(event.elapsed() for event in events)

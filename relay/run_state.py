@@ -1,8 +1,7 @@
-"""The state of a run: weights, optimizer and step count, and what may be done with them between steps.
+"""The state of a run between steps: weights, optimizer, step count, and what may be done with them.
 
-Layers are put in and taken out, checkpoints written and read, weights handed out. It runs no steps: that is the
-trainer, which extends it. Invariant: a call that raises has changed nothing, or the state says that it can no
-longer be trusted (`InconsistentState`).
+Layers are inserted and removed, checkpoints written and read, weights returned. It runs no steps; the trainer, which
+extends it, does. Invariant: a call that raises has changed nothing, or later calls raise `InconsistentState`.
 """
 
 from __future__ import annotations
@@ -51,8 +50,12 @@ Grouping = Callable[[nn.Module], tuple[list[dict[str, Any]], dict[str, int]]]
 
 
 class RunState:
-    """What a trainer holds from one step to the next. `baseline_device_bytes` is what plain training would need of a
-    device."""
+    """What a trainer holds from one step to the next.
+
+    Attributes:
+        optimizer: a torch.optim.Optimizer whose `param_groups` hold the hyperparameters.
+        baseline_device_bytes: the device memory that plain training would need; 0 before the first batch is prepared.
+    """
 
     def __init__(
         self,
@@ -79,24 +82,25 @@ class RunState:
     # -- changing the architecture ----------------------------------------------------------------------------
 
     def insert(self, index: int, layer: nn.Module, within: str | None = None) -> None:
-        """Put a layer before place `index` of the model's layers; its optimizer state begins anew.
+        """Insert a layer before index `index` of the model's layers, with a new optimizer state.
 
-        `within` names the list of layers (such as `"encoder.layer"`) where a whole model has several. All four
-        edits keep weights and optimizer state of the layers that stay, whatever their names become; learning-rate
-        schedulers go on. Raises IndexError, ValueError or PartitionError with nothing changed.
+        `within` names the list of layers (such as `"encoder.layer"`) where a whole model has several. All four edits
+        (`insert`, `remove`, `replace`, `reorder`) keep weights and optimizer states of the layers that stay, even if
+        their names change, and learning-rate schedulers continue. Raises IndexError, ValueError or PartitionError with
+        nothing changed.
         """
         self._edit(within, lambda layers: inserted(layers, index, layer))
 
     def remove(self, index: int, within: str | None = None) -> None:
-        """Take a layer out, with its optimizer state. The module keeps its weights."""
+        """Remove a layer and its optimizer state. The module keeps its weights."""
         self._edit(within, lambda layers: removed(layers, index))
 
     def replace(self, index: int, layer: nn.Module, within: str | None = None) -> None:
-        """Put another layer in the place of one: `remove`, then `insert`."""
+        """Replace a layer by another: `remove`, then `insert`."""
         self._edit(within, lambda layers: replaced(layers, index, layer))
 
     def reorder(self, order: Sequence[int], within: str | None = None) -> None:
-        """Bring the layers into another order: `order[i]` is the one that comes i-th."""
+        """Reorder the layers: the i-th is then the one that had index `order[i]`."""
         self._edit(within, lambda layers: reordered(layers, order))
 
     def _edit(self, within: str | None, change: Callable[[list[nn.Module]], list[nn.Module]]) -> None:
@@ -139,8 +143,8 @@ class RunState:
         save_pretrained(self._model, self.state_dict(), folder, shard_size)
 
     def synchronize(self) -> None:
-        """Wait for updates that still run behind (with clipping or fp16, the last step's). Raises their error."""
-        self._session.synchronize()
+        """Wait for deferred updates of the last step (clipping by norm, dynamic loss scale). Raises their error."""
+        self._session.guard.synchronize()
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 
@@ -154,13 +158,18 @@ class RunState:
         shard_bytes: int | str = SHARD_BYTES,
         **user: Any,
     ) -> Saving:
-        """Write a checkpoint: a folder at `path`, in place of a checkpoint that is there.
+        """Write a checkpoint: a folder at `path`. A checkpoint that is there is replaced.
 
-        Further keywords are what else belongs to the run, such as `scheduler=` and `data=`: objects with
-        `state_dict()`, or plain values. With `background` training may go on while it is written, and takes at most
-        `memory` bytes of copies for it; errors then come with the next `save`, or `wait` of what is returned.
+        Args:
+            path: the folder.
+            background: return at once, and write while training continues. Errors are then raised by the next `save`,
+                or by `wait` of the returned object.
+            memory: the most bytes of copies that a background checkpoint may take, such as "1GB".
+            shard_bytes: parameters share files up to this size.
+            user: what else belongs to the run, such as `scheduler=` and `data=`: objects with `state_dict()`, or plain
+                values.
 
-        Raises CheckpointError, with what was there before untouched, and InconsistentState.
+        Raises CheckpointError, with the earlier checkpoint untouched, and InconsistentState.
         """
         self._check_usable()
         self.wait_saved()
@@ -174,27 +183,31 @@ class RunState:
             options={name: getattr(self.options, name) for name in SAVED_OPTIONS},
             user=states_of(user),
         )
-        # Before the first step states may still have to find their place.
-        behind = background and session.relay is not None
+        # Before the first step optimizer states may not be allocated yet.
+        background = background and session.scheduler is not None
         self._saving = start(
-            Path(path), self._model, session.server, session.host, session.pending, progress, parse_size(memory),
-            parse_size(shard_bytes), behind,
+            Path(path), self._model, session.server, session.host, session.guard.pending, progress, parse_size(memory),
+            parse_size(shard_bytes), background,
         )  # fmt: skip
         self._last_saved = str(path)
         return self._saving
 
     @as_if_alone()
     def load(self, path: str | Path, *, weights_only: bool = False, verify: bool = True, **user: Any) -> int:
-        """Take over the state that a checkpoint holds; the number of steps it had made.
+        """Load a checkpoint. Returns the number of steps that its run had made.
 
-        Further keywords are what was given to `save` and has a `load_state_dict`. `weights_only` takes parameters
-        and buffers alone, into a run that begins. `verify` reads everything once, against its checksums.
+        Args:
+            path: the checkpoint's folder.
+            weights_only: load parameters and buffers alone, for a new run.
+            verify: first read everything once and compare checksums.
+            user: objects that were given to `save`, by the same keywords; their `load_state_dict` is called.
 
-        Raises CheckpointError where the checkpoint is damaged or does not belong here; nothing has changed then.
+        Raises CheckpointError if the checkpoint is damaged or is of another model or optimizer; nothing has changed
+        then.
         """
         try:
             self.wait_saved()
-        except Exception as lost:  # what is loaded now is another state in any case
+        except Exception as lost:  # the state is replaced in any case
             logger.warning("A checkpoint that was being written is lost: %s", lost)
         session = self._session
         checkpoint = Checkpoint(Path(path))
@@ -204,7 +217,7 @@ class RunState:
             checkpoint.verify()
         else:
             checkpoint.check_layout()
-        session.recover()
+        session.reset()
         try:
             restore_weights(checkpoint, self._model)
             manifest = checkpoint.manifest
@@ -214,7 +227,7 @@ class RunState:
                 if self._scale is not None and manifest.loss_scale is not None:
                     self._scale.restore(manifest.loss_scale)
         except BaseException as failure:
-            session.broken = failure
+            session.guard.broken = failure
             raise
         restore_user(checkpoint, user)
         self._last_saved = str(path)
@@ -236,7 +249,7 @@ class RunState:
 
     @property
     def steps(self) -> int:
-        """How many steps have been made, skipped ones included: the number of the next one."""
+        """How many steps have been made, including skipped ones. It is the number of the next step."""
         return self._step
 
     @property
@@ -252,7 +265,7 @@ class RunState:
 
     @property
     def ledger(self) -> Ledger:
-        """What the host holds, in bytes by state and dtype."""
+        """The bytes in host memory, by state and dtype."""
         return self._session.host.ledger
 
     @property
@@ -261,14 +274,14 @@ class RunState:
         return self._session.device.info.name
 
     def _check_usable(self) -> None:
-        broken = self._session.broken
+        broken = self._session.guard.broken
         if broken is not None:
             raise InconsistentState(
-                f"An earlier step failed while layers were being updated ({broken}), so some layers have taken that "
-                f"step and others have not. {self._what_to_load()}"
+                f"An earlier step failed while layers were being updated ({broken}), so some layers are updated and "
+                f"others are not. {self._what_to_load()}"
             ) from broken
 
     def _what_to_load(self) -> str:
         if self._last_saved:
-            return f"Go on with trainer.load({self._last_saved!r}), the last checkpoint that this trainer knows."
-        return "Load a checkpoint, or build a new trainer; this one has saved none."
+            return f"Continue with trainer.load({self._last_saved!r}), the last checkpoint that this trainer used."
+        return "Load a checkpoint, or build a new trainer; this one has saved no checkpoint."

@@ -1,8 +1,8 @@
-"""The trainer: the public face of the relay.
+"""The trainer, the main public class: it builds what a run consists of, and turns batches into steps.
 
-It builds what a run consists of and turns batches into passes over the model. It holds no scheduling and no
-arithmetic; what may be done between steps (edits, checkpoints) is `relay.run_state`. Invariant: a call that raises
-has either changed nothing, or the trainer says that it can no longer be trusted (`InconsistentState`).
+Scheduling and arithmetic are not here (`relay.runtime`, `relay.eps`); what may be done between steps (edits,
+checkpoints) is in `relay.run_state`. Invariant: a call that raises has changed nothing, or later calls raise
+`InconsistentState`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from relay.capture import graphs_for
 from relay.eps.optimizer_state import as_spec, bind
 from relay.eps.server import Clipping, ParameterServer
 from relay.eps.store import LayerStore
-from relay.errors import NonFiniteLoss, PartitionError
+from relay.errors import PartitionError
 from relay.metrics import Metrics
 from relay.optim.loss_scale import LossScale
 from relay.optim.optimizers import AdamW, RelayOptimizer
@@ -36,7 +36,7 @@ from relay.options import documentation, refuse_renamed, takes_train_options, tr
 from relay.precision import COMPUTE
 from relay.run_state import RunState
 from relay.runtime import run_step
-from relay.runtime.compiler import ModelCompiler, Ready, list_of_modules
+from relay.runtime.compiler import ModelCompiler, PreparedBatch, list_of_modules
 from relay.runtime.grad_mode import as_if_alone
 from relay.runtime.session import Session
 from relay.runtime.trace import Trace
@@ -47,7 +47,7 @@ logger = logging.getLogger("relay")
 class Trainer(RunState):
     """Trains a model by relaying its layers through a device.
 
-    The trainer takes the model's parameters over: they become views of its store, and always show the current weights.
+    The trainer takes over the model's parameters: they become views of its store, and always show the current weights.
 
     Example:
         >>> trainer = relay.Trainer(model, optimizer=relay.AdamW(lr=1e-3), microbatches=4)
@@ -111,7 +111,7 @@ class Trainer(RunState):
         def build(on: Host) -> tuple[LayerStore, ParameterServer]:
             store = LayerStore(on)
             bound = bind(spec, on, store, chosen.state_dtype)
-            _, group_of = grouping(compiler.model)  # which may be another by now
+            _, group_of = grouping(compiler.model)  # the model may have been edited by now
             order = [name for name, _ in compiler.model.named_parameters()]
             return store, ParameterServer(opened, on, store, bound, group_of, order, clipping, scale is not None)
 
@@ -120,12 +120,12 @@ class Trainer(RunState):
             whole, opened, host, store, server, chosen.slots, chosen.stash, chosen.capacity, build, chosen.precision,
             chosen.state_dtype,
         )  # fmt: skip
-        session.stall_timeout = chosen.stall_timeout
+        session.guard.stall_timeout = chosen.stall_timeout
         compiler.device, (compiler.lowering, compiler.traced_for) = opened.info.name, graphs_for(opened.info)
         scheduled = RelayOptimizer(groups, defaults)
         super().__init__(compiler, session, scheduled, grouping, scale, chosen)
-        # A trainer that is dropped unclosed would leave its queues' threads behind. At the end of the process they end
-        # by themselves (`hal.worker`).
+        # The threads of a trainer's queues outlive a trainer that is dropped without close(). At the end of the
+        # process they end by themselves (`hal.worker`).
         weakref.finalize(self, _close_quietly, session).atexit = False
 
     # -- training ---------------------------------------------------------------------------------------------
@@ -138,14 +138,14 @@ class Trainer(RunState):
         With `active_layers` (indices or names) only those layers take part: repeated blocks of a whole model, or
         modules of a list. Each of the others returns its input unchanged and has no gradient.
 
-        Raises BatchError, PartitionError, CaptureError, OutOfMemory before anything runs; NonFiniteLoss after the
-        forward, with nothing applied. Any other error of a step leaves it all applied or not at all, or the next
-        call raises InconsistentState. Ctrl-C takes effect when the step has ended.
+        Raises BatchError, PartitionError, CaptureError or OutOfMemory before anything runs, and NonFiniteLoss after the
+        forward, with nothing applied. After any other error the step is applied completely or not at all, or else the
+        next call raises InconsistentState. Ctrl-C takes effect when the step has ended.
         """
         try:
             return self._one_step(batch, active_layers)
         except DeviceLost:
-            if self.options.on_device_lost != "retry" or self._session.broken is not None:
+            if self.options.on_device_lost != "retry" or self._session.guard.broken is not None:
                 raise
             self.reopen()
             return self._one_step(batch, active_layers)
@@ -155,36 +155,26 @@ class Trainer(RunState):
         start = perf_counter()
         session = self._session
         if active_layers is not None and not session.knows_every_layer:
-            session.contents(self._ready(batch).compiled[0])  # every layer gets its place, as it will be used
-        ready = self._ready(batch, active_layers=active_layers)
+            # Every layer gets its memory in the store, laid out as it is without `active_layers`.
+            session.take_over(self._prepare_batch(batch).compiled, self.param_groups, training=True)
+        prepared_batch = self._prepare_batch(batch, active_layers=active_layers)
         session.knows_every_layer = True
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        # With a loss scale an infinite loss is an overflow like any other: the step is skipped.
-        judge = self._judge if self._scale is None else None
-        outcome = run_step.train_step(session, ready, groups, self._seed, self._step, self.loss_scale, judge)
-        if outcome.problem is not None and self.options.on_nonfinite != "skip":
-            raise outcome.problem
+        prepared = session.prepare(prepared_batch.compiled, groups, training=True)
+        # With a dynamic loss scale a loss that is not finite is an overflow like any other, and the step is skipped.
+        on_nonfinite = self.options.on_nonfinite if self._scale is None else "apply"
+        submitted = run_step.train_step(
+            session, prepared, prepared_batch.pieces.pieces, prepared_batch.weights, groups, self._seed, self._step,
+            self.loss_scale, on_nonfinite,
+        )  # fmt: skip
+        skipped = submitted.result.skipped
         self._step += 1
-        session.store.version += 1
-        if outcome.problem is not None:
-            logger.warning("%s The batch is skipped.", outcome.problem)
-            session.take_interrupt()
-            return run_step.metrics_of(session, outcome, ready.pieces, start, [])
-        host = outcome.ran.host
-        behind, session.pending = session.pending, list(host.updates) if session.server.held else []
-        if not host.skipped:
+        if not skipped:
             self.optimizer.count_step()
         if self._scale is not None:
-            (self._scale.overflowed if host.skipped else self._scale.succeeded)()
-        session.take_interrupt()
-        updates = behind if session.server.held else host.updates
-        return run_step.metrics_of(session, outcome, ready.pieces, start, updates)
-
-    def _judge(self, loss: float) -> None:
-        problem = NonFiniteLoss(loss, self._step)
-        if self.options.on_nonfinite != "log":
-            raise problem
-        logger.warning("The loss of step %d is %s; it is applied all the same.", self._step, loss)
+            (self._scale.overflowed if skipped else self._scale.succeeded)()
+        session.guard.deliver_interrupts()
+        return run_step.metrics_of(session, submitted, prepared_batch.pieces, start)
 
     @refuse_renamed("Trainer.evaluate")
     @as_if_alone()
@@ -192,21 +182,24 @@ class Trainer(RunState):
         """The loss of a batch, forward only, in eval mode; of the `active_layers` alone, if given. Nothing changes."""
         with self._eval_mode():
             start = perf_counter()
-            ready = self._ready(batch, training=False, active_layers=active_layers)
-            outcome = run_step.forward(self._session, ready, self._seed, self._step)
-            return run_step.metrics_of(self._session, outcome, ready.pieces, start, [])
+            prepared_batch = self._prepare_batch(batch, training=False, active_layers=active_layers)
+            prepared = self._session.prepare(prepared_batch.compiled, self.param_groups, training=False)
+            pieces, weights = prepared_batch.pieces, prepared_batch.weights
+            submitted = run_step.forward(self._session, prepared, pieces.pieces, weights, self._seed, self._step)
+            return run_step.metrics_of(self._session, submitted, pieces, start)
 
     @as_if_alone()
     def predict(self, batch: Any) -> Any:
         """The model's output for a batch (for a list of modules: for its inputs), forward only, in eval mode.
 
-        Tensors with the batch's length along dimension 0 are put together again, and scalars (a loss) averaged over
-        the batch; of others the first piece's are given.
+        Tensors with the batch's length along dimension 0 are concatenated, and scalars (a loss) averaged over the
+        batch; of other outputs the first micro-batch's are returned.
         """
         with self._eval_mode():
-            pieces = self._compiler.take_apart(batch, training=False, needs_targets=False)
-            compiled = [self._compiler.compiled(pieces, number, False, True) for number in range(len(pieces.pieces))]
-            return run_step.outputs(self._session, pieces, compiled, self._seed, self._step)
+            prepared_batch = self._compiler.prepare_outputs(batch)
+            prepared = self._session.prepare(prepared_batch.compiled, self.param_groups, training=False)
+            pieces, weights = prepared_batch.pieces, prepared_batch.weights
+            return run_step.outputs(self._session, prepared, pieces, weights, self._seed, self._step)
 
     @as_if_alone()
     def prepare(self, batch: Any) -> None:
@@ -215,23 +208,21 @@ class Trainer(RunState):
         `ledger` and `baseline_device_bytes` are known after it.
         """
         self._check_usable()
-        compiled = self._ready(batch).compiled
-        contents = self._session.contents(compiled[0])
-        plans = self._session.gradient_plans(compiled[0])
-        self._session.make_ready(compiled, contents, plans, self.param_groups, "train")
+        self._session.prepare(self._prepare_batch(batch).compiled, self.param_groups, training=True)
 
-    def _ready(self, batch: Any, training: bool = True, active_layers: Sequence[int | str] | None = None) -> Ready:
-        """The batch in pieces, recorded, and known to fit on the host."""
-        ready = self._compiler.ready(batch, training, active_layers)
-        self._session.check_host(ready.compiled, self.param_groups, training)
+    def _prepare_batch(
+        self, batch: Any, training: bool = True, active_layers: Sequence[int | str] | None = None
+    ) -> PreparedBatch:
+        """The batch cut into micro-batches, with the compiled model for each."""
+        prepared_batch = self._compiler.prepare(batch, training, active_layers)
         if training and not self.baseline_device_bytes:
-            self.baseline_device_bytes = self._compiler.baseline_device_bytes(ready.compiled[0])
-        return ready
+            self.baseline_device_bytes = self._compiler.baseline_device_bytes(prepared_batch.compiled[0])
+        return prepared_batch
 
     # -- looking at runs, and ending them ----------------------------------------------------------------------
 
     def start_trace(self) -> Trace:
-        """Record what runs when, from the next step on. `stop_trace` ends it."""
+        """Record when each call runs, from the next step on, until `stop_trace`."""
         self._session.trace = Trace()
         return self._session.trace
 
@@ -240,19 +231,19 @@ class Trainer(RunState):
         self._session.trace = None
 
     def reopen(self) -> None:
-        """Open the device anew, after DeviceLost: what the host holds is whole, and is sent again as it is needed.
+        """Open the device again after DeviceLost. The host's memory is intact, and is sent again as it is needed.
 
-        Raises InconsistentState where the step that was lost had been applied in part: load a checkpoint then.
+        Raises InconsistentState if the step that was lost had been applied in part; then load a checkpoint.
         """
         session = self._session
-        broken = session.broken
+        broken = session.guard.broken
         device = registry.open(self.options.device, session.capacity)
         session.reopen(device)
-        session.broken = broken
+        session.guard.broken = broken
         self._check_usable()
 
     def close(self) -> None:
-        """Finish what runs, stop the device's queues and give its memory back. The weights stay."""
+        """Finish what runs, stop the device's queues and free its memory. The weights stay in the model."""
         try:
             self.wait_saved()
             self.synchronize()
@@ -281,6 +272,6 @@ Trainer.__doc__ = (Trainer.__doc__ or "").replace("{options}", textwrap.indent(d
 
 
 def _close_quietly(session: Session) -> None:
-    """Give back what a trainer held that nobody has any more. Nobody is left to be told of an error."""
+    """Free what a trainer that was garbage-collected held. Errors are ignored, since no caller is left."""
     with suppress(Exception):
         session.close()

@@ -1,6 +1,6 @@
-"""Files that are there whole or not at all: written beside their place, brought to the disk, and renamed.
+"""Files that are replaced atomically: written under a temporary name, synced to the disk, and renamed.
 
-It knows no format. Invariant: whatever interrupts the writing, the file is the old one or the new one.
+No file format is known here. Invariant: whatever interrupts the writing, the file is the old one or the new one.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from pathlib import Path
 
 
 def put_in_place(path: str | Path, write: Callable[[Path], object]) -> None:
-    """Let `write` make a file, under another name beside `path`, which it then takes. Raises OSError, which names
-    the folder where there is none, and never the other name."""
+    """Call `write` with a temporary name in the folder of `path`, and rename the file that it makes to `path`.
+
+    Raises OSError. The error names `path`, or the folder if it is missing, and never the temporary name.
+    """
     target = Path(path)
     if not target.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, f"There is no folder to write {target.name} in", str(target.parent))
@@ -32,5 +34,5 @@ def put_in_place(path: str | Path, write: Callable[[Path], object]) -> None:
 
 
 def write_whole(path: str | Path, text: str) -> None:
-    """Write a text file in UTF-8, in place of one that is there. Raises OSError, with what was there untouched."""
+    """Write a text file in UTF-8, replacing one that is there. Raises OSError, with the old file untouched."""
     put_in_place(path, lambda beside: beside.write_text(text, encoding="utf-8"))

@@ -1,11 +1,12 @@
-"""Checkpoints on disk: a folder of safetensors shards and a manifest, written beside its place and then renamed.
+"""The format of checkpoints on disk: a folder of safetensors shards and a manifest.
 
-A checkpoint is written from a snapshot, one parameter at a time, so it takes the memory of one; it is brought to the
-disk, read back and compared before it gets its name, and what had the name before goes only then. Reading maps the
-shards. It decides neither when to save (`relay.checkpoints`) nor what a trainer does with it (`relay.trainer`).
+A checkpoint is written from a snapshot, one parameter at a time, so writing takes the memory of one parameter. It is
+written under a temporary name, synced to the disk, read back and compared; only then it gets its name, and an earlier
+checkpoint of that name is deleted. Reading maps the shards. When to save (`relay.checkpoint_manager`) and what a
+trainer does with a checkpoint (`relay.run_state`) are not decided here.
 
-Invariant: under a checkpoint's name there is a whole checkpoint or none, whenever the machine stops; while one
-takes the place of another, the old one is beside it until the new one is in place (`find` knows both).
+Invariant: whenever the machine stops, the folder of that name is a whole checkpoint or does not exist. While a
+checkpoint replaces another, the old one stays under another name until the new one has its name; `find` finds both.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ SHARD_BYTES = 256 * 2**20
 
 @dataclass
 class Progress:
-    """What a checkpoint keeps besides tensors. `user` are the states of schedulers, data and the like, plain."""
+    """What a checkpoint stores besides tensors. `user` are states of schedulers, data and so on as plain values."""
 
     step: int
     seed: int
@@ -64,12 +65,12 @@ def write_checkpoint(
     progress: Progress,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a checkpoint at `path`, in place of the one that is there, from a snapshot that has begun.
+    """Write a checkpoint at `path`, replacing the one that is there, from a snapshot that has begun.
 
-    Raises CheckpointError, with what was there before untouched.
+    Raises CheckpointError, with the earlier checkpoint untouched.
     """
     path = Path(os.path.abspath(path))
-    _check_place(path)
+    _check_path(path)
     partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,11 +78,11 @@ def write_checkpoint(
         partial.mkdir()
         _write_folder(partial, snapshot, buffers, progress, shard_bytes)
         Checkpoint(partial).verify()
-        _put_in_place(partial, path)
+        _replace(partial, path)
     except OSError as failure:
         raise CheckpointError(
-            f"the checkpoint could not be written: {failure.strerror or failure}. Nothing that was there before has "
-            "been touched; make room or give another folder, and save again.",
+            f"the checkpoint could not be written: {failure.strerror or failure}. An earlier checkpoint is untouched. "
+            "Free space or give another folder, and save again.",
             file=str(failure.filename or path),
         ) from failure
     except ValueError as wrong:
@@ -91,13 +92,13 @@ def write_checkpoint(
 
 
 def find(path: Path) -> Path:
-    """Where the checkpoint of that name is: at `path`, or beside it where writing its successor was cut short."""
+    """The path of the checkpoint named `path`. It differs from `path` if replacing the checkpoint was interrupted."""
     previous = path.with_name(f".{path.name}.previous")
     return previous if not path.exists() and (previous / MANIFEST).is_file() else path
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint, so that a whole one is never found half deleted."""
+    """Delete a checkpoint. It is renamed first, so that a half-deleted one is never found under its name."""
     doomed = path.with_name(f".{path.name}.partial")
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
@@ -121,12 +122,12 @@ class Checkpoint:
             file = self.path / shard.file
             if hash_file(file, shard.size) != shard.sha256:
                 raise CheckpointError(
-                    "the file does not fit its checksum in the manifest: it was damaged or changed", file=str(file)
+                    "the file does not match its checksum in the manifest: it was damaged or changed", file=str(file)
                 )
         self.check_layout()
 
     def check_layout(self) -> None:
-        """That every tensor is in its shard, in its dtype and shape. Reads headers only."""
+        """Check that every tensor is in its shard, with its dtype and shape. Reads headers only."""
         for name, entry in self.manifest.parameters.items():
             for shard, plan in tensors_of(name, entry):
                 file = str(self.path / self.manifest.shards[shard].file)
@@ -171,18 +172,18 @@ class Checkpoint:
             try:
                 self._shards[shard] = safetensors.safe_open(file, framework="pt")
             except (OSError, safetensors.SafetensorError) as wrong:
-                raise CheckpointError(f"the file is no whole safetensors file: {wrong}", file=str(file)) from wrong
+                raise CheckpointError(f"the file is not a valid safetensors file: {wrong}", file=str(file)) from wrong
         return self._shards[shard]
 
 
-def _check_place(path: Path) -> None:
+def _check_path(path: Path) -> None:
     if path.is_dir() and not (path / MANIFEST).is_file() and any(path.iterdir()):
-        raise CheckpointError("there is a folder here that is no checkpoint; give another path", file=str(path))
+        raise CheckpointError("this folder exists and is not a checkpoint; give another path", file=str(path))
     if path.exists() and not path.is_dir():
-        raise CheckpointError("there is a file here; give the path of a folder to be", file=str(path))
+        raise CheckpointError("this is a file; give the path of a folder", file=str(path))
 
 
-def _put_in_place(partial: Path, path: Path) -> None:
+def _replace(partial: Path, path: Path) -> None:
     previous = path.with_name(f".{path.name}.previous")
     if path.exists():
         shutil.rmtree(previous, ignore_errors=True)
@@ -215,8 +216,8 @@ def _write_folder(
     entries: list[ShardEntry | None] = [None] * len(plan.tensors)
     left = list(range(len(batches)))
     while left:
-        # What has been copied already goes first: copies are what takes memory.
-        number = max(left, key=lambda one: (snapshot.copied(batches[one]), -one))
+        # What has been copied already is written first, since copies take memory.
+        number = max(left, key=lambda batch: (snapshot.copied(batches[batch]), -batch))
         left.remove(number)
         writers: dict[int, ShardWriter] = {}
         try:
@@ -255,7 +256,7 @@ def _write_folder(
 
 
 class _ShardPlan:
-    """Which tensor goes to which shard. Tensors of different widths do not share one: readers want them aligned."""
+    """Which tensor goes to which shard. Tensors of different item sizes have different shards, so all are aligned."""
 
     def __init__(self) -> None:
         self.parameters: dict[str, ParameterEntry] = {}
@@ -263,11 +264,11 @@ class _ShardPlan:
         self._by_width: dict[int, int] = {}
 
     def begin(self) -> None:
-        """From here on, new shards."""
+        """Start new shards."""
         self._by_width = {}
 
     def add(self, name: str, record: Record, buffer: bool) -> None:
-        """Plan a record."""
+        """Add a record to the plan."""
         entry = ParameterEntry(self._entry(name, record.weight), buffer)
         for label, value in record.states.items():
             if isinstance(value, Int8State):

@@ -1,9 +1,8 @@
-"""The manifest of a checkpoint: one JSON file that says what is in it and how to know that it is whole.
+"""The manifest of a checkpoint: one JSON file with its content and the checksums of its shards.
 
-Reading it is where untrusted input enters: every field is checked for its kind and bounds before anything is made
-of it, and what is wrong is named by file and field. It opens no shard. Invariant: a `Manifest` that `read_manifest`
-returns is consistent in itself (its own checksum fits, every tensor lies in a shard that it lists, no name can
-leave the folder).
+A manifest is untrusted input: every field is checked for its type and bounds before it is used, and errors name file
+and field. No shard is opened here. Invariant: a `Manifest` that `read_manifest` returns is consistent (its own checksum
+matches, every tensor is in a shard that it lists, and no name can leave the folder).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ MANIFEST = "manifest.json"
 FORMAT = "relay checkpoint"
 VERSION = 1
 LARGEST = 256 * 2**20
-"""Bytes that a manifest may have."""
+"""The most bytes that a manifest may have."""
 
 _SHARD_NAME = re.compile(r"shard-\d{5,9}\.safetensors")
 _LABEL = re.compile(r"[A-Za-z0-9_.]{1,100}")
@@ -46,7 +45,7 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A stored tensor: the shard (a place in the list), dtype in safetensors' names, shape.
+    """A stored tensor: the shard (an index into the list), dtype in safetensors' names, shape.
 
     With `shard_of_scales` it is an 8-bit state: codes here, their scales there, `signed` as in Int8State.
     """
@@ -92,12 +91,12 @@ class Manifest:
 
 
 def weight_key(name: str) -> str:
-    """Under what a parameter or buffer lies in its shard."""
+    """The key of a parameter or buffer in its shard."""
     return f"weights/{name}"
 
 
 def state_key(label: str, name: str) -> str:
-    """Under what a state lies."""
+    """The key of an optimizer state in its shard."""
     return f"states/{label}/{name}"
 
 

@@ -1,8 +1,8 @@
-"""Plain values as JSON and back: what schedulers, data loaders and hyperparameters keep besides large tensors.
+"""Plain values as JSON and back: the states of schedulers, data loaders and hyperparameters, without large tensors.
 
-It takes numbers, text, bytes, lists, tuples, dicts with any plain keys, counters, and small tensors and arrays; an
-object of any other class is refused with its place. It is not a pickle: reading builds nothing but these kinds, and
-calls no code of what it reads. Invariant: `decode(encode(value))` equals `value`, with the same types and bits.
+Plain values are numbers, text, bytes, lists, tuples, dicts with any plain keys, counters, and small tensors and arrays.
+An object of any other class is refused, with its location in the value. This is not pickle: decoding makes only these
+types and runs no code from the file. Invariant: `decode(encode(value))` equals `value`, with the same types and bits.
 
 JSON's own kinds stand for themselves. Everything else is an object with one key that starts with "!".
 """
@@ -21,7 +21,7 @@ import torch
 
 DEEPEST = 64
 LARGEST_TENSOR = 64 * 2**20
-"""Bytes. What is larger belongs into a file of its own."""
+"""Bytes. Larger tensors belong in files of their own."""
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype

@@ -1,8 +1,8 @@
-"""From a trainer's state to a checkpoint and back.
+"""Writes a trainer's state as a checkpoint, and restores it.
 
-`start` takes a snapshot and writes it, on this thread or behind the training; `check_fits` and `restore` are the way
-back. It knows no schedule and no file formats (`relay.checkpoint.format`). Invariant: whatever does not fit is found by
-`check_fits`, before `restore` changes anything.
+`start` takes a snapshot and writes it, in this thread or in the background. `check_fits`, then `restore_weights`,
+`restore_optimizer` and `restore_user` load it. When to save is decided elsewhere, and the file format is
+`relay.checkpoint.format`. Invariant: a checkpoint that does not fit is refused by `check_fits`, before any change.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from relay.errors import CheckpointError, RelayError
 
 
 class Saving:
-    """A checkpoint being written. `path` is where it will be."""
+    """A checkpoint that is being written to `path`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -38,37 +38,37 @@ class Saving:
         self._ended = threading.Event()
 
     def done(self) -> bool:
-        """Whether it has ended, well or badly. Never blocks."""
+        """Whether writing has ended, successfully or not. Never blocks."""
         return self._ended.is_set()
 
     def wait(self) -> None:
-        """Block until the checkpoint is in place. Raises CheckpointError where it could not be written."""
+        """Wait until the checkpoint is complete. Raises CheckpointError if it could not be written."""
         self._ended.wait()
         if self.thread is not None:
             self.thread.join()
-        _untold.discard(self)
+        _unreported.discard(self)
         if self.error is not None:
             raise self.error
 
     def end(self, error: BaseException | None) -> None:
-        """Called once, by whoever writes."""
+        """Called once by the writer, with its error or None."""
         self.error = error
         if error is None:
-            _untold.discard(self)
+            _unreported.discard(self)
         self._ended.set()
 
 
-_untold: set[Saving] = set()
-"""Checkpoints written behind the training that may yet fail, or have failed and nobody has waited for."""
+_unreported: set[Saving] = set()
+"""Background checkpoints that may still fail, or that failed without anything having waited for them."""
 
 
 @atexit.register
-def _tell_the_rest() -> None:
-    """At the end of the process (threads that write have ended by then): what became of checkpoints nobody asked after.
+def _report_failures() -> None:
+    """At the end of the process, when writers have ended: print the failures that nothing has waited for.
 
-    No exit code can be given here any more: whoever needs one closes the trainer, or waits.
+    The exit code cannot be changed here. To get an error, close the trainer or call `wait`.
     """
-    for saving in sorted(_untold, key=lambda one: str(one.path)):
+    for saving in sorted(_unreported, key=lambda one: str(one.path)):
         if saving.error is not None:
             what = f"{type(saving.error).__name__}: {saving.error}"
             print(f"relay: the checkpoint {str(saving.path)!r} was not written. {what}", file=sys.stderr)
@@ -83,17 +83,17 @@ def start(
     progress: Progress,
     budget: int,
     shard_bytes: int,
-    behind: bool,
+    background: bool,
 ) -> Saving:
-    """Write a checkpoint of how things stand after the updates of `pending`.
+    """Write a checkpoint of the state after the updates of `pending`.
 
-    With `behind` a thread writes it and training may go on at once; errors are then in the `Saving`. Without, it is
-    written when this returns, and errors are raised.
+    With `background` a thread writes it and training may continue at once; `Saving.wait` raises its errors. Otherwise
+    the checkpoint is written when this returns, and errors are raised.
     """
     saving = Saving(path)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     snapshot = Snapshot(weights, server.optimizer, host, budget)
-    # Forward passes change buffers wherever the device runs them, so these are not left for later.
+    # The next forward pass changes buffers, so they are copied now.
     buffers = {name: buffer.detach().cpu().clone() for name, buffer in model.named_buffers()}
 
     def begin() -> None:
@@ -108,16 +108,16 @@ def start(
         try:
             begun.wait()
             write_checkpoint(path, snapshot, buffers, progress, shard_bytes)
-        except BaseException as failure:  # it belongs to whoever waits for the checkpoint
+        except BaseException as failure:  # `Saving.wait` raises it
             error = failure
         finally:
             server.snapshot = None
             snapshot.end()
             saving.end(error)
 
-    if behind:
+    if background:
         # Not a daemon: a script that ends before its checkpoint is written waits for it.
-        _untold.add(saving)
+        _unreported.add(saving)
         saving.thread = threading.Thread(target=write, name="relay-checkpoint")
         saving.thread.start()
     else:
@@ -127,7 +127,7 @@ def start(
 
 
 def group_names(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[tuple[list[str], dict[str, Any]]]:
-    """Parameter groups with names in place of parameters."""
+    """Parameter groups, with names instead of parameters."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [
         (
@@ -139,15 +139,15 @@ def group_names(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[t
 
 
 def states_of(user: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of the objects that a user gives: copies of their `state_dict()`, or of the plain values they are.
+    """What is stored for a user's objects: a copy of their `state_dict()`, or of the plain value itself.
 
-    Raises ValueError, naming the place, for what is not plain.
+    Raises ValueError, with its location, for a value that is not plain.
     """
     states = {
         name: value.state_dict() if callable(getattr(value, "state_dict", None)) else value
         for name, value in user.items()
     }
-    # What can be written can be copied; objects go on changing theirs while a checkpoint is written.
+    # A copy, since objects change their state while a checkpoint is written.
     return {name: plain_values.decode(plain_values.encode(state, name), name) for name, state in states.items()}
 
 
@@ -159,7 +159,7 @@ def check_fits(
     weights_only: bool,
     user: Mapping[str, Any],
 ) -> None:
-    """Raise CheckpointError, naming the field, where a checkpoint is not one of this model and optimizer."""
+    """Raise CheckpointError, naming the field, if a checkpoint is of another model or optimizer."""
     manifest, file = checkpoint.manifest, str(checkpoint.path)
     tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     missing = [name for name in tensors if name not in manifest.parameters]
@@ -245,7 +245,7 @@ def restore_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
 def restore_optimizer(
     checkpoint: Checkpoint, model: nn.Module, optimizer: BoundOptimizer, groups: Sequence[dict[str, Any]]
 ) -> None:
-    """Give the optimizer its states, and the parameter groups their hyperparameters."""
+    """Load the optimizer's states, and the hyperparameters of the parameter groups."""
     for name, _ in model.named_parameters():
         optimizer.restore(name, checkpoint.state(name))
     for group, (_, values) in zip(groups, checkpoint.manifest.optimizer.groups, strict=True):
@@ -257,7 +257,7 @@ def restore_optimizer(
 
 
 def restore_user(checkpoint: Checkpoint, user: Mapping[str, Any]) -> None:
-    """Give schedulers, data and the like their states. Raises CheckpointError where one does not take it."""
+    """Load the states of schedulers, data and the like. Raises CheckpointError if one refuses its state."""
     for name, target in user.items():
         try:
             target.load_state_dict(checkpoint.manifest.user[name])
@@ -272,7 +272,7 @@ def restore_user(checkpoint: Checkpoint, user: Mapping[str, Any]) -> None:
 
 
 def _of_kind(value: Any, other: Any) -> bool:
-    """Whether a hyperparameter can stand for another: numbers for numbers, tuples as long, else the same type."""
+    """Whether a hyperparameter can replace another: numbers for numbers, tuples of equal length, else the same type."""
     if isinstance(value, bool) or isinstance(other, bool):
         return isinstance(value, (bool, type(None))) and isinstance(other, (bool, type(None)))
     if isinstance(value, (int, float, torch.Tensor)):

@@ -73,12 +73,12 @@ class ShardWriter:
             }
             offset += one.size
         text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # the data starts aligned, for whoever maps it
+        text += b" " * (-len(text) % 8)  # so that the data starts aligned when the file is mapped
         self._file = path.open("xb", buffering=0)
         try:
             self._write(len(text).to_bytes(8, "little") + text)
         except BaseException:
-            self._file.close()  # nobody has this writer yet, who could
+            self._file.close()  # the caller gets no writer that it could close
             raise
 
     @property
@@ -98,7 +98,7 @@ class ShardWriter:
             self._write(memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy()))
 
     def close(self) -> None:
-        """Bring everything to the disk."""
+        """Sync everything to the disk, and close the file."""
         if self._next != len(self._plan):
             raise ValueError(f"{self.path} has {self._next} of {len(self._plan)} tensors")
         try:
@@ -107,7 +107,7 @@ class ShardWriter:
             self._file.close()
 
     def abandon(self) -> None:
-        """Close without bringing anything to the disk."""
+        """Close without syncing."""
         self._file.close()
 
     def _write(self, data: memoryview | bytes) -> None:
@@ -115,20 +115,20 @@ class ShardWriter:
         for start in range(0, len(view), _PIECE):
             piece = view[start : start + _PIECE]
             self._hash.update(piece)
-            while piece:  # an unbuffered file may take less than it is given
+            while piece:  # an unbuffered file may write less than all of it
                 piece = piece[self._file.write(piece) :]
         self.size += len(view)
 
 
 def hash_file(path: Path, size: int) -> str:
-    """The sha256 of a file that should have `size` bytes, read from the disk where the system lets us ask for that.
+    """The sha256 of a file that should have `size` bytes, read from the disk instead of the cache where possible.
 
-    Raises CheckpointError where it is missing, of another size, or no plain file.
+    Raises CheckpointError if the file is missing, of another size, or not a regular file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     except FileNotFoundError as missing:
-        raise CheckpointError("the file is missing; the checkpoint is not whole", file=str(path)) from missing
+        raise CheckpointError("the file is missing; the checkpoint is incomplete", file=str(path)) from missing
     except OSError as refused:
         raise CheckpointError(f"the file cannot be read: {refused.strerror}", file=str(path)) from refused
     with open(descriptor, "rb", buffering=0) as file:
@@ -148,7 +148,7 @@ def hash_file(path: Path, size: int) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring a folder's own entries to the disk (where the system can)."""
+    """Sync a folder's own entries to the disk, where the system can."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except PermissionError:  # Windows does not open folders

@@ -1,4 +1,5 @@
-"""The eager param-server (EPS): the host's part of the relay.
+"""The eager param-server (EPS), the host's part: weights and optimizer states, and updates as gradients arrive.
 
-`store` keeps the weights layer by layer, `optimizers` updates them, `server` does so as gradients arrive.
+Not here: an optimizer's arithmetic (`relay.optim`), the order of layers (`relay.runtime`), checkpoint files
+(`relay.checkpoint`). `relay.checkpoint`, `relay.runtime` and what stands above them may import it.
 """

@@ -1,8 +1,8 @@
-"""An optimizer with its state on the host, for one trainer.
+"""An optimizer with its states on the host, for one trainer.
 
-It allocates states layer by layer (in the ledger, in the dtype asked for) and chooses the arithmetic: torch's own
-kernel where that does the whole work in one pass, else the fused pass. Invariant: which of the two ran cannot be
-told from the result; where it could, torch's is taken.
+States are allocated layer by layer, in the ledger and in the dtype that the user chose. An update uses torch's own
+kernel where that does all the work in one pass, and the fused pass otherwise. Invariant: the result is the same with
+either; where it would not be, torch's kernel is used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class BoundOptimizer(Protocol):
     """An optimizer with its state on the host."""
 
     def allocate(self, names: Sequence[str], group: Mapping[str, Any]) -> None:
-        """Make the state of these parameters, in the ledger; those that have theirs are passed."""
+        """Allocate the states of these parameters, in the ledger. Those that have states are skipped."""
 
     def update(
         self,
@@ -49,32 +49,33 @@ class BoundOptimizer(Protocol):
         """
 
     def state(self, name: str) -> State:
-        """The optimizer's state of one parameter, as torch.optim names it; what `restore` gave if not yet in use."""
+        """The optimizer's state of one parameter, by torch.optim's names; what `restore` took, if not yet allocated."""
 
     @property
     def kind(self) -> str:
-        """Which optimizer it is, as checkpoints name it."""
+        """The optimizer's name in checkpoints."""
 
     def check(self, name: str, labels: Collection[str]) -> None:
-        """ValueError where a state with these labels cannot be restored."""
+        """Raise ValueError if a state with these labels cannot be restored."""
 
     def restore(self, name: str, state: State) -> None:
-        """Take a parameter's state, as `state` gives it (empty: as new). Other dtypes are converted.
+        """Set a parameter's state, as `state` returns it (empty: a new one). Other dtypes are converted.
 
-        Memory that is not there yet is not made: the tensors are kept as they are until `allocate`.
+        If the state has no memory yet, the tensors are kept as they are until `allocate`.
         """
 
     def rename(self, names: Mapping[str, str | None]) -> None:
-        """Call parameters by their new names, and drop the state of those whose new name is None."""
+        """Rename parameters, and drop the states of those whose new name is None."""
 
     def state_bytes(self, name: str) -> int:
-        """The bytes of that state which an update reads and writes; two moments where it is not made yet."""
+        """The bytes of a state that an update reads and writes; those of two moments if it is not allocated yet."""
 
 
 def bind(optimizer: Any, host: Host, store: LayerStore, state_dtype: str, computes: bool = True) -> BoundOptimizer:
-    """Bind what `as_spec` gave. Raises ValueError for states that the optimizer cannot keep small.
+    """Bind an optimizer of `as_spec` to a host and a store.
 
-    `computes` is False where updates are never run, so that nothing need be compiled for them.
+    `computes` is False if updates never run, so that nothing needs to be compiled. Raises ValueError for a state dtype
+    that the optimizer does not have.
     """
     if isinstance(optimizer, TorchOptimizer):
         if state_dtype != "fp32":
@@ -90,7 +91,7 @@ def bind(optimizer: Any, host: Host, store: LayerStore, state_dtype: str, comput
 
 
 def as_spec(optimizer: Any) -> Any:
-    """What a user gave as `optimizer=`, checked. TypeError with what is expected for anything else."""
+    """The optimizer that a user gave as `optimizer=`, checked. Raises TypeError for anything else."""
     made_by = optimizer.func if isinstance(optimizer, functools.partial) else None
     if isinstance(made_by, type) and issubclass(made_by, torch.optim.Optimizer):
         return TorchOptimizer(optimizer)
@@ -103,7 +104,7 @@ def as_spec(optimizer: Any) -> Any:
 
 
 class _Bound:
-    """States of a layer lie in one flat region each, in the layer's own order."""
+    """Each state of a layer is one flat region, in the layer's own order of parameters."""
 
     def __init__(self, optimizer: HostOptimizer, host: Host, store: LayerStore, state_dtype: str) -> None:
         self._optimizer = optimizer
@@ -186,60 +187,49 @@ class _Bound:
         factor: torch.Tensor | None,
     ) -> None:
         torch._foreach_add_([self._state[name]["step"] for name in names], 1)
-        by_torch = [place for place, name in enumerate(names) if self._is_torchs(name, factor)]
-        torchs = [names[place] for place in by_torch]
-        self._update_by_torch(torchs, [gradients[place] for place in by_torch], group, factor)
         amount = 1.0 if factor is None else float(factor)
-        for place in sorted(set(range(len(names))) - set(by_torch)):
-            self._update_fused(names[place], gradients[place], group, amount)
+        # One call of torch takes tensors of one dtype; and SGD's first step of a tensor differs from the later ones.
+        torch_calls: dict[tuple[torch.dtype, bool], list[int]] = {}
+        for index, name in enumerate(names):
+            master, state, rounded = self._store[name], self._state[name], self._store.rounded(name)
+            if self._uses_torch(name, factor):
+                torch_calls.setdefault((master.dtype, bool(state["step"] == 1)), []).append(index)
+                continue
+            flat = {
+                label: value.view(-1) if isinstance(value, torch.Tensor) else value for label, value in state.items()
+            }
+            fused.update(
+                self._optimizer.rule,
+                master.view(-1),
+                gradients[index].view(-1),
+                flat,
+                rounded[0].view(-1) if rounded else None,
+                group,
+                step=int(state["step"]),
+                factor=amount,
+                seed=zlib.crc32(name.encode()),
+            )
+            for copy in rounded[1:]:
+                copy.copy_(master)
+        for (dtype, first), indices in torch_calls.items():
+            masters = [self._store[names[index]] for index in indices]
+            taken = [gradients[index].to(dtype) for index in indices]
+            if factor is not None:
+                torch._foreach_mul_(taken, factor)
+            states = [self._state[names[index]] for index in indices]
+            self._optimizer.update_by_torch(masters, taken, states, group, first)
+            for index, master in zip(indices, masters, strict=True):
+                for copy in self._store.rounded(names[index]):
+                    copy.copy_(master)
 
-    def _is_torchs(self, name: str, factor: torch.Tensor | None) -> bool:
-        """Whether torch's own kernel updates it: where it is as good as the fused pass, or the only one."""
+    def _uses_torch(self, name: str, factor: torch.Tensor | None) -> bool:
+        """Whether torch's own kernel updates a parameter: where it is as good as the fused pass, or the only one."""
         if self._store[name].dtype is not torch.float32:
             return True
         if self._state_dtype != "fp32" or not self._optimizer.has_torch_kernel:
             return False
         one_pass = factor is None and not self._store.rounded(name)
         return one_pass or not fused.matches_torch()
-
-    def _update_fused(self, name: str, gradient: torch.Tensor, group: Mapping[str, Any], factor: float) -> None:
-        master, state, rounded = self._store[name], self._state[name], self._store.rounded(name)
-        flat_state = {key: value.view(-1) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
-        self._optimizer.update(
-            master.view(-1),
-            gradient.view(-1),
-            flat_state,
-            rounded[0].view(-1) if rounded else None,
-            group,
-            int(state["step"]),
-            factor,
-            zlib.crc32(name.encode()),
-        )
-        for copy in rounded[1:]:
-            copy.copy_(master)
-
-    def _update_by_torch(
-        self,
-        names: Sequence[str],
-        gradients: Sequence[torch.Tensor],
-        group: Mapping[str, Any],
-        factor: torch.Tensor | None,
-    ) -> None:
-        # One call takes tensors of one dtype; and SGD's first step of a tensor is another than the later ones.
-        calls: dict[tuple[torch.dtype, bool], list[int]] = {}
-        for place, name in enumerate(names):
-            first = bool(self._state[name]["step"] == 1)
-            calls.setdefault((self._store[name].dtype, first), []).append(place)
-        for (dtype, first), places in calls.items():
-            masters = [self._store[names[place]] for place in places]
-            taken = [gradients[place].to(dtype) for place in places]
-            if factor is not None:
-                torch._foreach_mul_(taken, factor)
-            states = [self._state[names[place]] for place in places]
-            self._optimizer.update_by_torch(masters, taken, states, group, first)
-            for place, master in zip(places, masters, strict=True):
-                for copy in self._store.rounded(names[place]):
-                    copy.copy_(master)
 
     def state(self, name: str) -> State:
         return self._state.get(name) or self._waiting.get(name, {})
@@ -276,7 +266,7 @@ def _bytes_of(state: State) -> int:
 
 
 def _fill(own: State, state: State) -> None:
-    """Copy a state into one that has its memory; what is missing becomes zero, as in a new one."""
+    """Copy a state into allocated memory. What is missing becomes zero, as in a new state."""
     for label, target in own.items():
         source = state.get(label)
         if isinstance(target, Int8State):

@@ -1,22 +1,26 @@
-"""The eager param-server at work: gradients come in layer by layer, and each layer is updated as soon as it may be.
+"""The eager param-server: it takes in gradients layer by layer and updates each layer as early as it may.
 
-A parameter is updated once a step, when its last gradient has arrived: all micro-batches, and all segments that
-use it. Where several segments use one parameter their gradients are summed first, in the order of arrival
-(backward order, as autograd sums them).
+A parameter is updated once a step, when its last gradient has arrived: from all micro-batches, and from all segments
+that use it. Gradients of a parameter that several segments use are summed first, in the order of arrival (backward
+order, as autograd sums them).
 
-There are two ways. *Eager*, without global clipping or a loss scale: a layer is updated during backward, as soon as
-it is whole. *Held*: gradients stay on the host until the last has arrived; then the global norm is known, one
-decision is made for all layers (clip factor, or skip), and they are updated in forward order, while the next
-step's forward is already under way: its loads wait each for its own layer.
+Updates run in one of two modes:
 
-In both every update waits for the verdict on the loss, so a step whose loss is not finite changes nothing. It
-decides no order of layers and touches no device but through the slot it is handed.
+* *Eager*, without global clipping and without a loss scale: a layer is updated during backward, as soon as its
+  gradients are complete.
+* *Deferred*: gradients stay on the host until the last has arrived. Then the global norm is known, one decision (the
+  clipping factor, or to skip the step) is made for all layers, and the layers are updated in forward order while the
+  next step's forward already runs. The load of a layer waits for the update of that layer.
+
+In both modes every update waits for the check of the loss, so a step whose loss is refused changes nothing. The server
+decides no order of layers, and reaches the device only through the slot that it is given.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +31,7 @@ from hal.host import Host, HostWork
 from hal.slot import DeviceSlot
 from relay.eps.optimizer_state import BoundOptimizer
 from relay.eps.snapshot import Snapshot
+from relay.eps.step_record import StepResult, SubmittedStep
 from relay.eps.store import LayerStore
 from relay.errors import GradientOverflow
 
@@ -34,12 +39,25 @@ STAGING = "gradients in transit"
 TIED_SUMS = "gradient sums of tied parameters"
 
 
+class GradientPresence(Protocol):
+    """For a segment in which data decide which parameters are reached: those that a step did reach."""
+
+    def reached(self) -> frozenset[int]:
+        """Indices into the segment's gradients."""
+
+
 @dataclass(eq=False)
 class GradientPlan:
-    """What to do with one segment's gradients: `updates` complete here, `partial` wait for other segments' uses.
+    """What to do with one segment's gradients. Numbers are indices into the segment's list of gradients.
 
-    Numbers are places in the segment's list of gradients. `joined` are those of `updates` that have a sum waiting,
-    `first_arrivals` those that are the first of a step for their parameter.
+    Attributes:
+        name: the segment.
+        names: the parameter of each gradient.
+        updates: gradients that complete their parameter here; the parameter can be updated.
+        partial: gradients whose parameter has another use whose gradient arrives later.
+        joined: those of `updates` that are added to a sum of earlier arrivals.
+        first_arrivals: gradients that are the first of the step for their parameter.
+        presence: set where data decide which parameters have a gradient.
     """
 
     name: str
@@ -51,37 +69,9 @@ class GradientPlan:
     presence: GradientPresence | None = None
 
 
-class GradientPresence(Protocol):
-    """Of a segment in which data decide which parameters are reached: those that a step did reach."""
-
-    def reached(self) -> frozenset[int]:
-        """Places among the segment's gradients."""
-
-
-@dataclass
-class StepRecord:
-    """A step's host work: its events, the gradient norms by parameter, and what was decided.
-
-    `touched` is set before the first parameter changes: until then a step that fails has changed nothing.
-    """
-
-    arrivals: list[Event] = field(default_factory=list)
-    updates: list[Event] = field(default_factory=list)
-    updated: list[str] = field(default_factory=list)
-    drains: list[Event] = field(default_factory=list)
-    norms: dict[str, torch.Tensor] = field(default_factory=dict)
-    reached: set[str] = field(default_factory=set)
-    decision: Event | None = None
-    total_norm: float = 0.0
-    overflowed: bool = False
-    skipped: bool = False
-    factor: torch.Tensor | None = None
-    touched: bool = False
-
-
 @dataclass(frozen=True)
 class Clipping:
-    """How gradients are clipped: by the global 2-norm, or each element, as torch.nn.utils does; None is not at all."""
+    """How gradients are clipped, as torch.nn.utils does: by the global 2-norm, or element by element. None: not."""
 
     norm: float | None = None
     value: float | None = None
@@ -91,27 +81,38 @@ def plan_gradients(segments: Sequence[tuple[str, Sequence[str]]]) -> dict[str, G
     """Plans by segment, from (segment, names of its gradients) in forward order; gradients arrive in reverse."""
     last_arrival: dict[str, int] = {}
     first_arrival: dict[str, int] = {}
-    for index, (_, names) in enumerate(segments):
+    for number, (_, names) in enumerate(segments):
         for name in names:
-            last_arrival.setdefault(name, index)
-            first_arrival[name] = index
+            last_arrival.setdefault(name, number)
+            first_arrival[name] = number
     plans = {}
-    for index, (segment, names) in enumerate(segments):
-        places = range(len(names))
-        updates = tuple(place for place in places if last_arrival[names[place]] == index)
+    for number, (segment, names) in enumerate(segments):
+        indices = range(len(names))
+        updates = tuple(index for index in indices if last_arrival[names[index]] == number)
         plans[segment] = GradientPlan(
             name=segment,
             names=tuple(names),
             updates=updates,
-            partial=tuple(place for place in places if place not in updates),
-            joined=tuple(place for place in updates if first_arrival[names[place]] != index),
-            first_arrivals=tuple(place for place in places if first_arrival[names[place]] == index),
+            partial=tuple(index for index in indices if index not in updates),
+            joined=tuple(index for index in updates if first_arrival[names[index]] != number),
+            first_arrivals=tuple(index for index in indices if first_arrival[names[index]] == number),
         )
     return plans
 
 
 class ParameterServer:
-    """Takes gradients from slots and updates the store. `group_of` gives each parameter's group by name."""
+    """Takes gradients from slots and updates the store.
+
+    Args:
+        device: the device that the gradients come from.
+        host: where tasks run and memory is accounted.
+        store: the parameters.
+        optimizer: updates parameters, and holds their optimizer states.
+        group_of: the number of each parameter's group, by the parameter's name.
+        order: the names of all parameters, in the model's order. Norms are combined in this order.
+        clipping: how gradients are clipped.
+        scaled: whether there is a dynamic loss scale.
+    """
 
     def __init__(
         self,
@@ -133,24 +134,27 @@ class ParameterServer:
         self._order = order
         self._clipping = clipping
         self._scaled = scaled
-        self.held = clipping.norm is not None or scaled
+        self.deferred = clipping.norm is not None or scaled
         self._sums: dict[str, torch.Tensor] = {}
         self._staging: list[torch.Tensor] = []
         self._staging_free: list[list[Event]] = [[], []]
         self._turn = 0
 
     def allocate(self, plans: Sequence[GradientPlan], groups: Sequence[Mapping[str, Any]], largest: int) -> None:
-        """Make what a step needs: optimizer state, sums of tied gradients, and staging for `largest` bytes twice."""
+        """Allocate what a step needs: optimizer states, sums of tied gradients, and two stagings of `largest` bytes.
+
+        What is there already is kept. Raises OutOfMemory.
+        """
         for plan in plans:
-            for place in plan.partial:
-                name = plan.names[place]
+            for index in plan.partial:
+                name = plan.names[index]
                 if name not in self._sums:
                     parameter = self._store[name]
                     flat = self._host.alloc(parameter.numel(), parameter.dtype, TIED_SUMS)
                     self._sums[name] = flat.view(parameter.shape)
-            for number, places in self._by_group(plan).items():
-                self.optimizer.allocate([plan.names[place] for place in places], groups[number])
-        staged = not self.held and not self._device.info.unified
+            for number, indices in self._by_group(plan).items():
+                self.optimizer.allocate([plan.names[index] for index in indices], groups[number])
+        staged = not self.deferred and not self._device.info.unified
         if staged and (not self._staging or self._staging[0].numel() < largest):
             for old in self._staging:
                 self._host.free(old, STAGING)
@@ -161,61 +165,99 @@ class ParameterServer:
         plan: GradientPlan,
         slot: DeviceSlot,
         queue: Queue,
-        verdict: Event,
         groups: Sequence[Mapping[str, Any]],
         unscale: float,
-        record: StepRecord,
+        submitted: SubmittedStep,
     ) -> None:
-        """Submit the drain of a slot's gradients and what follows it: the update, or keeping them."""
-        content = slot.content
+        """Submit the transfer of a slot's gradients to the host and the task that takes them in.
+
+        An eager update is part of that task. `groups` are the optimizer's parameter groups as they are now, and
+        `unscale` is the factor that removes the loss scale from a gradient. The step's verdict must be submitted.
+        """
+        content, verdict = slot.content, submitted.verdict
         assert content is not None
+        assert verdict is not None
         turn = self._turn = 1 - self._turn
         device, views = self._device, slot.gradients
-        passing: torch.Tensor | None = None  # where gradients pass through that have no place of their own
+        staging: torch.Tensor | None = None  # for gradients that have no memory of their own on the host
         if device.info.unified:
             arrived = list(slot.computed)
         else:
             pieces: Sequence[tuple[int, torch.Tensor]] = content.gradient_pieces
             wait: Sequence[Event] = ()
             if not pieces:
-                passing = self._staging[turn][: content.gradient_size]
-                pieces, wait = [(0, passing)], self._staging_free[turn]
+                staging = self._staging[turn][: content.gradient_size]
+                pieces, wait = [(0, staging)], self._staging_free[turn]
             arrived = slot.drain(queue, slot.flat_gradients(pieces), wait)
-            record.drains += arrived
+            submitted.drains += arrived
 
         def arrive() -> None:
             gradients: Sequence[torch.Tensor] = content.gradient_tensors
             if device.info.unified:
                 gradients = [device.host_tensor(view) for view in views]
-            elif passing is not None:
-                gradients = content.gradients_in(passing)
-            self._arrive(plan, gradients, unscale, record)
-            if not self.held:
-                if unscale != 1.0 and not all(
-                    bool(torch.isfinite(record.norms[plan.names[place]])) for place in plan.updates
-                ):
-                    raise GradientOverflow(plan.name, 1.0 / unscale)
-                self._update(plan, gradients, groups, None if unscale == 1.0 else torch.tensor(unscale), record)
+            elif staging is not None:
+                gradients = content.gradients_in(staging)
+            self._take_in(plan, gradients, unscale, submitted.result)
+            if not self.deferred:
+                factor = None if unscale == 1.0 else torch.tensor(unscale)
+                self._update(plan, gradients, groups, factor, submitted.result)
 
         # Host tasks run in order, so sums that other segments started are there.
-        label = f"{'arrival' if self.held else 'update'} of {plan.name}"
-        work = self._work(plan, content.gradient_sizes, True, not self.held)
+        label = f"{'arrival' if self.deferred else 'update'} of {plan.name}"
+        work = self._work(plan, content.gradient_sizes, True, not self.deferred)
         done = self._host.run(arrive, [*arrived, verdict], label, work)
-        record.arrivals.append(done)
+        submitted.arrivals.append(done)
         if self._device.info.unified:
             slot.hold_gradients([done])
-        elif not self.held:
+        elif not self.deferred:
             self._staging_free[turn] = [done]
-        if not self.held:
-            self._note(plan, done, record)
+        if not self.deferred:
+            self._note_update(plan, done, submitted)
+
+    def conclude(
+        self,
+        plans: Sequence[GradientPlan],
+        gradients: Sequence[Sequence[torch.Tensor]],
+        groups: Sequence[Mapping[str, Any]],
+        unscale: float,
+        submitted: SubmittedStep,
+    ) -> None:
+        """After the last `collect`: submit the norm, and for deferred gradients the decision and the updates."""
+        result = submitted.result
+
+        def decide() -> None:
+            norms = [result.norms[name] for name in self._order if name in result.norms]
+            total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+            result.grad_norm = float(total)
+            if not self.deferred:
+                return
+            result.skipped = result.overflowed or not bool(torch.isfinite(total))
+            factor = torch.tensor(unscale)
+            if self._clipping.norm is not None:
+                # As torch.nn.utils.clip_grad_norm_ computes it, to the bit.
+                factor = factor * torch.clamp(self._clipping.norm / (total + 1e-6), max=1.0)
+            result.factor = factor
+
+        submitted.decision = self._host.run(decide, list(submitted.arrivals), "decision on the step")
+        if not self.deferred:
+            return
+        for plan, tensors in zip(plans, gradients, strict=True):
+            if plan.updates:
+                done = self._host.run(
+                    functools.partial(self._update, plan, tensors, groups, None, result),
+                    [submitted.decision],
+                    f"update of {plan.name}",
+                    self._work(plan, [_size(tensor) for tensor in tensors], False, True),
+                )
+                self._note_update(plan, done, submitted)
 
     def follow(self, device: Device) -> None:
-        """Work beside another device from now on."""
+        """Serve another device from now on."""
         self._device = device
         self.settle()
 
     def rename(self, names: Mapping[str, str | None], group_of: Mapping[str, int], order: Sequence[str]) -> None:
-        """The model's tensors have new names; `group_of` and `order` are those of the new model."""
+        """Give the model's tensors new names (None: removed); `group_of` and `order` are those of the new model."""
         self.optimizer.rename(names)
         self._group_of = group_of
         self._order = order
@@ -224,108 +266,40 @@ class ParameterServer:
         self._sums.clear()
 
     def settle(self) -> None:
-        """Everything submitted has ended."""
+        """Forget the events of the stagings. Everything submitted must have ended."""
         self._staging_free = [[], []]
 
-    def conclude(
-        self,
-        plans: Sequence[GradientPlan],
-        gradients: Sequence[Sequence[torch.Tensor]],
-        groups: Sequence[Mapping[str, Any]],
-        unscale: float,
-        record: StepRecord,
+    def _take_in(
+        self, plan: GradientPlan, gradients: Sequence[torch.Tensor], unscale: float, result: StepResult
     ) -> None:
-        """After the last `collect`: the norm, and for held gradients the decision and the updates in forward order."""
-
-        def decide() -> None:
-            norms = [record.norms[name] for name in self._order if name in record.norms]
-            total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-            record.total_norm = float(total)
-            if not self.held:
-                return
-            record.skipped = record.overflowed or not bool(torch.isfinite(total))
-            factor = torch.tensor(unscale)
-            if self._clipping.norm is not None:
-                # As torch.nn.utils.clip_grad_norm_ computes it, to the bit.
-                factor = factor * torch.clamp(self._clipping.norm / (total + 1e-6), max=1.0)
-            record.factor = factor
-
-        record.decision = self._host.run(decide, list(record.arrivals), "decision on the step")
-        if not self.held:
-            return
-        for plan, tensors in zip(plans, gradients, strict=True):
-            if plan.updates:
-                done = self._host.run(
-                    self._held_update(plan, tensors, groups, record),
-                    [record.decision],
-                    f"update of {plan.name}",
-                    self._work(plan, [_size(tensor) for tensor in tensors], False, True),
-                )
-                self._note(plan, done, record)
-
-    def _held_update(
-        self,
-        plan: GradientPlan,
-        gradients: Sequence[torch.Tensor],
-        groups: Sequence[Mapping[str, Any]],
-        record: StepRecord,
-    ) -> Any:
-        def update() -> None:
-            if not record.skipped:
-                self._update(plan, gradients, groups, record.factor, record)
-
-        return update
-
-    def _work(self, plan: GradientPlan, sizes: Sequence[int], arrives: bool, updates: bool) -> HostWork:
-        """The host memory that `_arrive` and `_update` read and write: each operand once each way.
-
-        `sizes` are the bytes of the segment's gradients.
-        """
-        moved = 0
-        if arrives:
-            for place in plan.partial:
-                moved += (2 if place in plan.first_arrivals else 3) * sizes[place]
-            moved += sum(3 * sizes[place] for place in plan.joined)
-            moved += sum(sizes[place] for place in plan.updates)
-        if updates:
-            for place in plan.updates:
-                name = plan.names[place]
-                moved += sizes[place] + 2 * _size(self._store[name])
-                moved += sum(_size(copy) for copy in self._store.rounded(name))
-                moved += 2 * self.optimizer.state_bytes(name)
-        return HostWork(moved)
-
-    def _note(self, plan: GradientPlan, done: Event, record: StepRecord) -> None:
-        record.updates.append(done)
-        record.updated.append(plan.name)
-        for place in plan.updates:
-            self._store.updated[plan.names[place]] = done
-
-    def _arrive(
-        self, plan: GradientPlan, gradients: Sequence[torch.Tensor], unscale: float, record: StepRecord
-    ) -> None:
-        """Sum the uses of tied parameters, and take the norms of what is complete."""
+        """Sum the uses of tied parameters, clip by value, and take the norms of what is complete."""
         with torch.no_grad():
-            for place in plan.partial:
-                total = self._sums[plan.names[place]]
-                if place in plan.first_arrivals:
-                    total.copy_(gradients[place])
+            for index in plan.partial:
+                total = self._sums[plan.names[index]]
+                if index in plan.first_arrivals:
+                    total.copy_(gradients[index])
                 else:
-                    total.add_(gradients[place])
-            for place in plan.joined:
-                gradients[place].add_(self._sums[plan.names[place]])
+                    total.add_(gradients[index])
+            for index in plan.joined:
+                gradients[index].add_(self._sums[plan.names[index]])
             # PyTorch leaves a parameter without a gradient alone; one of zeros would be decayed. A tied one may have
             # its gradient from any of its uses.
             reached = None if plan.presence is None else plan.presence.reached()
-            record.reached.update(name for place, name in enumerate(plan.names) if reached is None or place in reached)
-            for place in plan.updates:
+            result.reached.update(name for index, name in enumerate(plan.names) if reached is None or index in reached)
+            for index in plan.updates:
                 if self._clipping.value is not None:
-                    # Clipping makes infinities finite: an overflow has to be noticed before it.
-                    if self._scaled and not bool(torch.isfinite(torch.linalg.vector_norm(gradients[place], torch.inf))):
-                        record.overflowed = True
-                    gradients[place].clamp_(-self._clipping.value / unscale, self._clipping.value / unscale)
-                norm = torch.linalg.vector_norm(gradients[place])
-                record.norms[plan.names[place]] = norm if unscale == 1.0 else norm * unscale
+                    # Clipping makes infinities finite, so an overflow has to be noticed before it.
+                    if self._scaled and not bool(torch.isfinite(torch.linalg.vector_norm(gradients[index], torch.inf))):
+                        result.overflowed = True
+                    gradients[index].clamp_(-self._clipping.value / unscale, self._clipping.value / unscale)
+                norm = torch.linalg.vector_norm(gradients[index])
+                result.norms[plan.names[index]] = norm if unscale == 1.0 else norm * unscale
+        if (
+            not self.deferred
+            and unscale != 1.0
+            and not all(bool(torch.isfinite(result.norms[plan.names[index]])) for index in plan.updates)
+        ):
+            raise GradientOverflow(plan.name, 1.0 / unscale)
 
     def _update(
         self,
@@ -333,26 +307,56 @@ class ParameterServer:
         gradients: Sequence[torch.Tensor],
         groups: Sequence[Mapping[str, Any]],
         factor: torch.Tensor | None,
-        record: StepRecord,
+        result: StepResult,
     ) -> None:
+        """Update the parameters that a segment's gradients complete, unless the step is skipped."""
+        if result.skipped:
+            return
+        if self.deferred:
+            factor = result.factor
         with torch.no_grad():
-            for number, places in self._by_group(plan).items():
+            for number, indices in self._by_group(plan).items():
                 if plan.presence is not None:
-                    places = [place for place in places if plan.names[place] in record.reached]
-                    self.optimizer.allocate([plan.names[place] for place in places], groups[number])
-                    if not places:
+                    indices = [index for index in indices if plan.names[index] in result.reached]
+                    self.optimizer.allocate([plan.names[index] for index in indices], groups[number])
+                    if not indices:
                         continue
-                names = [plan.names[place] for place in places]
+                names = [plan.names[index] for index in indices]
                 if self.snapshot is not None:
                     self.snapshot.before_update(names)
-                record.touched = True
-                self.optimizer.update(names, [gradients[place] for place in places], groups[number], factor)
+                result.updating = True
+                self.optimizer.update(names, [gradients[index] for index in indices], groups[number], factor)
+
+    def _work(self, plan: GradientPlan, sizes: Sequence[int], arrives: bool, updates: bool) -> HostWork:
+        """The host memory that `_take_in` and `_update` read and write: each operand once each way.
+
+        `sizes` are the bytes of the segment's gradients.
+        """
+        moved = 0
+        if arrives:
+            for index in plan.partial:
+                moved += (2 if index in plan.first_arrivals else 3) * sizes[index]
+            moved += sum(3 * sizes[index] for index in plan.joined)
+            moved += sum(sizes[index] for index in plan.updates)
+        if updates:
+            for index in plan.updates:
+                name = plan.names[index]
+                moved += sizes[index] + 2 * _size(self._store[name])
+                moved += sum(_size(copy) for copy in self._store.rounded(name))
+                moved += 2 * self.optimizer.state_bytes(name)
+        return HostWork(moved)
+
+    def _note_update(self, plan: GradientPlan, done: Event, submitted: SubmittedStep) -> None:
+        submitted.updates.append(done)
+        submitted.updated_segments.append(plan.name)
+        for index in plan.updates:
+            self._store.updated[plan.names[index]] = done
 
     def _by_group(self, plan: GradientPlan) -> dict[int, list[int]]:
-        """The places of a plan's updates by parameter group."""
+        """The indices of a plan's updates, by parameter group."""
         by_group: dict[int, list[int]] = {}
-        for place in plan.updates:
-            by_group.setdefault(self._group_of[plan.names[place]], []).append(place)
+        for index in plan.updates:
+            by_group.setdefault(self._group_of[plan.names[index]], []).append(index)
         return by_group
 
 

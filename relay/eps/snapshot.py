@@ -1,11 +1,11 @@
-"""A snapshot: the parameters and optimizer states as they were between two steps, read while training goes on.
+"""A snapshot: the parameters and optimizer states as they were between two steps, read while training continues.
 
-Nothing is copied beforehand. A parameter is copied when it is about to be updated and has not been read yet, by
-whoever updates it; what was not updated is read where it lies. Copies are kept within a budget: beyond it an update
-waits until the reader has caught up, so memory does not grow with the model. It writes no files.
+Nothing is copied beforehand. A parameter that has not been read yet is copied by the update that is about to change it;
+a parameter that was not updated is read from its own memory. Copies stay within a budget: beyond it an update waits
+until the reader has caught up, so memory does not grow with the model. No files are written here.
 
-Invariants: every parameter is read exactly once, with the value it had when the snapshot began; a snapshot that
-fails fails alone, and never an update.
+Invariants: every parameter is read exactly once, with the value it had when the snapshot began; a snapshot that fails
+never fails an update.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Record:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
 
     def tensors(self) -> list[torch.Tensor]:
-        """Every tensor, the parts of 8-bit states one after the other, in a fixed order."""
+        """Every tensor in a fixed order; an 8-bit state gives its codes, then its scales."""
         result = [self.weight]
         for value in self.states.values():
             if isinstance(value, Int8State):
@@ -49,14 +49,14 @@ class Record:
 
     def copy(self) -> Record:
         """A record with memory of its own."""
-        return Record(self.weight.detach().clone(), {label: _copy(value) for label, value in self.states.items()})
+        return Record(self.weight.detach().clone(), {label: _cloned(value) for label, value in self.states.items()})
 
 
 class Snapshot:
-    """The state of `weights` (parameters by the model's names) and of their optimizer, from `begin` on.
+    """The state of `weights` (parameters by the model's names) and of their optimizer at the time of `begin`.
 
-    `budget` is how many bytes of copies may wait to be read; one record always may. `layout` tells, once it has begun,
-    what there is to read, in dtypes and shapes; its tensors are the live ones.
+    `budget` is how many bytes of copies may wait to be read; one record always may. `layout`, once the snapshot has
+    begun, has the dtypes and shapes of what there is to read; its tensors are the live ones.
     """
 
     def __init__(self, weights: dict[str, torch.Tensor], optimizer: BoundOptimizer, host: Host, budget: int) -> None:
@@ -66,14 +66,14 @@ class Snapshot:
         self._budget = budget
         self._copies: dict[str, Record] = {}
         self._unread = set(weights)
-        self._held = 0
+        self._copied_bytes = 0
         self._ended = False
         self._changed = threading.Condition()
         self.error: BaseException | None = None
         self.layout: dict[str, Record] = {}
 
     def begin(self) -> None:
-        """From now on. Called where updates run, between those of one step and those of the next."""
+        """Start the snapshot. Call it where updates run, between those of one step and those of the next."""
         self.layout = {name: self.live(name) for name in self._weights}
 
     def live(self, name: str) -> Record:
@@ -81,34 +81,36 @@ class Snapshot:
         return Record(self._weights[name], dict(self._optimizer.state(name)))
 
     def before_update(self, names: Sequence[str]) -> None:
-        """Called by whoever is about to change these parameters. Copies what has not been read; may wait."""
+        """Call before these parameters change. Copies those that have not been read; may wait."""
         for name in names:
             with self._changed:
                 if self._ended or name not in self._unread or name in self._copies:
                     continue
                 try:
-                    self._keep(name)
+                    self._copy(name)
                 except Exception as failure:  # the checkpoint is lost, the step is not
                     self.error = failure
                     self._end()
 
-    def _keep(self, name: str) -> None:
+    def _copy(self, name: str) -> None:
         live = self.live(name)
         size = live.size
-        if self._held and self._held + size > self._budget:
-            self._changed.wait_for(lambda: self._ended or not self._held or self._held + size <= self._budget)
+        if self._copied_bytes and self._copied_bytes + size > self._budget:
+            self._changed.wait_for(
+                lambda: self._ended or not self._copied_bytes or self._copied_bytes + size <= self._budget
+            )
             if self._ended or name not in self._unread:
                 return
         self._copies[name] = live.copy()
-        self._hold(size)
+        self._count(size)
 
     def copied(self, names: Sequence[str]) -> int:
-        """Bytes of copies that wait to be read, of these."""
+        """Bytes of copies of these parameters that wait to be read."""
         with self._changed:
             return sum(self._copies[name].size for name in names if name in self._copies)
 
     def read(self, name: str) -> Record:
-        """A parameter as it was at the beginning, in memory of its own. Raises what ended the snapshot early."""
+        """A parameter as it was at the beginning, in memory of its own. Raises the error of a snapshot that failed."""
         with self._changed:
             if self.error is not None:
                 raise self.error
@@ -116,33 +118,33 @@ class Snapshot:
             record = self._copies.pop(name, None)
             if record is None:
                 record = self.live(name).copy()
-                self._hold(record.size)
+                self._count(record.size)
             return record
 
     def release(self, record: Record) -> None:
-        """Say that a record has been dealt with."""
+        """Call when a record has been written: its memory no longer counts."""
         with self._changed:
             if not self._ended:
-                self._hold(-record.size)
+                self._count(-record.size)
                 self._changed.notify_all()
 
     def end(self) -> None:
-        """No more reading: updates go on without copying, and what is kept is let go."""
+        """End the snapshot: updates copy no more, and the copies are dropped."""
         with self._changed:
             self._end()
 
     def _end(self) -> None:
         self._ended = True
         self._copies.clear()
-        self._hold(-self._held)
+        self._count(-self._copied_bytes)
         self._changed.notify_all()
 
-    def _hold(self, size: int) -> None:
-        self._held += size
+    def _count(self, size: int) -> None:
+        self._copied_bytes += size
         self._host.ledger.add(SNAPSHOT, torch.uint8, size)
 
 
-def _copy(value: Any) -> Any:
+def _cloned(value: Any) -> Any:
     if isinstance(value, Int8State):
         return Int8State(value.codes.clone(), value.scales.clone(), value.signed)
     return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -1,12 +1,12 @@
-"""The layer store: every parameter and buffer of the model, in host memory, laid out for the relay.
+"""The layer store: every parameter and buffer of the model, in host memory, laid out for transfers.
 
-Each segment's parameters lie in one contiguous region (one for each dtype), so that a layer is one transfer. A
-parameter that several segments use lies with the first of them. Where the device computes in a lower precision the
-master weights stay here in their own dtype, and a rounded copy of those that the device takes rounded lies beside
-them: that is what crosses the link.
+Each segment's parameters are in one contiguous region (one for each dtype), so that a layer is one transfer. A
+parameter that several segments use is in the region of the first. If the device computes in a lower precision, the
+master weights stay here in their own dtype, and the store has a rounded copy of those that the device takes rounded;
+only the copy crosses the link.
 
-The store takes the model's tensors over: the module's parameters become views of the store, so a model is never
-held twice and always shows the current weights. Invariant: a name has one place for as long as the store lives.
+The store takes over the model's tensors: the module's parameters become views of the store, so a model is never held
+twice and always shows the current weights. Invariant: a name has the same memory for as long as the store lives.
 """
 
 from __future__ import annotations
@@ -31,19 +31,18 @@ BUFFERS = "buffers"
 GRADIENTS = "gradients"
 
 TRIM_EVERY = 16 << 20
-"""Bytes that move in between two times that freed memory is given back to the system."""
+"""After so many bytes have moved in, freed memory is returned to the system."""
 
 CONTENTS = 1024
-"""Descriptions of what slots hold that are kept (more for a model with more tensors): steps with other layers each time
-make new ones without end."""
+"""How many slot contents are cached at least. Steps with other layers each time would make new ones without end."""
 
 Wanted = tuple[str, torch.dtype]
-"""A parameter or buffer and the dtype it is taken in."""
+"""A parameter or buffer, and the dtype in which the device takes it."""
 
 
 @dataclass(frozen=True)
 class GradientField:
-    """A gradient that a segment makes: of which parameter, in which dtype, and by which of a tied one's uses.
+    """A gradient that a segment computes: its parameter, its dtype, and which use of a tied parameter it is from.
 
     `use` counts the segments of a pass that have a gradient for it, in forward order.
     """
@@ -55,7 +54,7 @@ class GradientField:
 
 @dataclass(frozen=True, eq=False)
 class _Stored:
-    """Where a tensor lies: `offset` bytes into `flat` (a tensor of bytes)."""
+    """A tensor and its memory: `offset` bytes into `flat` (a tensor of bytes)."""
 
     tensor: torch.Tensor
     flat: torch.Tensor
@@ -81,14 +80,14 @@ class LayerStore:
         self.version = 0
 
     def take_over(self, model: nn.Module, groups: Iterable[Sequence[Wanted]]) -> None:
-        """Move a model's tensors in, one group (a segment's) after another; what is here already is passed.
+        """Move a model's tensors in, one group (a segment's) after another. Tensors that are here already are skipped.
 
-        Tensors that no group names come last, each for itself. Raises OutOfMemory before anything has moved.
+        Tensors that no group names come last, each by itself. Raises OutOfMemory before anything has moved.
         """
         tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         groups = [list(group) for group in groups]
         rest = [[(name, tensor.dtype)] for name, tensor in tensors.items()]
-        crossing = {item for group in groups for item in group}  # of a rounded weight the master stays at home
+        crossing = {item for group in groups for item in group}  # the master of a rounded weight does not cross
         plans: list[tuple[list[str], tuple[Field, ...], int, torch.dtype, str]] = []
         planned = set(self._stored)
         for group in [*groups, *rest]:
@@ -114,9 +113,9 @@ class LayerStore:
             if moved >= TRIM_EVERY:
                 give_back_free_memory()
                 moved = 0
-            for name, place in zip(names, fields, strict=True):
+            for name, field in zip(names, fields, strict=True):
                 tensor = tensors[name]
-                home = raw[place.offset : place.offset + tensor.numel() * dtype.itemsize].view(dtype).view(place.shape)
+                home = raw[field.offset : field.offset + tensor.numel() * dtype.itemsize].view(dtype).view(field.shape)
                 with torch.no_grad():
                     home.copy_(tensor)
                     if state != ROUNDED:
@@ -125,7 +124,7 @@ class LayerStore:
                         self._seen[name] = (tensor, tensor._version)
                     else:
                         self._copies.setdefault(name, []).append(home)
-                self._stored[(name, dtype)] = _Stored(home, raw, place.offset)
+                self._stored[(name, dtype)] = _Stored(home, raw, field.offset)
         self._complete = True
 
     @staticmethod
@@ -147,7 +146,7 @@ class LayerStore:
         return self._copies.get(name, [])
 
     def check(self, model: nn.Module) -> None:
-        """Raise ModelChanged where the model does not hold the store's tensors any more."""
+        """Raise ModelChanged if the model's tensors are not those of the store."""
         parameters = dict(model.named_parameters())
         if self._complete:
             for name in parameters.keys() - self._seen.keys():
@@ -159,7 +158,7 @@ class LayerStore:
                 raise ModelChanged(name)
 
     def take_edits(self) -> None:
-        """Round anew the weights that somebody has written to through the model since the last call."""
+        """Round again the weights that were written through the model since the last call."""
         for (name, dtype), stored in self._stored.items():
             tensor, version = self._seen[name]
             if dtype != self._master[name] and tensor._version != version:
@@ -169,9 +168,9 @@ class LayerStore:
             self._seen[name] = (tensor, tensor._version)
 
     def rename(self, names: Mapping[str, str | None]) -> None:
-        """Call tensors by their new names, and let go of those whose new name is None, with their memory.
+        """Rename tensors, and remove those whose new name is None, with their memory.
 
-        A tensor that is let go gets memory of its own, so that its module stays whole. Nothing may be under way.
+        A tensor that is removed gets memory of its own, so that its module stays usable. Nothing may be running.
         """
         for old, new in names.items():
             if new is None and old in self._seen:
@@ -210,27 +209,27 @@ class LayerStore:
     def content(
         self, name: str, tensors: Sequence[Wanted], gradients: Sequence[GradientField], keeps_gradients: bool
     ) -> SlotContent:
-        """What a slot needs to hold these tensors and the gradients of some: as few pieces as they lie in.
+        """What a slot holds for these tensors and gradients, in as few contiguous pieces as possible.
 
-        With `keeps_gradients` each gradient has a place of its own on the host, the same one whichever layers it
-        shares a slot with: the layers of a step may be others than those of the step before.
+        With `keeps_gradients` each gradient has memory of its own on the host. It is the same whichever layers share
+        the slot, since the layers of a step may differ from those of the step before.
         """
         key = (name, *tensors, *gradients, keeps_gradients)
         content = self._contents.pop(key, None)
         if content is None:
             content = self._lay_out_content(name, tensors, gradients, keeps_gradients)
             self._names_of[content] = tuple(tensor for tensor, _ in tensors)
-        self._contents[key] = content  # behind the others: those not asked for go first
+        self._contents[key] = content  # moved to the end: the least recently used is dropped first
         while len(self._contents) > max(CONTENTS, 4 * len(self._stored)):
             del self._contents[next(iter(self._contents))]
         return content
 
     def homes_beyond(self, other: LayerStore) -> int:
-        """Bytes of the places for gradients here that another store does not have."""
+        """Bytes of gradient memory here for gradients that another store has no memory for."""
         return sum(extent(home.tensor) for one, home in self._homes.items() if one not in other._homes)
 
     def ready(self, content: SlotContent) -> list[Event]:
-        """The updates that must have ended before a content is sent."""
+        """The updates that must have ended before a content is sent to the device."""
         events = [self.updated[name] for name in self._names_of[content] if name in self.updated]
         return list(dict.fromkeys(events))
 
@@ -254,31 +253,31 @@ class LayerStore:
         )
 
     def _homes_of(self, gradients: Sequence[GradientField]) -> list[_Stored]:
-        """Where these gradients are kept; those without a place yet get theirs, side by side."""
+        """The host memory of these gradients. Those that have none yet get it, side by side."""
         fresh = [one for one in gradients if one not in self._homes]
         fields, size = lay_out([(tuple(self[one.name].shape), one.dtype) for one in fresh])
         if fresh:
             flat = self._host.alloc(size, torch.uint8, GRADIENTS, crosses=True)
             self._home_flats.append(flat)
-            for one, place in zip(fresh, fields, strict=True):
-                tensor = flat[place.offset : place.offset + place.size].view(place.dtype).view(place.shape)
-                self._homes[one] = _Stored(tensor, flat, place.offset)
+            for gradient, field in zip(fresh, fields, strict=True):
+                tensor = flat[field.offset : field.offset + field.size].view(field.dtype).view(field.shape)
+                self._homes[gradient] = _Stored(tensor, flat, field.offset)
         return [self._homes[one] for one in gradients]
 
 
 def extent(tensor: torch.Tensor) -> int:
-    """Bytes that a tensor takes of a region, up to where the next one may begin."""
+    """Bytes that a tensor takes in a region, including the padding up to the next tensor."""
     return aligned(tensor.numel() * tensor.dtype.itemsize)
 
 
 def _as_they_lie(stored: Sequence[_Stored], fields: Sequence[Field]) -> tuple[tuple[int, torch.Tensor], ...]:
-    """The same memory in as few pieces (bytes) as it lies in, each with its offset among the fields."""
+    """The same memory in as few contiguous pieces (of bytes) as possible, each with its offset among the fields."""
     pieces: list[tuple[int, torch.Tensor]] = []
     start = end = 0
-    for number, (one, place) in enumerate(zip(stored, fields, strict=True)):
+    for number, (one, field) in enumerate(zip(stored, fields, strict=True)):
         if not number or one.flat is not stored[number - 1].flat or one.offset != end:
             start = one.offset
-            pieces.append((place.offset, one.flat[start:start]))
+            pieces.append((field.offset, one.flat[start:start]))
         end = one.offset + extent(one.tensor)
         pieces[-1] = (pieces[-1][0], one.flat[start:end])
     return tuple(pieces)

@@ -1,8 +1,9 @@
 """Any class of `torch.optim`, layer by layer: one torch optimizer for each set of parameters updated together.
 
-Given as `functools.partial(torch.optim.X, ...)`, since the relay makes the optimizers itself. They share one state
-by parameter, so a parameter that is later updated among others keeps what was learned of it. It works for
-optimizers that treat each parameter by itself; one that looks across all parameters would see a layer at a time.
+The class is given as `functools.partial(torch.optim.X, ...)`, since the relay makes the optimizers itself. They share
+one state for each parameter, so a parameter that is later updated together with others keeps its state. This works for
+optimizers that treat each parameter by itself; one that combines parameters would see one layer at a time. Invariant:
+states are torch's own objects, made by torch.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class TorchOptimizer:
         self._factory = factory
         name = getattr(getattr(factory, "func", factory), "__name__", "")
         if name in WHOLE_MODEL:
-            raise TypeError(f"torch.optim.{name} cannot be run layer by layer; the relay needs one that can.")
+            raise TypeError(
+                f"torch.optim.{name} cannot run layer by layer: it combines parameters or does not take every shape."
+            )
 
     def defaults(self) -> dict[str, Any]:
         """The hyperparameters of a parameter group, as the class fills them in."""
@@ -36,7 +39,7 @@ class TorchOptimizer:
         return {key: value for key, value in probe.param_groups[0].items() if key != "params"}
 
     def bind(self, host: Host, store: LayerStore) -> BoundTorchOptimizer:
-        """For one trainer."""
+        """The optimizer of one trainer."""
         return BoundTorchOptimizer(self._factory, host, store)
 
 
@@ -54,7 +57,7 @@ class BoundTorchOptimizer:
         self._waiting: dict[str, dict[str, Any]] = {}
 
     def allocate(self, names: Sequence[str], group: Mapping[str, Any]) -> None:
-        """Nothing: torch makes its states at the first step."""
+        """Does nothing: torch makes its states at the first step."""
 
     def _optimizer_of(self, key: tuple[str, ...]) -> torch.optim.Optimizer:
         if key in self._optimizers:
@@ -92,7 +95,7 @@ class BoundTorchOptimizer:
             self._leaves[name].grad = None
             for copy in self._store.rounded(name):
                 copy.copy_(self._store[name])
-        # torch makes its state at the first step; the ledger learns of it then.
+        # torch makes its states at the first step; they are added to the ledger then.
         for name in set(names) - self._counted:
             self._count(name, 1)
 
@@ -107,7 +110,7 @@ class BoundTorchOptimizer:
         return f"torch.optim.{getattr(made_by, '__name__', '')}"
 
     def check(self, name: str, labels: Collection[str]) -> None:
-        """torch makes states as it needs them, so whatever a class has saved it takes back."""
+        """Does nothing: a class of torch.optim accepts any state that it has saved."""
 
     def restore(self, name: str, state: Mapping[str, Any]) -> None:
         leaf = self._leaves.get(name)
@@ -115,7 +118,7 @@ class BoundTorchOptimizer:
             if name in self._counted:
                 self._count(name, -1)
             self._states.pop(leaf, None)
-        # Made anew, so that a class which starts with a state (Adagrad) does so where none is given.
+        # Made again, so that a class that begins with a state (Adagrad) does so if none is given.
         self._optimizers = {key: made for key, made in self._optimizers.items() if name not in key}
         self._waiting.pop(name, None)
         if state:

@@ -1,18 +1,13 @@
-"""The fused optimizers of the EPS: a layer's whole update in one pass over flat tensors, at the speed of memory.
+"""The fused optimizers: the whole update of a tensor in one pass over flat memory, at the speed of that memory.
 
-Each function widens a low-precision gradient, multiplies it by `factor` (unscaling times clipping), updates the
-moments and the float32 master weights, and writes the low-precision weights, reading and writing each byte once
-(LAMB twice: its step needs the norms of the whole tensor first).
+`update` widens a low-precision gradient, multiplies it by `factor` (unscaling times clipping), updates the moments and
+the float32 master weights, and writes the low-precision weights. It reads and writes each byte once (LAMB twice: its
+step needs the norms of the whole tensor first). A `Rule` says what the arithmetic is.
 
-What is not here: parameter groups, allocation, and when an update happens (`relay.optim.optimizers`). Invariants:
-results depend on neither the number of threads nor on what else runs; nothing waits for the interpreter lock while
-it computes; and with float32 states `adam`, `adamw` and `sgd` are `torch.equal` to torch's fused kernels for one
-tensor a call, wherever `matches_torch()` says so.
-
-Tensors are on the CPU, flat and contiguous, and all of one call have the same number of elements: `master` float32;
-`gradient` float32, bfloat16 or float16; a state float32, bfloat16 (rounded at random, without bias) or an
-`Int8State`; `weight_out` bfloat16, float16 or None. The random rounding is a function of (`seed`, `step`, place in
-the tensor): give each layer a `seed` of its own.
+Parameter groups, allocation, and when an update happens are not here (`relay.eps`). Invariants: results depend neither
+on the number of threads nor on what else runs; the interpreter lock is released while a kernel computes; and with
+float32 states `ADAM`, `ADAMW` and `SGD` are `torch.equal` to torch's fused kernels for one tensor a call, wherever
+`matches_torch()` is True.
 """
 
 from __future__ import annotations
@@ -21,6 +16,8 @@ import functools
 import math
 import threading
 import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,9 +34,24 @@ SMALLEST_SHARE = 2**16  # elements below which a second thread costs more than i
 _probe_lock = threading.Lock()
 
 
+@dataclass(frozen=True)
+class Rule:
+    """The arithmetic of an optimizer.
+
+    Attributes:
+        kernels: the kernels of one update, in order.
+        moments: the states that may be narrower than float32, by torch.optim's names, and whether each is signed.
+        constants: the kernels' constants, from a parameter group, the step, and the factor on the gradient.
+    """
+
+    kernels: tuple[str, ...]
+    moments: Mapping[str, bool]
+    constants: Callable[[Mapping[str, Any], int, float], list[float]]
+
+
 @functools.cache
 def _compile() -> tuple[Any, str]:
-    """The kernels, or None and why not."""
+    """The kernels, or None and the reason."""
     try:
         from relay.optim import fused_kernels
     except Exception as problem:
@@ -65,22 +77,23 @@ def _kernels() -> Any:
 
 
 def available() -> bool:
-    """Whether the fused optimizers can be compiled here; a warning says so once where they cannot."""
+    """Whether the fused optimizers can be compiled here. Where they cannot, the first call warns."""
     with _probe_lock:
         return _compile()[0] is not None
 
 
 def reason() -> str:
-    """Why they are not available; empty where they are."""
+    """Why the fused optimizers are not available; empty if they are."""
     with _probe_lock:
         return _compile()[1]
 
 
 @functools.cache
 def matches_torch() -> bool:
-    """Whether float32 Adam and SGD give torch's bits here, found by trying: it depends on how torch was compiled.
+    """Whether float32 Adam and SGD give the same bits as torch on this machine.
 
-    torch's kernels contract multiplications and additions where the processor can, and do not where it cannot.
+    It is found by trying, since it depends on how torch was compiled: torch's kernels contract multiplications and
+    additions where the processor can.
     """
     if not available():
         return False
@@ -92,238 +105,159 @@ def matches_torch() -> bool:
     for step in range(1, 5):
         gradient = torch.randn(size, generator=generator)
         count += 1
-        options = {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
-        adam(mine[0], gradient, mine[1], mine[2], step=step, threads=1, **options)
+        options = {"lr": 0.01, "eps": 1e-8, "weight_decay": 0.1}
+        states = {"exp_avg": mine[1], "exp_avg_sq": mine[2]}
+        update(ADAM, mine[0], gradient, states, None, options | {"betas": (0.9, 0.999)}, step=step, threads=1)
         lists = [[theirs[0]], [gradient], [theirs[1]], [theirs[2]], [], [count]]
-        torch._fused_adam_(*lists, **options, amsgrad=False, maximize=False)
+        torch._fused_adam_(*lists, **options, beta1=0.9, beta2=0.999, amsgrad=False, maximize=False)
         options = {"lr": 0.01, "momentum": 0.9, "dampening": 0.1, "nesterov": True, "weight_decay": 0.1}
-        sgd(mine[0], gradient, mine[3], first_step=step == 1, threads=1, **options)
+        update(SGD, mine[0], gradient, {"momentum_buffer": mine[3]}, None, options, step=step, threads=1)
         lists = [[theirs[0]], [gradient], [theirs[3]]]
         torch._fused_sgd_(*lists, **options, maximize=False, is_first_step=step == 1)
     return all(torch.equal(left, right) for left, right in zip(mine, theirs, strict=True))
 
 
-def adamw(
+def update(
+    rule: Rule,
     master: torch.Tensor,
     gradient: torch.Tensor,
-    exp_avg: State,
-    exp_avg_sq: State,
-    weight_out: torch.Tensor | None = None,
+    state: Mapping[str, Any],
+    weight_out: torch.Tensor | None,
+    group: Mapping[str, Any],
     *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
     step: int,
     factor: float = 1.0,
-    maximize: bool = False,
-    max_exp_avg_sq: torch.Tensor | None = None,
-    seed: int = 0,
-    threads: int | None = None,
-) -> None:
-    """AdamW (Loshchilov and Hutter 2019). `step` counts from 1; `max_exp_avg_sq` (float32) asks for AMSGrad."""
-    constants = _adam_constants(lr, beta1, beta2, eps, step, _signed(factor, maximize))
-    constants[1] = 1 - lr * weight_decay
-    _Pass(master, gradient, exp_avg, exp_avg_sq, weight_out, max_exp_avg_sq).run(
-        "ADAM", constants, step=step, seed=seed, threads=threads
-    )
-
-
-def adam(
-    master: torch.Tensor,
-    gradient: torch.Tensor,
-    exp_avg: State,
-    exp_avg_sq: State,
-    weight_out: torch.Tensor | None = None,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    factor: float = 1.0,
-    maximize: bool = False,
-    max_exp_avg_sq: torch.Tensor | None = None,
-    seed: int = 0,
-    threads: int | None = None,
-) -> None:
-    """Adam (Kingma and Ba 2015), its weight decay added to the gradient; otherwise as `adamw`."""
-    constants = _adam_constants(lr, beta1, beta2, eps, step, _signed(factor, maximize))
-    constants[2] = weight_decay
-    _Pass(master, gradient, exp_avg, exp_avg_sq, weight_out, max_exp_avg_sq).run(
-        "ADAM", constants, step=step, seed=seed, threads=threads
-    )
-
-
-def sgd(
-    master: torch.Tensor,
-    gradient: torch.Tensor,
-    momentum_buffer: State | None,
-    weight_out: torch.Tensor | None = None,
-    *,
-    lr: float,
-    momentum: float = 0.0,
-    dampening: float = 0.0,
-    weight_decay: float = 0.0,
-    nesterov: bool = False,
-    maximize: bool = False,
-    first_step: bool = False,
-    step: int = 0,
-    factor: float = 1.0,
-    seed: int = 0,
-    threads: int | None = None,
-) -> None:
-    """Stochastic gradient descent as torch has it: the first step sets the momentum buffer to the gradient.
-
-    momentum_buffer: None exactly where momentum is 0. step: needed for random rounding only.
-    """
-    if (momentum_buffer is None) != (momentum == 0):
-        received = "none" if momentum_buffer is None else "one"
-        raise ValueError(
-            f"momentum_buffer does not go with momentum={momentum}: expected one exactly where momentum is not 0, "
-            f"received {received}. Allocate it, or pass None."
-        )
-    constants = [_signed(factor, maximize), weight_decay, momentum, 1 - dampening, lr]
-    flags = (momentum != 0) | first_step << 1 | nesterov << 2
-    _Pass(master, gradient, momentum_buffer, None, weight_out).run(
-        "SGD", constants, step=step, seed=seed, threads=threads, flags=flags
-    )
-
-
-def lion(
-    master: torch.Tensor,
-    gradient: torch.Tensor,
-    exp_avg: State,
-    weight_out: torch.Tensor | None = None,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    step: int = 0,
-    factor: float = 1.0,
-    maximize: bool = False,
-    seed: int = 0,
-    threads: int | None = None,
-) -> None:
-    """Lion (Chen et al. 2023): the sign of an average, with decoupled weight decay. step: for random rounding only."""
-    decay = 1 - lr * weight_decay
-    constants = [_signed(factor, maximize), decay, beta1, 1 - beta1, beta2, 1 - beta2, lr]
-    _Pass(master, gradient, exp_avg, None, weight_out).run("LION", constants, step=step, seed=seed, threads=threads)
-
-
-def lamb(
-    master: torch.Tensor,
-    gradient: torch.Tensor,
-    exp_avg: State,
-    exp_avg_sq: State,
-    weight_out: torch.Tensor | None = None,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    factor: float = 1.0,
-    maximize: bool = False,
     seed: int = 0,
     threads: int | None = None,
 ) -> float:
-    """LAMB (You et al. 2020), on one tensor: a step of AdamW's direction, as long as lr times the tensor's own norm.
+    """Update one tensor. All tensors are on the CPU, flat, contiguous, and of the same number of elements.
 
-    Returns the trust ratio |master| / |direction|, 1 where either is 0. The direction is that of the moments as
-    they are stored.
+    Args:
+        rule: ADAM, ADAMW, SGD, LAMB or LION.
+        master: float32 weights, changed in place.
+        gradient: float32, bfloat16 or float16.
+        state: the optimizer's states by torch.optim's names, changed in place. A moment is float32, bfloat16 (rounded
+            at random, without bias) or an `Int8State`. `max_exp_avg_sq` (float32) asks for AMSGrad. SGD needs
+            `momentum_buffer` exactly where its momentum is not 0.
+        weight_out: bfloat16 or float16 memory for the rounded weights, or None.
+        group: the hyperparameters, named as in torch.optim's parameter groups.
+        step: the number of the update, from 1.
+        factor: multiplies the gradient first.
+        seed: of the random rounding, which is a function of seed, step and index; give each tensor its own.
+        threads: how many threads share the work; torch.get_num_threads() if None.
+
+    Returns:
+        LAMB's trust ratio |master| / |direction| (1 where either is 0); 1 for the other rules.
+
+    Raises:
+        ValueError: an operand does not fit the others, or `step` is below 1.
+        RuntimeError: the kernels cannot be compiled here (see `available`).
+
+    Example:
+        >>> weights, gradient, average = torch.ones(8), torch.ones(8), torch.zeros(8)
+        >>> group = {"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.0}
+        >>> update(LION, weights, gradient, {"exp_avg": average}, None, group, step=1)
+        1.0
     """
-    constants = [*_adam_constants(lr, beta1, beta2, eps, step, _signed(factor, maximize)), weight_decay]
-    constants.append(1 - beta1**step)
-    walk = _Pass(master, gradient, exp_avg, exp_avg_sq, weight_out)
-    sums = walk.run("LAMB_MOMENTS", constants, step=step, seed=seed, threads=threads)
-    parameter_norm, direction_norm = (math.sqrt(math.fsum(column)) for column in sums.reshape(-1, 2).T)
-    ratio = parameter_norm / direction_norm if parameter_norm > 0 and direction_norm > 0 else 1.0
-    constants[8] = lr * ratio
-    walk.run("LAMB_APPLY", constants, step=step, seed=seed, threads=threads)
-    return ratio
-
-
-def sum_of_squares(gradient: torch.Tensor, *, threads: int | None = None) -> float:
-    """The sum of squares of a flat gradient, in float64; the same whatever the number of threads."""
     kernels = _kernels()
-    size = gradient.numel()
-    kind = _kind(kernels, "gradient", gradient, size, (torch.float32, torch.bfloat16, torch.float16))
-    sums = np.zeros(-(-size // kernels.BLOCK))
-
-    def work(begin: int, end: int) -> None:
-        kernels.sum_of_squares(begin, end, gradient.data_ptr(), kind, sums.ctypes.data)
-
-    work_through(work, size, alignment=kernels.BLOCK, threads=threads, smallest=SMALLEST_SHARE)
-    return math.fsum(sums)
-
-
-class _Pass:
-    """The operands of one update, checked, as the kernel takes them."""
-
-    def __init__(
-        self,
-        master: torch.Tensor,
-        gradient: torch.Tensor,
-        first: State | None,
-        second: State | None,
-        weight_out: torch.Tensor | None,
-        largest: torch.Tensor | None = None,
-    ) -> None:
-        self._kernels = kernels = _kernels()
-        self._size = size = master.numel()
-        self._alive = (master, gradient, first, second, weight_out, largest)  # only addresses are passed on
-        short = (torch.bfloat16, torch.float16)
-        _kind(kernels, "master", master, size, (torch.float32,))
-        gradient_kind = _kind(kernels, "gradient", gradient, size, (torch.float32, *short))
-        weight_kind = kernels.ABSENT
-        if weight_out is not None:
-            weight_kind = _kind(kernels, "weight_out", weight_out, size, short)
-        if largest is not None:
-            _kind(kernels, "max_exp_avg_sq", largest, size, (torch.float32,))
-        self._operands = (
-            *(master.data_ptr(), gradient.data_ptr(), gradient_kind),
-            *_state(kernels, "the first state", first, size, signed=True),
-            *_state(kernels, "the second state", second, size, signed=False),
-            0 if largest is None else largest.data_ptr(),
-            0 if weight_out is None else weight_out.data_ptr(),
-            weight_kind,
+    if step < 1:
+        raise ValueError(f"step is out of range: expected 1 for the first step, received {step}. Count it first.")
+    momentum = group.get("momentum", 0.0)
+    if rule is SGD and (state.get("momentum_buffer") is None) != (momentum == 0):
+        received = "none" if state.get("momentum_buffer") is None else "one"
+        raise ValueError(
+            f"momentum_buffer does not go with momentum={momentum}: expected one exactly where momentum is not 0, "
+            f"received {received}. Allocate it, or leave it out."
         )
-
-    def run(
-        self, rule: str, constants: list[float], *, step: int, seed: int, threads: int | None, flags: int = 0
-    ) -> np.ndarray:
-        """Walk through the range with one rule; returns the two sums of each block (LAMB's)."""
-        kernels, size, operands = self._kernels, self._size, self._operands
-        number = getattr(kernels, rule)
-        scalars = np.zeros(16, np.float32)
-        scalars[: len(constants)] = constants
-        sums = np.zeros(2 * -(-size // kernels.BLOCK) if rule == "LAMB_MOMENTS" else 0)
+    size, short = master.numel(), (torch.bfloat16, torch.float16)
+    first, second = ([state.get(label) for label in rule.moments] + [None])[:2]
+    largest = state.get("max_exp_avg_sq")
+    _kind(kernels, "master", master, size, (torch.float32,))
+    if largest is not None:
+        _kind(kernels, "max_exp_avg_sq", largest, size, (torch.float32,))
+    operands = (
+        *(master.data_ptr(), gradient.data_ptr()),
+        _kind(kernels, "gradient", gradient, size, (torch.float32, *short)),
+        *_state(kernels, "the first state", first, size, signed=True),
+        *_state(kernels, "the second state", second, size, signed=False),
+        0 if largest is None else largest.data_ptr(),
+        0 if weight_out is None else weight_out.data_ptr(),
+        kernels.ABSENT if weight_out is None else _kind(kernels, "weight_out", weight_out, size, short),
+    )
+    constants = rule.constants(group, step, -factor if group.get("maximize") else factor)
+    flags = (momentum != 0) | (step == 1) << 1 | bool(group.get("nesterov")) << 2
+    keys = _keys(seed, step)
+    vector_end = size - size % VECTOR
+    scalars = np.zeros(16, np.float32)
+    scalars[: len(constants)] = constants
+    ratio = 1.0
+    for name in rule.kernels:
+        number = getattr(kernels, name)
+        sums = np.zeros(2 * -(-size // kernels.BLOCK) if name == "LAMB_MOMENTS" else 0)
         addresses = scalars.ctypes.data, sums.ctypes.data
-        keys = _keys(seed, step)
-        vector_end = size - size % VECTOR
 
-        def work(begin: int, end: int) -> None:
+        def work(begin: int, end: int, number: int = number, addresses: tuple[int, int] = addresses) -> None:
             kernels.update(number, begin, end, vector_end, flags, *operands, *addresses, *keys)
 
         work_through(work, size, alignment=kernels.BLOCK, threads=threads, smallest=SMALLEST_SHARE)
-        return sums
+        if name == "LAMB_MOMENTS":
+            parameter_norm, direction_norm = (math.sqrt(math.fsum(column)) for column in sums.reshape(-1, 2).T)
+            if parameter_norm > 0 and direction_norm > 0:
+                ratio = parameter_norm / direction_norm
+            scalars[8] = float(group["lr"]) * ratio
+    return ratio
 
 
-def _signed(factor: float, maximize: bool) -> float:
-    return -factor if maximize else factor
-
-
-def _adam_constants(lr: float, beta1: float, beta2: float, eps: float, step: int, factor: float) -> list[float]:
-    """As torch computes them in double before they are rounded; decay and L2 are neutral."""
-    if step < 1:
-        raise ValueError(f"step is out of range: expected 1 for the first step, received {step}. Count it first.")
+def _adam_constants(group: Mapping[str, Any], step: int, factor: float) -> list[float]:
+    """As torch computes them in float64 before they are rounded; decoupled decay and L2 are neutral."""
+    beta1, beta2 = group["betas"]
     root_correction = math.sqrt(1 - beta2**step)
-    return [factor, 1.0, 0.0, 1 - beta1, beta2, 1 - beta2, root_correction, eps, lr / (1 - beta1**step)]
+    step_size = float(group["lr"]) / (1 - beta1**step)
+    return [factor, 1.0, 0.0, 1 - beta1, beta2, 1 - beta2, root_correction, group["eps"], step_size]
+
+
+def _adam(group: Mapping[str, Any], step: int, factor: float) -> list[float]:
+    constants = _adam_constants(group, step, factor)
+    constants[2] = group["weight_decay"]
+    return constants
+
+
+def _adamw(group: Mapping[str, Any], step: int, factor: float) -> list[float]:
+    constants = _adam_constants(group, step, factor)
+    constants[1] = 1 - float(group["lr"]) * group["weight_decay"]
+    return constants
+
+
+def _sgd(group: Mapping[str, Any], step: int, factor: float) -> list[float]:
+    return [factor, group["weight_decay"], group["momentum"], 1 - group["dampening"], float(group["lr"])]
+
+
+def _lion(group: Mapping[str, Any], step: int, factor: float) -> list[float]:
+    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    return [factor, 1 - lr * group["weight_decay"], beta1, 1 - beta1, beta2, 1 - beta2, lr]
+
+
+def _lamb(group: Mapping[str, Any], step: int, factor: float) -> list[float]:
+    return [*_adam_constants(group, step, factor), group["weight_decay"], 1 - group["betas"][0] ** step]
+
+
+_TWO_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
+
+ADAM = Rule(("ADAM",), _TWO_MOMENTS, _adam)
+"""Adam (Kingma and Ba 2015); weight decay is added to the gradient."""
+
+ADAMW = Rule(("ADAM",), _TWO_MOMENTS, _adamw)
+"""AdamW (Loshchilov and Hutter 2019)."""
+
+SGD = Rule(("SGD",), {"momentum_buffer": True}, _sgd)
+"""Stochastic gradient descent as torch has it: the first step sets the momentum buffer to the gradient."""
+
+LION = Rule(("LION",), {"exp_avg": True}, _lion)
+"""Lion (Chen et al. 2023): the sign of an average, with decoupled weight decay."""
+
+LAMB = Rule(("LAMB_MOMENTS", "LAMB_APPLY"), _TWO_MOMENTS, _lamb)
+"""LAMB (You et al. 2020): a step of AdamW's direction, as long as lr times the tensor's own norm. The direction is
+that of the moments as they are stored."""
 
 
 def _keys(seed: int, step: int) -> tuple[int, int]:

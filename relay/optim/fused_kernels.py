@@ -376,18 +376,5 @@ def _update(
     fence()
 
 
-def _sum_of_squares(begin, end, gradient, gradient_kind, sums):
-    """The sum of squares of each block, in float64, one a block to address `sums`."""
-    buffer = stack_floats(ROOM)
-    for start in range(begin, end, BLOCK):
-        count = min(BLOCK, end - start)
-        at = gradient + 4 * start
-        if gradient_kind in (BFLOAT16, FLOAT16):
-            at = buffer
-            widen(gradient_kind == BFLOAT16, gradient + 2 * start, count, at)
-        doubles_at(sums + 8 * (start // BLOCK), 1)[0] = _squares(count, floats_at(at, count))
-
-
 _SOURCES = [numba_intrinsics.__file__]
 update = compiled(_update, [types.void(*(types.intp,) * 19, types.uint32, types.uint32)], _SOURCES)
-sum_of_squares = compiled(_sum_of_squares, [types.void(*(types.intp,) * 5)], _SOURCES)

@@ -1,12 +1,12 @@
-"""Optimizer state in eight bits an element: two moments in two bytes, and a float32 scale for every 256 of each.
+"""Optimizer states in eight bits an element: two moments take two bytes, and a float32 scale for every 256 of each.
 
-It holds and converts such states; the optimizer's pass reads and writes them in `relay.optim.fused_kernels`, where
-values are rounded at random so that the mean is exact. Without that, a second moment that changes by a thousandth
-a step would never leave its code. Invariant: what a code decodes to is kept exactly when it is encoded again,
-so saving, loading and standing still lose nothing.
+Such states are held and converted here. The optimizer reads and writes them in `relay.optim.fused_kernels`, where
+values are rounded at random so that the mean is exact; otherwise a second moment that changes by a thousandth a step
+would never change its code. Invariant: the value of a code is unchanged when it is encoded again, so saving, loading
+and updates that change nothing lose nothing.
 
-The format is a small float relative to its group of 256, not the even steps of an integer: what counts in an update
-is first / sqrt(second) of each element for itself, so each needs its own *relative* precision, small ones too.
+A code is a small float relative to its group of 256, not an integer with even steps: an update depends on first /
+sqrt(second) of each element by itself, so each needs *relative* precision, small ones too.
 
     first moment    sign, 4 exponent bits, 3 mantissa bits, subnormals: 2**-17 to 1.875 times the scale
     second moment   5 exponent bits, 3 mantissa bits, no zero: 2**-31 to 1.875 times the scale. An element that is
@@ -52,17 +52,11 @@ class Int8State:
                 f"{self.scales.dtype} scales. Allocate group_count(elements) scales."
             )
 
-    @classmethod
-    def zeros(cls, elements: int, *, signed: bool) -> Int8State:
-        """A new state that holds zeros."""
-        codes = torch.zeros(elements, dtype=torch.uint8)
-        return cls(codes, torch.zeros(group_count(elements)), signed)
-
     def numel(self) -> int:
         return self.codes.numel()
 
     def to_float(self) -> torch.Tensor:
-        """The values, in a new float32 tensor. Exact."""
+        """The exact values, in a new float32 tensor."""
         codes = self.codes.to(torch.int32)
         if self.signed:
             magnitude = codes & 0x7F
@@ -74,7 +68,7 @@ class Int8State:
         return values * self.scales.repeat_interleave(GROUP)[: codes.numel()]
 
     def assign(self, values: torch.Tensor) -> None:
-        """Take float32 values (of a checkpoint, say), rounded to nearest."""
+        """Set the state to values (of a checkpoint, for example), rounded to the nearest codes."""
         elements = self.codes.numel()
         flat = torch.nn.functional.pad(values.detach().reshape(-1).float(), (0, -elements % GROUP)).view(-1, GROUP)
         largest = flat.abs().amax(1)
@@ -99,18 +93,5 @@ class Int8State:
 
 
 def group_count(elements: int) -> int:
-    """How many scales that many elements need."""
+    """The number of scales for a number of elements."""
     return -(-elements // GROUP)
-
-
-def state_bytes(elements: int, state_dtype: str) -> int:
-    """Bytes of one moment of that many elements, for state_dtype "fp32", "bf16" or "int8"."""
-    if state_dtype == "int8":
-        return elements + 4 * group_count(elements)
-    widths = {"fp32": 4, "bf16": 2}
-    if state_dtype not in widths:
-        raise ValueError(
-            f'state_dtype is not one of the state formats: expected "fp32", "bf16" or "int8", received '
-            f"{state_dtype!r}. Choose one of them."
-        )
-    return widths[state_dtype] * elements

@@ -1,18 +1,18 @@
-"""The optimizers one can ask for: their hyperparameters, their states, and how one tensor is updated.
+"""The optimizers that a user can choose: their hyperparameters, their states, and their arithmetic.
 
-Each is described once (`AdamW(lr=...)`) and knows two forms of its arithmetic: torch's own kernel over a list of
-tensors, and the fused pass of `relay.optim.fused`, which also clips, unscales, keeps small states and rounds the
-weight. Where both can be used they give the same bits. State and its memory are `bound`'s; `torch.optim` classes
-given by `functools.partial` are `torch_optimizer`'s.
+Each has two forms of its arithmetic: torch's own kernel over a list of tensors, and a rule for the fused pass of
+`relay.optim.fused`, which also clips, unscales, takes narrow states and rounds the weight. States and their memory are
+in `relay.eps.optimizer_state`; classes of `torch.optim` are in `relay.eps.torch_optimizer`. Invariant: where both
+forms can be used, they give the same bits.
 
-`RelayOptimizer` is what users and learning-rate schedulers hold: a `torch.optim.Optimizer` whose `param_groups` are
-the authority on hyperparameters. It does not update anything itself.
+`RelayOptimizer` is what users and learning-rate schedulers hold: a `torch.optim.Optimizer` whose `param_groups` hold
+the hyperparameters. It updates nothing itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -27,14 +27,9 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class HostOptimizer:
-    """What the five have in common.
+    """What the optimizers have in common. `rule` is the arithmetic of the fused pass."""
 
-    `kernel` is the fused pass over a tensor, its gradient and its `moments`: the states that may be small, each with
-    whether it is signed.
-    """
-
-    kernel: ClassVar[Callable[..., Any]]
-    moments: ClassVar[dict[str, bool]]
+    rule: ClassVar[fused.Rule]
     has_torch_kernel: ClassVar[bool] = False
 
     lr: float = 1e-3
@@ -51,37 +46,13 @@ class HostOptimizer:
         """The hyperparameters of a parameter group."""
         return asdict(self)
 
-    def states(self, group: Mapping[str, Any]) -> dict[str, bool]:
-        """The states that may be small, by name, and whether they are signed."""
-        return self.moments
+    def states(self, group: Mapping[str, Any]) -> Mapping[str, bool]:
+        """The states that may be narrower than float32, by name, and whether each is signed."""
+        return self.rule.moments
 
     def wide_states(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """The states that are always float32."""
+        """The states that are as wide as the parameter."""
         return ()
-
-    def update(
-        self,
-        master: torch.Tensor,
-        gradient: torch.Tensor,
-        state: State,
-        weight_out: torch.Tensor | None,
-        group: Mapping[str, Any],
-        step: int,
-        factor: float,
-        seed: int,
-    ) -> None:
-        """Update one flat tensor by the fused pass."""
-        options = {one.name: group[one.name] for one in fields(self) if one.name not in ("lr", "betas", "amsgrad")}
-        if "betas" in group:
-            options["beta1"], options["beta2"] = group["betas"]
-        options |= self.further_options(state, step)
-        moments = [state.get(label) for label in self.moments]
-        lr = float(group["lr"])
-        self.kernel(master, gradient, *moments, weight_out, lr=lr, step=step, factor=factor, seed=seed, **options)
-
-    def further_options(self, state: State, step: int) -> dict[str, Any]:
-        """What the fused pass is told besides the hyperparameters."""
-        return {}
 
     def update_by_torch(
         self, masters: Tensors, gradients: Tensors, states: Sequence[State], group: Mapping[str, Any], first: bool
@@ -94,8 +65,7 @@ class HostOptimizer:
 class AdamW(HostOptimizer):
     """AdamW (Loshchilov and Hutter 2019), bit for bit `torch.optim.AdamW(fused=True)`."""
 
-    kernel = staticmethod(fused.adamw)
-    moments: ClassVar[dict[str, bool]] = {"exp_avg": True, "exp_avg_sq": False}
+    rule: ClassVar[fused.Rule] = fused.ADAMW
     has_torch_kernel: ClassVar[bool] = True
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -106,9 +76,6 @@ class AdamW(HostOptimizer):
 
     def wide_states(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("max_exp_avg_sq",) if group["amsgrad"] else ()
-
-    def further_options(self, state: State, step: int) -> dict[str, Any]:
-        return {"max_exp_avg_sq": state.get("max_exp_avg_sq")}
 
     def update_by_torch(
         self, masters: Tensors, gradients: Tensors, states: Sequence[State], group: Mapping[str, Any], first: bool
@@ -135,7 +102,7 @@ class AdamW(HostOptimizer):
 class Adam(AdamW):
     """Adam (Kingma and Ba 2015), weight decay added to the gradient; bit for bit `torch.optim.Adam(fused=True)`."""
 
-    kernel = staticmethod(fused.adam)
+    rule: ClassVar[fused.Rule] = fused.ADAM
 
     weight_decay: float = 0.0
 
@@ -144,8 +111,7 @@ class Adam(AdamW):
 class SGD(HostOptimizer):
     """Stochastic gradient descent with momentum (Nesterov's if asked), bit for bit `torch.optim.SGD(fused=True)`."""
 
-    kernel = staticmethod(fused.sgd)
-    moments: ClassVar[dict[str, bool]] = {"momentum_buffer": True}
+    rule: ClassVar[fused.Rule] = fused.SGD
     has_torch_kernel: ClassVar[bool] = True
 
     momentum: float = 0.0
@@ -162,11 +128,8 @@ class SGD(HostOptimizer):
                 f"dampening={self.dampening}"
             )
 
-    def states(self, group: Mapping[str, Any]) -> dict[str, bool]:
-        return self.moments if group["momentum"] else {}
-
-    def further_options(self, state: State, step: int) -> dict[str, Any]:
-        return {"first_step": step == 1}
+    def states(self, group: Mapping[str, Any]) -> Mapping[str, bool]:
+        return self.rule.moments if group["momentum"] else {}
 
     def update_by_torch(
         self, masters: Tensors, gradients: Tensors, states: Sequence[State], group: Mapping[str, Any], first: bool
@@ -189,8 +152,7 @@ class SGD(HostOptimizer):
 class LAMB(HostOptimizer):
     """LAMB (You et al. 2020), for large batches: AdamW's direction, each tensor's step as long as lr times its norm."""
 
-    kernel = staticmethod(fused.lamb)
-    moments: ClassVar[dict[str, bool]] = {"exp_avg": True, "exp_avg_sq": False}
+    rule: ClassVar[fused.Rule] = fused.LAMB
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-6
@@ -201,8 +163,7 @@ class LAMB(HostOptimizer):
 class Lion(HostOptimizer):
     """Lion (Chen et al. 2023): the sign of an average; a third to a tenth of AdamW's learning rate suits it."""
 
-    kernel = staticmethod(fused.lion)
-    moments: ClassVar[dict[str, bool]] = {"exp_avg": True}
+    rule: ClassVar[fused.Rule] = fused.LION
 
     lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.99)
@@ -210,19 +171,19 @@ class Lion(HostOptimizer):
 
 
 class RelayOptimizer(torch.optim.Optimizer):
-    """The optimizer as users and learning-rate schedulers see it. Its `param_groups` are what updates use."""
+    """The optimizer as users and learning-rate schedulers see it. Updates use the values of its `param_groups`."""
 
     def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
         self._counting = False
         super().__init__(groups, defaults)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Called by the trainer for each real step, so that schedulers and step hooks follow real steps."""
+        """Called by the trainer for each applied step, for schedulers and step hooks. A user may not call it."""
         if not self._counting:
-            raise RuntimeError("trainer.step(batch) updates the parameters; the optimizer is not stepped by hand.")
+            raise RuntimeError("Call trainer.step(batch), which updates the parameters, instead of optimizer.step().")
 
     def count_step(self) -> None:
-        """Tell hooks and schedulers that a step was applied."""
+        """Run the hooks of `step`, after a step was applied."""
         self._counting = True
         try:
             self.step()

@@ -1,7 +1,8 @@
 """Parameter groups: which hyperparameters a parameter is updated with.
 
-A group is a mapping as in `torch.optim`, with `params` naming parameters of the model, by pattern (`"*.bias"`) or
-by the tensors themselves, and hyperparameters of its own. What no group names is in the default group.
+A group is a mapping as in `torch.optim`: `params` names parameters of the model, by pattern (`"*.bias"`) or by the
+tensors themselves, and further keys are the group's hyperparameters. Parameters that no group names are in the default
+group. Nothing is updated here. Invariant: every parameter has exactly one group.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from torch import nn
 def split_into_groups(
     model: nn.Module, groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Groups for `torch.optim.Optimizer`, the default one first, and each parameter's group by name.
+    """Groups for `torch.optim.Optimizer`, the default group first, and each parameter's group number by name.
 
-    The first group that names a parameter has it. Raises ValueError for a group that names none, a pattern that
-    fits nothing, or a hyperparameter that the optimizer does not have. Frozen parameters have a group too, for the
-    day they are thawed.
+    A parameter is in the first group that names it. Frozen parameters have a group number too, in case they are
+    unfrozen later. Raises ValueError for a group without `params`, a pattern that matches no parameter, or a
+    hyperparameter that the optimizer does not have.
     """
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -44,13 +45,13 @@ def split_into_groups(
                 else []
             )
             if not found:
-                raise ValueError(f"parameter group {number}: {item!r} fits no parameter of the model.")
+                raise ValueError(f"parameter group {number}: {item!r} matches no parameter of the model.")
             members += found
         for name in members:
             group_of.setdefault(name, number)
         result.append({**{key: value for key, value in group.items() if key != "params"}, "params": []})
     for name, parameter in parameters.items():
-        group = group_of.setdefault(name, 0)
+        index = group_of.setdefault(name, 0)
         if parameter.requires_grad:
-            result[group]["params"].append(parameter)
+            result[index]["params"].append(parameter)
     return result, group_of

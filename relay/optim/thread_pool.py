@@ -1,11 +1,11 @@
-"""A range cut into pieces that a crew of a few persistent threads works through, the caller among them.
+"""A pool of a few persistent threads that share the work on a range, together with the calling thread.
 
-It is not a queue of tasks: `work_through` returns when the range is done. Invariants: a piece begins at a multiple
-of the alignment, so that no two threads write one cache line; who works on which piece is left to chance, so
-the work on a piece may depend on its bounds only; calls from several threads at once share the crew, and each
-finishes even if no one of it has time.
+It is not a queue of tasks: `work_through` returns when the range is done. Invariants: a piece of the range begins at a
+multiple of the alignment, so that no two threads write to one cache line; which thread works on which piece is random,
+so the work may depend on the bounds of a piece only; calls from several threads share the pool, and each finishes even
+if all of the pool's threads are busy.
 
-The crew gains from work that lets go of the interpreter lock.
+Work that releases the interpreter lock gains from it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from queue import SimpleQueue
 import torch
 
 PIECES_A_THREAD = 8
-"""More pieces than threads, for a core that is busy elsewhere takes fewer."""
+"""More pieces than threads, so that a busy core can take fewer."""
 
 
 class _Range:
-    """One call's range: threads draw pieces until none is left, and the last to finish wakes the caller."""
+    """The range of one call. Threads take pieces until none is left, and the last to finish wakes the caller."""
 
     def __init__(self, work: Callable[[int, int], None], size: int, piece: int) -> None:
         self._work = work
@@ -35,7 +35,7 @@ class _Range:
         self._finished.acquire()
         self._error: BaseException | None = None
 
-    def help(self) -> None:
+    def work(self) -> None:
         """Work on pieces until all are taken."""
         while True:
             with self._lock:
@@ -53,24 +53,24 @@ class _Range:
                     self._finished.release()
 
     def join(self) -> None:
-        """Wait for pieces that others took, and raise what any of them raised."""
+        """Wait for the pieces that other threads took, and raise an error of any of them."""
         self._finished.acquire()
         if self._error is not None:
             raise self._error
 
 
-class _Crew:
-    """Daemon threads that take part in ranges; made when first asked for, and never more than asked for."""
+class _Pool:
+    """Daemon threads that work on ranges. They are started when first needed, and never more than needed."""
 
     def __init__(self) -> None:
         self._ranges: SimpleQueue[_Range] = SimpleQueue()
         self._count = 0
         self._lock = threading.Lock()
 
-    def invite(self, count: int, work: _Range) -> None:
+    def share(self, count: int, work: _Range) -> None:
         with self._lock:
             while self._count < count:
-                name = f"relay-crew-{self._count}"
+                name = f"relay-optimizer-{self._count}"
                 threading.Thread(target=self._serve, args=(self._ranges,), name=name, daemon=True).start()
                 self._count += 1
         for _ in range(count):
@@ -79,29 +79,33 @@ class _Crew:
     @staticmethod
     def _serve(ranges: SimpleQueue[_Range]) -> None:
         while True:
-            ranges.get().help()
+            ranges.get().work()
 
 
-_crew = _Crew()
+_pool = _Pool()
 
 
-def _forget_crew() -> None:
-    global _crew
-    _crew = _Crew()
+def _forget_pool() -> None:
+    global _pool
+    _pool = _Pool()
 
 
 if hasattr(os, "register_at_fork"):
     # Threads do not survive a fork, and a lock held by one of them would never be released.
-    os.register_at_fork(after_in_child=_forget_crew)
+    os.register_at_fork(after_in_child=_forget_pool)
 
 
 def work_through(
     work: Callable[[int, int], None], size: int, *, alignment: int, threads: int | None, smallest: int
 ) -> None:
-    """Call `work(begin, end)` for pieces that make up 0 to `size`, and return when all are done.
+    """Call `work(begin, end)` for pieces that make up the range from 0 to `size`, and return when all are done.
 
-    alignment: what every begin is a multiple of. threads: how many work on it, the caller included
-    (torch.get_num_threads() if None). smallest: a size below which a second thread costs more than it gains.
+    Args:
+        work: called from several threads at once.
+        size: the end of the range.
+        alignment: every `begin` is a multiple of it.
+        threads: how many threads work on it, including the caller; torch.get_num_threads() if None.
+        smallest: a size below which a second thread costs more than it gains.
     """
     threads = torch.get_num_threads() if threads is None else threads
     threads = min(threads, max(1, size // smallest))
@@ -110,6 +114,6 @@ def work_through(
         return
     piece = -(-size // (threads * PIECES_A_THREAD))
     shared = _Range(work, size, -(-piece // alignment) * alignment)
-    _crew.invite(threads - 1, shared)
-    shared.help()
+    _pool.share(threads - 1, shared)
+    shared.work()
     shared.join()

@@ -1,7 +1,7 @@
-"""From batches to stations: a model, partitioned and captured for each shape of batch that comes.
+"""From batches to compiled models: a model is partitioned and captured for each shape of batch.
 
-It keeps what it recorded, the least recently used going first, and forgets it where the model is edited. It runs
-nothing and takes no memory of a device. Invariant: recording changes neither the model nor its modules' attributes.
+Compiled models are kept, and dropped when the model is edited. Nothing is run here, and no device memory is taken.
+Invariant: compiling changes neither the model nor its modules' attributes.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from relay.runtime.code_states import CodeState, CodeStates
 from relay.runtime.program_cache import ProgramCache
 from relay.runtime.stages import Captures, CompiledModel, build_compiled_model
 
-_RECORDING = threading.RLock()
+_COMPILING = threading.RLock()
 logger = logging.getLogger("relay")
 
 
 @dataclass(frozen=True)
-class Ready:
-    """A batch in pieces, what each counts in the mean loss, and the stations for each."""
+class PreparedBatch:
+    """A batch cut into micro-batches, what each counts in the mean loss, and the compiled model for each."""
 
     pieces: Batch
     weights: list[float]
@@ -87,7 +87,7 @@ class ModelCompiler:
         return self.modules is None
 
     def use(self, modules: list[nn.Module]) -> Callable[[], None]:
-        """Go on with another list of modules; returns what undoes it."""
+        """Use another list of modules from now on. Returns a function that undoes it."""
         before = self.modules, self.model
         self.modules, self.model = modules, list_as_model(modules, self._loss)
 
@@ -97,14 +97,16 @@ class ModelCompiler:
         return undo
 
     def forget(self) -> None:
-        """Let go of everything recorded: the model is another one."""
+        """Drop everything compiled and captured, after the model has changed."""
         self.cache.clear()
         self._presences.clear()
         self._captures.clear()
         self._code.clear()
 
-    def ready(self, batch: Any, training: bool = True, active_layers: Sequence[int | str] | None = None) -> Ready:
-        """The batch in pieces with their weights, and the stations for each piece.
+    def prepare(
+        self, batch: Any, training: bool = True, active_layers: Sequence[int | str] | None = None
+    ) -> PreparedBatch:
+        """Cut a batch into micro-batches, and compile the model for each of their shapes.
 
         Raises BatchError, PartitionError or CaptureError.
         """
@@ -133,14 +135,22 @@ class ModelCompiler:
         for other in compiled[1:]:
             if other is not compiled[0] and other.signature() != compiled[0].signature():
                 raise PartitionError(
-                    "The model calls other layers for one micro-batch than for the others (a smaller last one, or one "
-                    "in which it found other numbers), so they cannot share a step. Make the batch a multiple of "
-                    "microbatches, or give it with microbatches=1."
+                    "The model calls different layers for different micro-batches (a smaller last one, or one with "
+                    "different numbers in it), so they cannot share a step. Make the batch a multiple of "
+                    "microbatches, or use microbatches=1."
                 )
-        return Ready(pieces, weights, compiled)
+        return PreparedBatch(pieces, weights, compiled)
+
+    def prepare_outputs(self, batch: Any) -> PreparedBatch:
+        """The same for a forward pass in eval mode that returns the model's outputs. The batch needs no targets."""
+        pieces = self.take_apart(batch, training=False, needs_targets=False)
+        compiled = [self.compiled(pieces, number, False, True) for number in range(len(pieces.pieces))]
+        partition = compiled[0].partition
+        weights = weigh(pieces, partition.loss_weight if partition.has_loss else None)
+        return PreparedBatch(pieces, weights, compiled)
 
     def _doubt(self, why: str) -> None:
-        """Say, once, that this loss may be another one for a batch that is cut."""
+        """Warn once that the loss of a batch in micro-batches may differ from the loss of the whole batch."""
         if not self._doubted:
             self._doubted = True
             warnings.warn(
@@ -152,7 +162,7 @@ class ModelCompiler:
             )
 
     def take_apart(self, batch: Any, training: bool, needs_targets: bool) -> Batch:
-        """The batch in pieces. Outside of training a batch may be smaller than the number of micro-batches."""
+        """The batch cut into micro-batches. Outside of training it may be smaller than the number of micro-batches."""
         pieces = self._microbatches
         if not training:
             whole = take_apart(batch, self.whole, 1, needs_targets, self._shared_inputs)
@@ -168,21 +178,23 @@ class ModelCompiler:
         active: tuple[str, ...] | None = None,
         state: CodeState | None = None,
     ) -> CompiledModel:
-        """The stages for one piece of a batch, compiled if they are not there yet. `state` is that of the code, found
-        once for all pieces."""
+        """The compiled model for one micro-batch of a batch, from the cache or compiled now.
+
+        `state` is that of the code, found once for all micro-batches.
+        """
         state = state or self._code.current()
         key = (batch.signature(number), training, results, active, state)
         compiled = self.cache.find(key, batch.pieces[number])
         if compiled is None:
             with self._code.capturing(state) as captured:
-                compiled = self._record(batch, batch.pieces[number], training, results, active)
+                compiled = self._compile(batch, batch.pieces[number], training, results, active)
                 captured.append((self.model, compiled.partition.reads))
                 captured += [(one.segment.module, one.captured.reads or {}) for one in compiled.stages]
             self.cache.add(key, compiled)
         return compiled
 
     def baseline_device_bytes(self, compiled: CompiledModel) -> int:
-        """Device bytes that plain training would need: weights, gradients, two moments, and what autograd keeps."""
+        """Device bytes that plain training would need: weights, gradients, two moments, autograd's saved tensors."""
         state = sum(
             parameter.numel() * parameter.element_size() * (4 if parameter.requires_grad else 1)
             for parameter in self.model.parameters()
@@ -190,7 +202,7 @@ class ModelCompiler:
         state += sum(buffer.numel() * buffer.element_size() for buffer in self.model.buffers())
         return state + sum(stage.captured.saved_bytes for stage in compiled.stages)
 
-    def _record(
+    def _compile(
         self,
         batch: Batch,
         tensors: list[torch.Tensor],
@@ -198,11 +210,11 @@ class ModelCompiler:
         results: bool,
         active: tuple[str, ...] | None,
     ) -> CompiledModel:
-        """Partition and capture for the shapes of one piece. Tracing is not made for several threads at once."""
+        """Partition and capture for the shapes of one micro-batch. Tracing cannot run in several threads at once."""
         shapes = ", ".join("x".join(map(str, tensor.shape)) or "1" for tensor in tensors)
         purpose = "training" if training else "evaluation"
         logger.info("compiling for %s on micro-batches of %s", purpose, shapes, extra={"event": "compile"})
-        with _RECORDING, undisturbed(self.model), watching_draws(), unlogged():
+        with _COMPILING, undisturbed(self.model), watching_draws(), unlogged():
             if self.modules is None:
                 partition = partition_model(self.model, tensors, batch.tree, self._compute, active)
             else:

@@ -1,9 +1,9 @@
-"""PyTorch's modes of the thread that calls the trainer: what of them may reach a step, and what not.
+"""PyTorch's modes in the thread that calls the trainer, and which of them a step must not inherit.
 
-A step trains, and its memory outlives the call, whatever mode it is called in: without gradients (`torch.no_grad`)
-there would be nothing to capture, and what is allocated in `torch.inference_mode` could never be written again outside
-of it. Autocast would decide on dtypes instead of the trainer's precision, and stay in programs that are kept. Workers
-have threads, and modes, of their own.
+A step trains, and its memory outlives the call, in whatever mode it is called. Under `torch.no_grad` there would be
+nothing to capture, and memory allocated in `torch.inference_mode` can never be written outside of it. Autocast would
+choose dtypes instead of the trainer's precision, and its choices would stay in cached programs. Worker threads have
+modes of their own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _AUTOCAST = ("cpu", "cuda", "xpu", "mps")
 
 @contextmanager
 def as_if_alone() -> Iterator[None]:
-    """While open (or around a function that it decorates) gradients are recorded and tensors are plain ones.
+    """A context (or decorator) in which gradients are recorded and new tensors are ordinary ones.
 
     Raises ValueError under autocast.
     """
@@ -26,9 +26,9 @@ def as_if_alone() -> Iterator[None]:
         if torch.is_autocast_enabled(kind):
             name = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
             raise ValueError(
-                f"This was called under torch.autocast({kind!r}, {name}), and what is computed in which dtype is the "
-                "trainer's precision. Call it outside of autocast, and build the trainer with precision='bf16' or "
-                "'fp16' for what autocast does."
+                f"The trainer was called under torch.autocast({kind!r}, {name}), but its precision decides the dtypes. "
+                "Call it outside of autocast, and build the trainer with precision='bf16' or 'fp16' for the same "
+                "effect."
             )
     with torch.inference_mode(False), torch.enable_grad():
         yield

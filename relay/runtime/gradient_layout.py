@@ -1,9 +1,9 @@
-"""Which of a partition's values a gradient comes back to, and how it lies in memory.
+"""The layout of gradients: which of a partition's values have one, and its order in memory.
 
-From the end to the beginning, since a gradient comes from the segments that use a value. One that no gradient comes
-back to (behind a `detach`, under `no_grad`, used by nobody) is `unreached`: the segment that makes it is captured again
-with that known, and what nothing but unreached values depend on has no gradient at all. A gradient of zeros would not
-do: an optimizer decays what has one, and keeps states for it.
+Segments are processed from the last to the first, since the gradient of a value comes from the segments that use it. A
+value that no gradient reaches (behind a `detach`, under `no_grad`, or unused) is `unreached`. The segment that makes it
+is captured again with that known, and what only unreached values depend on has no gradient at all. A gradient of zeros
+would be wrong: an optimizer decays a parameter that has a gradient, and keeps states for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Orders = Mapping[int, Order]
 
 
 class CapturedAs(Protocol):
-    """Captures a segment again: for seeds and gradients that lie so, and outputs that no gradient comes back to."""
+    """Captures a segment again: for these orders of seeds and gradients, and outputs that no gradient reaches."""
 
     def __call__(
         self,
@@ -39,15 +39,15 @@ class CapturedAs(Protocol):
 def settle_gradients(
     partition: Partition, given: Sequence[list[torch.Tensor]], found: list[Captured], captured_as: CapturedAs
 ) -> None:
-    """Put in place of what was `found` of a partition that ends in a loss what its gradients ask for.
+    """Replace captures in `found` by ones that agree on gradients. The partition ends in a loss.
 
-    Each gradient lies as the segment that makes it first makes it. Others add theirs to that, and the segment that
-    takes it is captured again if it was captured for another order. Raises PartitionError.
+    The segment that first computes a gradient decides its order in memory. Other segments add theirs to it, and a
+    segment that was captured for another order is captured again. Raises PartitionError.
     """
     if not found[-1].output_requires_grad[0]:
         raise PartitionError(
-            "The loss depends on nothing that is trained: every way to it is cut off by torch.no_grad or detach, or "
-            "leads to frozen parameters. Plain PyTorch could not differentiate it either."
+            "The loss depends on no parameter that is trained: torch.no_grad or detach cuts off every path to it, or "
+            "the parameters are frozen. Plain PyTorch could not differentiate it either."
         )
     settled: dict[int, Order] = {}
     loss = partition.segments[-1].outputs[0]

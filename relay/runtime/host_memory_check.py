@@ -1,7 +1,7 @@
-"""A rehearsal of what a run takes of the host: the same allocations, by the same code, of tensors without memory.
+"""A check of the host memory that a run needs: the same code makes the same allocations, of tensors without memory.
 
-So the figure is byte-exact by construction, and a run that cannot fit is refused before the model is touched. It
-knows no sizes itself. Invariant: nothing of the rehearsal outlives it.
+The figure is therefore exact to the byte, and a run that cannot fit is refused before the model is touched. No sizes
+are computed here. Invariant: nothing of the check outlives it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Build = Callable[[Host], tuple[LayerStore, ParameterServer]]
 
 
 class CountingHost(Host):
-    """A host whose tensors have shapes but no memory. It counts and never refuses."""
+    """A host whose tensors have shapes but no memory. It counts bytes and never raises OutOfMemory."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(None, worker)
@@ -60,7 +60,7 @@ def rehearse(
     plans: Sequence[GradientPlan],
     groups: Sequence[Mapping[str, Any]],
 ) -> LayerStore:
-    """Allocate on `host` what a run needs of weights, gradients and optimizer states. The store, to look sizes up."""
+    """Allocate on `host` the weights, gradients and optimizer states of a run. Returns the store, to look up sizes."""
     store, server = build(host)
     stand_in: Any = _StandIn(model)
     store.take_over(stand_in, wanted)
@@ -78,7 +78,7 @@ def refuse_beyond(
     keeps_gradients: bool,
     keeps_tensors: bool,
 ) -> None:
-    """Raise OutOfMemory, with the ledger and what would reduce it, where the ledger passes the capacity."""
+    """Raise OutOfMemory, with the ledger and what would reduce it, where the ledger exceeds the capacity."""
     if ledger.total <= capacity:
         return
     advice = []

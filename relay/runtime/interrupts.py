@@ -1,8 +1,8 @@
-"""Ctrl-C while a step is submitted and waited for: it is noted, and takes effect when the step has ended.
+"""Ctrl-C during a step is deferred until the step has ended.
 
-A step cut off half submitted would leave some layers updated and others not. Outside the main thread, or where
-SIGINT is ignored or handled outside Python, it does nothing. Invariant: the handler that was there before is there
-afterwards, and an interrupt is never lost.
+A step that is interrupted while it is submitted would leave some layers updated and others not. Outside the main
+thread, or where SIGINT is ignored or handled outside Python, nothing is deferred. Invariant: the previous handler is
+restored afterwards, and an interrupt is never lost.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from types import FrameType, TracebackType
 from typing import Any
 
 PATIENCE = 3
-"""At this many Ctrl-C the step is given up, whatever that breaks."""
+"""At this many Ctrl-C the step is abandoned, and the state can no longer be trusted."""
 
 
 class DeferredInterrupt:
-    """Holds Ctrl-C back inside its `with`. `count` is how many came."""
+    """A context that defers Ctrl-C. `count` is how many came."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -40,7 +40,7 @@ class DeferredInterrupt:
             self._before(number, frame)
 
     def deliver(self) -> None:
-        """What was held back happens now, as the handler that was there before would have it."""
+        """Call the previous handler for an interrupt that was deferred."""
         if self.count and self._before is not None:
             self.count = 0
             self._before(signal.SIGINT, None)

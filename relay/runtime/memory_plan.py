@@ -1,7 +1,7 @@
-"""The workspace of a pass over the model: what it needs on device and host, worked out before anything is taken.
+"""The memory plan of a pass over the model: what it needs on the device, computed before anything is allocated.
 
-A `Requirement` is bytes by purpose; where it passes the device's capacity the run is refused at once, with what
-would reduce it. Stash plans are made here, by the order of the schedule's visits; nothing is allocated.
+A `Requirement` is bytes by purpose. Where it exceeds the device's capacity the run is refused at once, with what would
+reduce it. Stash plans are made here, by the order of the schedule's visits. Nothing is allocated here.
 """
 
 from __future__ import annotations
@@ -18,14 +18,19 @@ from relay.runtime.stages import CompiledModel, Stage, StageProgram
 from relay.runtime.stash import Key, Life, StashPlan, plan_stash
 
 RESIDENT_FROM = 3
-"""Values that this many segments use stay on the device: they are few, and do not grow with depth."""
+"""Values that at least this many segments use stay on the device: they are few, and do not grow with depth."""
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """Bytes of device memory a training step needs, by purpose; `kept`, of the stash, is there to save recomputing.
+    """Bytes of device memory that a training step needs, by purpose.
 
-    `layers` is the most that share a slot.
+    Attributes:
+        slots: all slots together; there are `slot_count`.
+        stash: values between segments. `saved` of it are tensors saved for the backward instead of recomputing them.
+        workspace: what the largest kernel needs while it runs.
+        scalars: losses and gradient seeds.
+        layers: the most layers that share a slot.
     """
 
     slots: int
@@ -33,16 +38,16 @@ class Requirement:
     stash: int
     workspace: int
     scalars: int
-    kept: int = 0
+    saved: int = 0
     layers: int = 1
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All bytes."""
         return self.slots + self.stash + self.workspace + self.scalars
 
     def check(self, device: str, capacity: int | None, stash: str, microbatches: int, largest: str) -> None:
-        """Raise OutOfMemory, with advice, where it passes the capacity."""
+        """Raise OutOfMemory, with advice, where the requirement exceeds the capacity."""
         if capacity is not None and self.total > capacity:
             advice = self.advice(stash, microbatches, largest)
             raise OutOfMemory(f"This run on device {device!r}", self.total, 0, capacity, advice)
@@ -50,8 +55,8 @@ class Requirement:
     def advice(self, stash: str, microbatches: int, largest: str) -> str:
         """What the bytes are for, and what would reduce them."""
         options = []
-        if self.kept:
-            options.append(f"recompute=True (the tensors kept instead take {format_size(self.kept)})")
+        if self.saved:
+            options.append(f"recompute=True (the saved tensors take {format_size(self.saved)})")
         if self.layers > 1:
             options.append(f"layers_per_slot={self.layers - 1} (a slot holds up to {self.layers} layers)")
         if stash == "device":
@@ -66,6 +71,13 @@ class Requirement:
         )
 
 
+def with_advice(failure: OutOfMemory, advice: str) -> OutOfMemory:
+    """The same error with advice on what would reduce the need, if it has none."""
+    if failure.advice or not advice:
+        return failure
+    return OutOfMemory(failure.what, failure.requested, failure.in_use, failure.capacity, advice)
+
+
 def slot_sizes(contents: Sequence[SlotContent]) -> tuple[int, int]:
     """Bytes a slot needs for parameters and for gradients."""
     return max(content.size for content in contents), max(content.gradient_size for content in contents)
@@ -78,17 +90,19 @@ def scalar_bytes(microbatches: int) -> int:
 
 def kernel_workspace(compiled: CompiledModel) -> int:
     """Bytes that the largest kernel needs while it runs."""
-    passes = [one for stage in compiled.stages for one in (stage.forward, stage.backward) if one is not None]
-    return max(one.program.workspace for one in passes)
+    programs = [
+        program for stage in compiled.stages for program in (stage.forward, stage.backward) if program is not None
+    ]
+    return max(program.program.workspace for program in programs)
 
 
-def plan_for(pieces: Sequence[CompiledModel], stash: str, training: bool) -> StashPlan:
+def plan_for(models: Sequence[CompiledModel], stash: str, training: bool) -> StashPlan:
     """Where each value and gradient of a pass lives, by the order of visits that the schedule makes.
 
-    `pieces` are of one layout, the largest first; what segments keep may be largest in another.
+    `models` are of one layout, the largest micro-batch first; what segments save may be largest in another.
     """
-    compiled, values = pieces[0], pieces[0].partition.values
-    corresponding = zip(*(one.partition.values for one in pieces), strict=False)  # as far as they are used
+    compiled, values = models[0], models[0].partition.values
+    corresponding = zip(*(model.partition.values for model in models), strict=False)  # as far as they are used
     sizes = [max(map(_bytes, alike)) for alike in corresponding]
     visits = _visits(compiled.stages, training)
     end = len(visits)
@@ -97,31 +111,33 @@ def plan_for(pieces: Sequence[CompiledModel], stash: str, training: bool) -> Sta
     for value in compiled.partition.inputs:
         if values[value].consumers:
             _use(lives, Key(value, False), 0, values[value], sizes[value], stash)
-    for number, one in enumerate(visits):
-        keys = [Key(value, False) for value in (*one.reads, *one.writes)]
-        keys += [Key(value, True) for value in (*one.seeds, *one.value_gradients)]
-        keys = [key for key in keys if key.value != compiled.loss]  # the loss and its seed have places of their own
+    for number, program in enumerate(visits):
+        keys = [Key(value, False) for value in (*program.reads, *program.writes)]
+        keys += [Key(value, True) for value in (*program.seeds, *program.value_gradients)]
+        keys = [
+            key for key in keys if key.value != compiled.loss
+        ]  # the loss and its seed are scalars, not in the stash
         for key in keys:
             _use(lives, key, number, values[key.value], sizes[key.value], stash)
-        most_streamed = max(most_streamed, sum(lives[key].streams and not lives[key].kept for key in keys))
+        most_streamed = max(most_streamed, sum(lives[key].streams and not lives[key].saved for key in keys))
     for value in compiled.partition.results:
         life = lives.get(Key(value, False))
-        if life is not None:  # asked for: it is read back after the last visit
+        if life is not None:  # it is read back after the last visit
             life.last, life.streams = end, False
     return plan_stash(lives, most_streamed)
 
 
-def plans_for(pieces: Sequence[CompiledModel], stash: str, training: bool) -> list[StashPlan]:
-    """A plan for each micro-batch, the largest first: one for all whose values are passed on alike."""
+def plans_for(models: Sequence[CompiledModel], stash: str, training: bool) -> list[StashPlan]:
+    """A plan for each micro-batch, the largest first. Those whose values are handed on alike share one plan."""
     groups: list[list[CompiledModel]] = []
-    for one in dict.fromkeys(pieces):
-        group = next((group for group in groups if group[0].layout() == one.layout()), None)
+    for model in dict.fromkeys(models):
+        group = next((group for group in groups if group[0].layout() == model.layout()), None)
         if group is None:
-            groups.append([one])
+            groups.append([model])
         else:
-            group.append(one)
-    plans = {one: plan for group in groups for plan in [plan_for(group, stash, training)] for one in group}
-    return [plans[one] for one in pieces]
+            group.append(model)
+    plans = {model: plan for group in groups for plan in [plan_for(group, stash, training)] for model in group}
+    return [plans[model] for model in models]
 
 
 def _bytes(value: Value) -> int:

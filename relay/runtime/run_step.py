@@ -1,13 +1,13 @@
-"""One pass over a model, from a batch in pieces to its losses: a training step, an evaluation, a prediction.
+"""One pass over a model, from micro-batches to a loss: a training step, an evaluation, a prediction.
 
-It puts together what the session has made ready and what the schedule runs, and reads back what a caller wants to
-know. It keeps nothing from one pass to the next: step counts, scales and hyperparameters are the trainer's.
+It combines what the session has prepared with what the scheduler submits, and reads back the results. It keeps nothing
+from one pass to the next: step counts, loss scales and hyperparameters are the trainer's.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -15,157 +15,173 @@ import torch
 
 from hal.event import Event
 from relay.capture.memory_order import as_written, stored, stored_shape
-from relay.data.microbatches import Batch, count_tokens, weigh
+from relay.data.microbatches import Batch, count_tokens
+from relay.eps.step_record import SubmittedStep
 from relay.errors import NonFiniteLoss
 from relay.metrics import Metrics, total_elapsed
-from relay.runtime.compiler import Ready
-from relay.runtime.schedule import ForwardPass, Ran, Relay, TrainingStep
+from relay.runtime.schedule import ForwardPass, PreparedStep, TrainingStep
 from relay.runtime.session import Session
-from relay.runtime.stages import CompiledModel
-from relay.runtime.stash import Key, Stash
+from relay.runtime.stash import Key
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a training step. With a `problem` nothing of it was applied."""
-
-    ran: Ran
-    loss: float
-    problem: NonFiniteLoss | None = None
+logger = logging.getLogger("relay")
 
 
 def train_step(
     session: Session,
-    ready: Ready,
+    prepared: PreparedStep,
+    inputs: Sequence[Sequence[torch.Tensor]],
+    weights: Sequence[float],
     groups: Sequence[Mapping[str, Any]],
     seed: int,
     number: int,
     scale: float,
-    judge: Callable[[float], None] | None,
-) -> Outcome:
-    """Run a training step. `judge` is told a loss that is not finite, and raises NonFiniteLoss where it is not to be
-    applied; None lets every loss pass. `groups` are the optimizer's parameter groups without their parameters."""
-    compiled, weights = ready.compiled, ready.weights
-    contents, plans = session.contents(compiled[0]), session.gradient_plans(compiled[0])
-    relay, stash = session.make_ready(compiled, contents, plans, groups, "train")
-    session.device.reset_peak()
-    dtype = _loss_dtype(compiled[0])
-    loss_row, losses, seed_row, seeds = session.scalars(len(weights), dtype)
+    on_nonfinite: str,
+) -> SubmittedStep:
+    """Run a training step.
+
+    Args:
+        session: what `prepared` was prepared by.
+        prepared: the pass.
+        inputs: the tensors of each micro-batch, in the order of the partition's inputs.
+        weights: what each micro-batch counts in the mean loss.
+        groups: the optimizer's parameter groups without their parameters.
+        seed: of all random numbers.
+        number: of the step.
+        scale: the loss scale; 1 for none.
+        on_nonfinite: what a loss that is NaN or infinite does. "stop" applies nothing and raises NonFiniteLoss, "skip"
+            applies nothing and logs a warning, "log" applies the step and logs a warning, "apply" applies it.
+
+    Returns:
+        The submitted step, which has ended except for deferred updates.
+    """
+    count = len(weights)
+    device, scheduler, scalars = session.device, prepared.scheduler, prepared.scalars
+    device.reset_peak()
+    dtype = prepared.compiled[0].loss_dtype
     weights_on_host = torch.tensor(weights, dtype=dtype)
-    losses_on_host = torch.zeros(len(weights), dtype=dtype)
+    losses_on_host = torch.zeros(count, dtype=dtype)
     seeds_on_host = weights_on_host * scale
 
-    def verdict(ran: Ran) -> Event:
-        read = relay.drain_queue.read(losses_on_host, loss_row, ran.compute[-len(weights) :])
-        ran.reads.append(read)
+    def submit_verdict(submitted: SubmittedStep) -> Event:
+        read = scheduler.drain_queue.read(losses_on_host, scalars.loss_row, submitted.compute[-count:])
+        submitted.reads.append(read)
 
         def check() -> None:
-            if judge is not None and not bool(torch.isfinite(losses_on_host).all()):
-                judge(float((losses_on_host * weights_on_host).sum()))
+            if on_nonfinite in ("stop", "skip") and not bool(torch.isfinite(losses_on_host).all()):
+                raise NonFiniteLoss(float((losses_on_host * weights_on_host).sum()), number)
 
-        return session.host.run(check, [read], "verdict on the loss")
+        return session.host.run(check, [read], "check of the loss")
 
     first: list[Event] = []
-    buffers = session.keep_buffers(compiled[0])
     try:
-        with session.running(stash, first, buffers) as ran:
-            first.append(relay.load_queue.write(seed_row, seeds_on_host))
-            _bring(stash, ready)
-            step = TrainingStep(
-                compiled, contents, stash, seed, number, losses, plans, seeds, first[0], verdict, groups, 1.0 / scale
-            )
-            relay.train(step, ran)
+        with session.guard.running(prepared, device, first) as submitted:
+            first.append(scheduler.load_queue.write(scalars.seed_row, seeds_on_host))
+            _write_inputs(prepared, inputs)
+            step = TrainingStep(prepared, seed, number, session.trace, first[0], submit_verdict, groups, 1.0 / scale)
+            scheduler.train(step, submitted)
     except NonFiniteLoss as problem:
-        return Outcome(ran, problem.loss, problem)
-    return Outcome(ran, _weighted(losses_on_host, weights))
+        if on_nonfinite == "stop":
+            raise
+        logger.warning("%s The batch is skipped.", problem)
+        submitted.result.loss, submitted.result.skipped = problem.loss, True
+        return submitted
+    session.guard.note_updates(submitted)
+    submitted.result.loss = _weighted(losses_on_host, weights)
+    if on_nonfinite == "log" and not bool(torch.isfinite(losses_on_host).all()):
+        logger.warning("The loss of step %d is %s; the step is applied all the same.", number, submitted.result.loss)
+    return submitted
 
 
 def forward(
     session: Session,
-    ready: Ready,
+    prepared: PreparedStep,
+    inputs: Sequence[Sequence[torch.Tensor]],
+    weights: Sequence[float],
     seed: int,
     number: int,
-    read_back: Callable[[Stash, Relay, Ran], None] | None = None,
-) -> Outcome:
-    """Run a forward pass alone. The loss is the mean over the batch, or 0 where the model has none."""
-    compiled = ready.compiled
-    contents = session.contents(compiled[0])
-    relay, stash = session.make_ready(compiled, contents, [], [], "forward")
-    session.store.version += 1  # the user may have written to the weights since: what slots still hold may be old
-    session.device.reset_peak()
-    dtype = _loss_dtype(compiled[0])
-    loss_row, losses, _, _ = session.scalars(len(compiled), dtype)
-    has_loss = compiled[0].partition.has_loss
-    losses_on_host = torch.zeros(len(compiled), dtype=dtype)
-    step = ForwardPass(compiled, contents, stash, seed, number, losses if has_loss else [])
-    with session.running(stash, []) as ran:
-        _bring(stash, ready)
-        relay.forward(step, ran)
-        if has_loss:
-            ran.reads.append(relay.drain_queue.read(losses_on_host, loss_row, ran.compute[-len(compiled) :]))
-        if read_back is not None:
-            read_back(stash, relay, ran)
-    session.take_interrupt()
-    return Outcome(ran, _weighted(losses_on_host, ready.weights) if has_loss else 0.0)
+    read_back: Callable[[SubmittedStep], None] | None = None,
+) -> SubmittedStep:
+    """Run a forward pass alone. The loss is the mean over the batch, or 0 where the model has none.
 
-
-def outputs(session: Session, pieces: Batch, compiled: Sequence[CompiledModel], seed: int, number: int) -> Any:
-    """Run a forward pass and put the pieces' outputs together in the model's own structure.
-
-    Tensors with the batch's length along dimension 0 are concatenated, scalars averaged over the batch; of others
-    the first piece's are given.
+    `read_back` is called when the kernels are submitted; it submits reads of further results.
     """
+    compiled, scheduler = prepared.compiled, prepared.scheduler
+    session.device.reset_peak()
+    has_loss = compiled[0].partition.has_loss
+    losses_on_host = torch.zeros(len(compiled), dtype=compiled[0].loss_dtype)
+    with session.guard.running(prepared, session.device, []) as submitted:
+        _write_inputs(prepared, inputs)
+        scheduler.forward(ForwardPass(prepared, seed, number, session.trace), submitted)
+        if has_loss:
+            row, computed = prepared.scalars.loss_row, submitted.compute[-len(compiled) :]
+            submitted.reads.append(scheduler.drain_queue.read(losses_on_host, row, computed))
+        if read_back is not None:
+            read_back(submitted)
+    session.guard.deliver_interrupts()
+    if has_loss:
+        submitted.result.loss = _weighted(losses_on_host, weights)
+    return submitted
+
+
+def outputs(
+    session: Session, prepared: PreparedStep, batch: Batch, weights: Sequence[float], seed: int, number: int
+) -> Any:
+    """Run a forward pass and combine the micro-batches' outputs in the model's own structure.
+
+    Tensors with the batch's length along dimension 0 are concatenated, scalars averaged over the batch; of other
+    outputs the first micro-batch's are returned.
+    """
+    compiled = prepared.compiled
     rows: list[list[torch.Tensor]] = []
 
-    def read_back(stash: Stash, relay: Relay, ran: Ran) -> None:
-        for microbatch, one in enumerate(compiled):
-            values = [one.partition.values[value] for value in one.partition.results]
+    def read_back(submitted: SubmittedStep) -> None:
+        for microbatch, model in enumerate(compiled):
+            values = [model.partition.values[value] for value in model.partition.results]
             row = [torch.empty(stored_shape(value.shape, value.order), dtype=value.dtype) for value in values]
             rows.append(row)
             for value, target in zip(values, row, strict=True):
-                access = stash.access(Key(value.index, False), microbatch, False)
-                ran.reads.append(relay.drain_queue.read(target, access.view, access.waits))
+                access = prepared.stash.access(Key(value.index, False), microbatch, False)
+                submitted.reads.append(prepared.scheduler.drain_queue.read(target, access.view, access.waits))
 
-    partition = compiled[0].partition
-    weights = weigh(pieces, partition.loss_weight if partition.has_loss else None)
-    forward(session, Ready(pieces, weights, list(compiled)), seed, number, read_back)
-    values = [[one.partition.values[value] for value in one.partition.results] for one in compiled]
+    forward(session, prepared, batch.pieces, weights, seed, number, read_back)
+    values = [[model.partition.values[value] for value in model.partition.results] for model in compiled]
     written = [
         [as_written(target, value.order) for value, target in zip(*pair, strict=True)]
         for pair in zip(values, rows, strict=True)
     ]
-    together = [_join(column, pieces.sizes, weights) for column in zip(*written, strict=True)]
-    return partition.result_tree.fill(together)
+    together = [_join(column, batch.sizes, weights) for column in zip(*written, strict=True)]
+    return compiled[0].partition.result_tree.fill(together)
 
 
-def metrics_of(session: Session, outcome: Outcome, pieces: Batch, start: float, updates: Sequence[Event]) -> Metrics:
-    """The figures of a pass that began at `start`; `updates` are the optimizer's work that goes to its account."""
-    ran = outcome.ran
+def metrics_of(session: Session, submitted: SubmittedStep, batch: Batch, start: float) -> Metrics:
+    """The figures of a pass that began at `start` (of `perf_counter`)."""
+    transfers = [*submitted.loads, *submitted.reads, *submitted.drains, *session.guard.transfers]
     return Metrics(
-        loss=outcome.loss,
-        grad_norm=ran.host.total_norm,
+        loss=submitted.result.loss,
+        grad_norm=submitted.result.grad_norm,
         seconds=perf_counter() - start,
-        tokens=count_tokens(pieces),
+        tokens=count_tokens(batch),
         device_peak_bytes=session.device.memory().peak,
         host_bytes=session.host.ledger.total,
-        compute_seconds=total_elapsed(ran.compute),
-        transfer_seconds=total_elapsed([*ran.loads, *ran.reads, *ran.host.drains, *session.transfers]),
-        optimizer_seconds=total_elapsed(updates),
-        weight_bytes=ran.weight_bytes,
-        skipped=ran.host.skipped or outcome.problem is not None,
+        compute_seconds=total_elapsed(submitted.compute),
+        transfer_seconds=total_elapsed(transfers),
+        optimizer_seconds=total_elapsed(submitted.ended_updates),
+        weight_bytes=submitted.weight_bytes,
+        skipped=submitted.result.skipped,
     )
 
 
-def _bring(stash: Stash, ready: Ready) -> None:
-    for microbatch, tensors in enumerate(ready.pieces.pieces):
-        partition = ready.compiled[microbatch].partition
+def _write_inputs(prepared: PreparedStep, inputs: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Write the tensors of the batch that a segment uses into the stash."""
+    for microbatch, tensors in enumerate(inputs):
+        partition = prepared.compiled[microbatch].partition
         for value, tensor in zip(partition.inputs, tensors, strict=True):
             if partition.values[value].consumers:
-                stash.bring(Key(value, False), microbatch, stored(tensor, partition.values[value].order))
+                prepared.stash.write_input(Key(value, False), microbatch, stored(tensor, partition.values[value].order))
 
 
 def _join(rows: Sequence[torch.Tensor], sizes: Sequence[int], weights: Sequence[float]) -> torch.Tensor:
-    """One output of the model, from those of the pieces."""
+    """One output of the model, from those of the micro-batches."""
     if rows[0].dim() and [len(row) for row in rows] == list(sizes):
         return torch.cat(list(rows))
     if rows[0].dim() == 0 and rows[0].dtype.is_floating_point:
@@ -174,9 +190,5 @@ def _join(rows: Sequence[torch.Tensor], sizes: Sequence[int], weights: Sequence[
 
 
 def _weighted(losses: torch.Tensor, weights: Sequence[float]) -> float:
-    """The mean loss of the batch: each piece's rounded to its own dtype, as plain training would see it."""
+    """The mean loss of the batch: each micro-batch's part rounded to its own dtype, as plain training would have it."""
     return sum(float(loss * weight) for loss, weight in zip(losses, weights, strict=True))
-
-
-def _loss_dtype(compiled: CompiledModel) -> torch.dtype:
-    return torch.float32 if compiled.loss is None else compiled.partition.values[compiled.loss].dtype

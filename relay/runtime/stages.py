@@ -1,7 +1,7 @@
-"""Compiled models: a partition captured, and then compiled, for one shape of micro-batch.
+"""Compiled models: a partition whose segments are captured, and then compiled, for one shape of micro-batch.
 
-Each segment becomes a stage with its kernels and the lists that a visit needs, so that a visit itself only looks
-things up. Segments built alike are captured once and share their kernels. It allocates nothing but kernels.
+Each segment becomes a stage with its kernels and the lists that a visit needs, so that a visit only looks things up.
+Segments of equal structure are captured once and share their kernels. Invariant: nothing but kernels is allocated.
 """
 
 from __future__ import annotations
@@ -34,11 +34,16 @@ CPU = torch.device("cpu")
 class StageProgram:
     """One kind of visit to a stage: a program, its kernel once compiled, and where inputs and outputs belong.
 
-    `reads` and `seeds` are the values whose contents and whose gradients it takes in (of a value with parts, all of
-    them); `writes` the values it makes;
-    `updates` the buffers it changes; `parameter_gradients` the parameters, `value_gradients` the values it
-    differentiates (`added` tells which of these come on top of a gradient that is there already). `first` and
-    `later` are the accumulate patterns for the first micro-batch and for the others.
+    Attributes:
+        reads: values that it takes as inputs (of a value with parts, all parts).
+        seeds: values whose gradients it takes as inputs.
+        writes: values that it computes.
+        updates: buffers that it changes.
+        parameter_gradients: parameters that it differentiates.
+        value_gradients: values that it differentiates; `added` is True for those whose gradient is added to one that
+            is there already.
+        first, later: the accumulate patterns for the first micro-batch and for the others.
+        kernel: the compiled program, once compiled.
     """
 
     program: Program
@@ -54,7 +59,7 @@ class StageProgram:
     kernel: Kernel | None = None
 
     def accumulate(self, later: bool) -> tuple[bool, ...]:
-        """The kernel's accumulate pattern: `later` for all micro-batches but the first."""
+        """The kernel's accumulate pattern, for the first micro-batch or a later one."""
         plain = sum(port.role in (Role.VALUE, Role.BUFFER_UPDATE) for port in self.program.outputs)
         pattern = (False,) * plain + (later,) * len(self.parameter_gradients) + self.added
         return pattern if any(pattern) else ()
@@ -64,8 +69,8 @@ class StageProgram:
 class Stage:
     """A segment ready to run. Names are the model's; `parameters` each once, in the kernels' order.
 
-    `dtypes` are what the kernels take the parameters and then the buffers in. `gradient_presence` tells,
-    where the data decide it, which of its gradients a step has made.
+    `dtypes` are what the kernels take the parameters and then the buffers in. `gradient_presence` is set where data
+    decide which gradients a step computes.
     """
 
     segment: Segment
@@ -76,6 +81,11 @@ class Stage:
     forward: StageProgram | None
     backward: StageProgram | None
     gradient_presence: DerivedGradientPresence | None = None
+
+    @property
+    def programs(self) -> list[StageProgram]:
+        """Its programs: forward and backward, as far as it has them."""
+        return [program for program in (self.forward, self.backward) if program is not None]
 
     @property
     def gradients(self) -> tuple[str, ...]:
@@ -97,12 +107,16 @@ class CompiledModel:
         """The value that is the loss, or None."""
         return self.partition.segments[-1].outputs[0] if self.partition.has_loss else None
 
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """The dtype of the loss and of its gradient seed."""
+        return torch.float32 if self.loss is None else self.partition.values[self.loss].dtype
+
     def compile(self, device: Device) -> None:
         """Make the kernels. Raises Unsupported, CompileError or OutOfMemory, naming the layer."""
         for stage in self.stages:
-            for one in (stage.forward, stage.backward):
-                if one is not None:
-                    one.kernel = device.compile(one.program)
+            for program in stage.programs:
+                program.kernel = device.compile(program.program)
 
     def signature(self) -> Any:
         """What must be equal for two micro-batches to take part in one step: the layers, their states and gradients."""
@@ -113,18 +127,17 @@ class CompiledModel:
                 stage.buffers,
                 stage.dtypes,
                 stage.gradients,
-                tuple(one is not None and one.updates for one in (stage.forward, stage.backward)),
+                tuple(program is not None and program.updates for program in (stage.forward, stage.backward)),
             )
             for stage in self.stages
         ]
 
     def layout(self) -> Any:
-        """What must be equal for two micro-batches' values to lie in the same cells: who makes and who takes which."""
+        """What must be equal for two micro-batches' values to use the same cells: which stage makes and takes each."""
         return [
-            (one.reads, one.writes, one.seeds, one.value_gradients)
+            (program.reads, program.writes, program.seeds, program.value_gradients)
             for stage in self.stages
-            for one in (stage.forward, stage.backward)
-            if one is not None
+            for program in stage.programs
         ]
 
 
@@ -139,11 +152,20 @@ def build_compiled_model(
     recompute: bool | int = True,
     traced_for: torch.device = CPU,
 ) -> CompiledModel:
-    """Capture; nothing is compiled yet. For `training` the last segment gets one joint pass, else forward passes only;
-    `results` asks for the model's outputs besides the loss. `presences` are those of the segments that run eagerly, by
-    name: one for all shapes of micro-batch, since a step may have several. `captures` holds what earlier calls
-    captured, and takes what this one does. `recompute` says which segments recompute their forward (`recomputing`),
-    `traced_for` the device that native graphs are traced for."""
+    """Capture the segments of a partition. Nothing is compiled yet.
+
+    Args:
+        partition: the segments and values.
+        training: whether there are backward programs; the last segment then gets one joint program.
+        results: whether the model's outputs are computed besides the loss.
+        compute: the dtype that is computed in.
+        presences: the gradient presence of segments that run eagerly, by name. It is shared by all shapes of
+            micro-batch, since a step may have several.
+        lowering: the kind of graph that the device executes.
+        captures: what earlier calls captured; this call's captures are added.
+        recompute: which segments recompute their forward (see `recomputing`).
+        traced_for: the torch device that native graphs are traced for.
+    """
     captures = captures if captures is not None else Captures()
     count = len(partition.segments)
 
@@ -157,7 +179,7 @@ def build_compiled_model(
         last = segment.index == count - 1
         save = training and not last and segment.index >= recomputing(recompute, count)
         examples = {index: _example(partition.values[segment.outputs[index]], seeds[index]) for index in seeds}
-        described = [(tuple(one.shape), one.dtype, one.requires_grad, order_of(one)) for one in inputs]
+        described = [(tuple(x.shape), x.dtype, x.requires_grad, order_of(x)) for x in inputs]
         traced, cut = [described, dict(seeds), unreached], (dict(gradients), save)
         captured = captures.find(segment, traced, cut)
         if captured is None:
@@ -191,16 +213,16 @@ def build_compiled_model(
         if lowering is Lowering.CORE:
             value.order = ()
     for segment in partition.segments:
-        values = [partition.values[value] for value in segment.inputs]
-        inputs = [_example(one, one.order) for one in values]
-        for one, value in zip(inputs, segment.inputs, strict=True):
-            one.requires_grad_(training and requires_grad.get(value, False))
+        values = [partition.values[number] for number in segment.inputs]
+        inputs = [_example(value, value.order) for value in values]
+        for example, number in zip(inputs, segment.inputs, strict=True):
+            example.requires_grad_(training and requires_grad.get(number, False))
         captured = captured_as(segment, inputs, {}, {}, frozenset())
-        for index, value in enumerate(segment.outputs):
-            requires_grad[value] = captured.output_requires_grad[index]
-            # As computed, which may be other than as traced.
-            partition.values[value].dtype = captured.forward.outputs[index].dtype
-            partition.values[value].order = captured.output_orders.get(index, ())
+        for index, number in enumerate(segment.outputs):
+            requires_grad[number] = captured.output_requires_grad[index]
+            # As computed, which may differ from what was traced.
+            partition.values[number].dtype = captured.forward.outputs[index].dtype
+            partition.values[number].order = captured.output_orders.get(index, ())
         given.append(inputs)
         found.append(captured)
     if training and partition.has_loss:
@@ -217,14 +239,13 @@ def build_compiled_model(
         stage.backward.added = tuple(value in fed for value in stage.backward.value_gradients)
         fed.update(stage.backward.value_gradients)
     for stage in stages:
-        for one in (stage.forward, stage.backward):
-            if one is not None:
-                one.first, one.later = one.accumulate(False), one.accumulate(True)
+        for program in stage.programs:
+            program.first, program.later = program.accumulate(False), program.accumulate(True)
     backwards = [
-        Backward(one.backward.program, one.backward.seeds, one.backward.value_gradients, presence_in(one.captured))
-        if one.backward is not None
+        Backward(back.program, back.seeds, back.value_gradients, presence_in(stage.captured))
+        if (back := stage.backward) is not None
         else None
-        for one in stages
+        for stage in stages
     ]
     for stage, gradient_presence in zip(stages, derive_presence(backwards), strict=True):
         stage.gradient_presence = gradient_presence
@@ -232,14 +253,14 @@ def build_compiled_model(
 
 
 def _example(value: Value, order: Order) -> torch.Tensor:
-    """A tensor of the value's shape and dtype that lies in that order."""
+    """A tensor of the value's shape and dtype with that order in memory."""
     return as_written(torch.empty(stored_shape(value.shape, order), dtype=value.dtype), order)
 
 
 def recomputing(recompute: bool | int, segments: int) -> int:
     """How many of the segments recompute their forward: the first ones.
 
-    Those near the end keep: their tensors are needed again the soonest, and then make room.
+    Segments near the end save their tensors instead: these are needed again the soonest, and then free their memory.
     """
     if isinstance(recompute, bool):
         return segments if recompute else 0
@@ -247,7 +268,7 @@ def recomputing(recompute: bool | int, segments: int) -> int:
 
 
 def _add_saved(segment: Segment, captured: Captured, partition: Partition) -> None:
-    """A value for all that a segment's forward keeps for its own backward: one transfer, where it streams."""
+    """Add one value for all tensors that a segment's forward saves for its backward: one transfer if it streams."""
     ports = [port for port in captured.saved if port.index >= len(segment.outputs)]
     if ports:
         fields, size = lay_out([(port.shape, port.dtype) for port in ports])
@@ -257,9 +278,9 @@ def _add_saved(segment: Segment, captured: Captured, partition: Partition) -> No
 
 
 class Captures:
-    """What has been captured, found again for a segment built alike, whichever partition it is of.
+    """Captures of segments, found again for segments of equal structure in any partition.
 
-    With `keeps_traces` one trace serves those that differ in what they keep, too; graphs as traced then stay in memory.
+    With `keeps_traces` one trace also serves segments that differ in what they save. Traced graphs then stay in memory.
     """
 
     def __init__(self, limit: int = 512, keeps_traces: bool = False) -> None:
@@ -268,7 +289,7 @@ class Captures:
         self._known: list[tuple[Segment, Any, Any, CodeGuards, Captured]] = []
 
     def find(self, segment: Segment, traced: Any, cut: Any) -> Captured | None:
-        """What serves the segment too, or None. `traced` is what a trace is made for, `cut` what is cut out of it."""
+        """The capture that fits the segment, or None. `traced` is what a trace depends on, `cut` what is cut out."""
         if segment.alike is None:
             return None
         modes = _modes(segment.module)
@@ -291,7 +312,7 @@ class Captures:
         return self.add(segment, traced, cut, source.recut(segment.name, *cut))
 
     def add(self, segment: Segment, traced: Any, cut: Any, captured: Captured) -> Captured:
-        """Keep a capture, which is returned; the oldest goes where there are too many."""
+        """Store a capture, and return it. Beyond the limit the oldest is dropped."""
         if not self._keeps_traces:
             captured = replace(captured, recut=None)
         if segment.alike is not None:
@@ -301,12 +322,12 @@ class Captures:
         return captured
 
     def clear(self) -> None:
-        """Let go of all, and of the layers they were made from."""
+        """Drop all captures, and the layers that they were made from."""
         self._known.clear()
 
 
 def _modes(module: nn.Module) -> Any:
-    """What of a module may change after it was captured."""
+    """What may change in a module after it was captured."""
     return (
         tuple((type(one), one.training) for one in module.modules()),
         tuple((one.shape, one.dtype, one.requires_grad) for one in module.parameters()),
@@ -323,7 +344,7 @@ def _stage(segment: Segment, captured: Captured, partition: Partition, training:
     known = [*segment.inputs, *own]
 
     def named(indices: list[int], names: Sequence[int]) -> tuple[int, ...]:
-        """The values by their places, the ports beyond them being the parts of one value."""
+        """The values with these indices. Ports beyond the values are the parts of one value."""
         plain = [names[index] for index in indices if index < len(names)]
         return (*plain, *(bundle if len(plain) < len(indices) else ()))
 
@@ -355,25 +376,24 @@ def _stage(segment: Segment, captured: Captured, partition: Partition, training:
 
 
 def presence_in(captured: Captured) -> ObservedGradientPresence | None:
-    """What says of a segment that runs eagerly which gradients it has found."""
+    """The record of which gradients a segment that runs eagerly has computed; None for other segments."""
     return captured.eager.presence if captured.eager is not None else None
 
 
 def wanted_of(compiled: CompiledModel) -> list[list[Wanted]]:
-    """What each segment wants of the store: its parameters and buffers, each in the dtype that its kernels take."""
-    return [
-        list(zip([*stage.parameters, *stage.buffers], stage.dtypes, strict=True)) for stage in compiled.stages
-    ]
+    """The parameters and buffers that each segment needs, each in the dtype that its kernels take."""
+    return [list(zip([*stage.parameters, *stage.buffers], stage.dtypes, strict=True)) for stage in compiled.stages]
 
 
 def changing_buffers(compiled: CompiledModel) -> list[str]:
     """The buffers that a training step changes."""
-    passes = [(one, each) for one in compiled.stages for each in (one.forward, one.backward) if each is not None]
-    return [one.buffers[index] for one, each in passes for index in each.updates]
+    return [
+        stage.buffers[index] for stage in compiled.stages for program in stage.programs for index in program.updates
+    ]
 
 
 def gradient_fields(compiled: CompiledModel) -> list[list[GradientField]]:
-    """The gradients that each segment leaves in its slot."""
+    """The gradients that each segment writes to its slot."""
     uses: Counter[str] = Counter()
     fields = []
     for stage in compiled.stages:

@@ -1,13 +1,13 @@
 """The stash: where the values between segments, and their gradients, live during a step.
 
-A plan made before the run gives each value a cell for as long as it is needed, so memory is known in advance and
-reused. Cells live on the device, or, with `stash="host"`, on the host, from where they stream through a small ring
-of device buffers: then device memory does not grow with depth or with the number of micro-batches. Values that
-three or more segments use (masks, position tables) stay on the device: they grow with the number of micro-batches,
-but not with depth.
+A plan made before the run assigns each value a cell for as long as it is needed, so memory is known in advance and
+reused. Cells are on the device, or, with `stash="host"`, on the host, from where they stream through a small ring of
+device buffers. Device memory then grows neither with depth nor with the number of micro-batches. Values that three or
+more segments use (masks, position tables) stay on the device: they grow with the number of micro-batches, but not
+with depth.
 
-Every access is ordered by events: a reader waits for the write, a writer for the readers before it. The stash hands
-out those events and is told of new ones; it never blocks.
+Invariant: every access is ordered by events. A reader waits for the write, a writer for the readers before it. The
+stash returns the events to wait for, takes the event that ends an access, and never blocks.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from hal.slot import Field, aligned
 from relay.partition.segments import Value
 
 STASH_STATE = "stash of boundary activations"
-KEPT_RING = 2
-"""Device buffers for what streams of the tensors that segments keep: one computes while the next one's arrive."""
+SAVED_RING = 2
+"""Device buffers for saved tensors that stream: one visit computes while the tensors of the next one arrive."""
 
 
 class Key(NamedTuple):
@@ -40,14 +40,14 @@ class Key(NamedTuple):
 class Life:
     """The first and last visit of a step in which a key is used, its bytes, and whether it streams from the host.
 
-    `kept` where it holds what a segment keeps for its own backward: large, and one a visit.
+    `saved` is True for the tensors that a segment saves for its own backward: large, and one for each visit.
     """
 
     first: int
     last: int
     size: int
     streams: bool
-    kept: bool = False
+    saved: bool = False
 
 
 @dataclass
@@ -57,10 +57,10 @@ class StashPlan:
     cell_of: dict[Key, int] = field(default_factory=dict)
     sizes: list[int] = field(default_factory=list)
     streams: list[bool] = field(default_factory=list)
-    kept: list[bool] = field(default_factory=list)
+    saved: list[bool] = field(default_factory=list)
     ring_size: int = 0
     ring_count: int = 0
-    kept_ring_size: int = 0
+    saved_ring_size: int = 0
 
     @property
     def resident_bytes(self) -> int:
@@ -68,10 +68,10 @@ class StashPlan:
         return sum(size for size, streams in zip(self.sizes, self.streams, strict=True) if not streams)
 
     @property
-    def kept_resident_bytes(self) -> int:
-        """Bytes on the device, of these, that hold what segments keep for their backward."""
-        cells = zip(self.sizes, self.streams, self.kept, strict=True)
-        return sum(size for size, streams, kept in cells if kept and not streams)
+    def saved_resident_bytes(self) -> int:
+        """Bytes on the device, of these, that hold tensors saved for the backward."""
+        cells = zip(self.sizes, self.streams, self.saved, strict=True)
+        return sum(size for size, streams, saved in cells if saved and not streams)
 
     @property
     def streamed_bytes(self) -> int:
@@ -84,10 +84,10 @@ def device_bytes(plans: Sequence[StashPlan]) -> int:
     return sum(plan.resident_bytes for plan in plans) + sum(size * count for size, count in _rings_of(plans))
 
 
-def kept_bytes(plans: Sequence[StashPlan]) -> int:
-    """Bytes on the device, of these, that hold what segments keep for their backward."""
+def saved_bytes(plans: Sequence[StashPlan]) -> int:
+    """Bytes on the device, of these, that hold tensors saved for the backward."""
     _, (size, count) = _rings_of(plans)
-    return sum(plan.kept_resident_bytes for plan in plans) + size * count
+    return sum(plan.saved_resident_bytes for plan in plans) + size * count
 
 
 def host_bytes(plans: Sequence[StashPlan]) -> int:
@@ -96,11 +96,11 @@ def host_bytes(plans: Sequence[StashPlan]) -> int:
 
 
 def _rings_of(plans: Sequence[StashPlan]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The size and the number of the buffers of both rings: of what passes between segments, and of what is kept."""
-    kept = max(plan.kept_ring_size for plan in plans)
+    """The size and the number of the buffers of both rings: for values between segments, and for saved tensors."""
+    saved = max(plan.saved_ring_size for plan in plans)
     return (
         (max(plan.ring_size for plan in plans), max(plan.ring_count for plan in plans)),
-        (kept, KEPT_RING if kept else 0),
+        (saved, SAVED_RING if saved else 0),
     )
 
 
@@ -112,26 +112,26 @@ def plan_stash(lives: dict[Key, Life], accesses_per_visit: int) -> StashPlan:
         size = aligned(life.size)
         for cell, last in enumerate(busy_until):
             free = last < life.first and plan.sizes[cell] == size
-            if free and plan.streams[cell] == life.streams and plan.kept[cell] == life.kept:
+            if free and plan.streams[cell] == life.streams and plan.saved[cell] == life.saved:
                 break
         else:
             cell = len(plan.sizes)
             plan.sizes.append(size)
             plan.streams.append(life.streams)
-            plan.kept.append(life.kept)
+            plan.saved.append(life.saved)
             busy_until.append(-1)
         plan.cell_of[key] = cell
         busy_until[cell] = life.last
     for cell, size in enumerate(plan.sizes):
-        if plan.streams[cell] and plan.kept[cell]:
-            plan.kept_ring_size = max(plan.kept_ring_size, size)
+        if plan.streams[cell] and plan.saved[cell]:
+            plan.saved_ring_size = max(plan.saved_ring_size, size)
         elif plan.streams[cell]:
             plan.ring_size = max(plan.ring_size, size)
             plan.ring_count = 2 * accesses_per_visit  # one visit computes while the next one's inputs arrive
     return plan
 
 
-class _Place:
+class _CellMemory:
     """One cell for one micro-batch: its memory, the ring it streams through, and the events that guard it."""
 
     __slots__ = ("buffer", "host", "readers", "ring", "written")
@@ -147,7 +147,7 @@ class _Place:
 class _RingEntry:
     """One device buffer of the ring and the events after which it may be overwritten.
 
-    `views` are those made of it: by layout the tensors, and the whole that crosses the link.
+    `views` are kept by layout: the tensors, and the view of all of them that crosses the link.
     """
 
     __slots__ = ("buffer", "free_after", "views")
@@ -158,10 +158,10 @@ class _RingEntry:
         self.views: dict[_Layout, tuple[tuple[View, ...], View]] = {}
 
     def views_of(self, layout: _Layout) -> tuple[tuple[View, ...], View]:
-        """The tensors of a value that lies so, and the whole that crosses the link."""
+        """The tensors of a value with that layout, and the view of all of it that crosses the link."""
         found = self.views.get(layout)
         if found is None:
-            views = tuple(self.buffer.view(one.offset, one.shape, one.dtype) for one in layout.fields)
+            views = tuple(self.buffer.view(field.offset, field.shape, field.dtype) for field in layout.fields)
             whole = self.buffer.view(0, layout.shape, layout.dtype) if layout.bundled else views[0]
             found = self.views[layout] = views, whole
         return found
@@ -169,7 +169,7 @@ class _RingEntry:
 
 @dataclass(frozen=True, eq=False)
 class _Layout:
-    """How values that stream lie: their tensors, and what crosses the link; `bundled` where these are several."""
+    """The layout of a value that streams: its tensors, and what crosses the link. `bundled` if it has several."""
 
     fields: tuple[Field, ...]
     shape: tuple[int, ...]
@@ -178,14 +178,14 @@ class _Layout:
 
 
 class _Ring:
-    """Device buffers through which cells stream, in turn."""
+    """Device buffers through which cells stream, one after the other."""
 
     def __init__(self) -> None:
         self.entries: list[_RingEntry] = []
         self._next = 0
 
     def take(self) -> _RingEntry:
-        """The entry whose turn it is."""
+        """The next entry."""
         entry = self.entries[self._next]
         self._next = (self._next + 1) % len(self.entries)
         return entry
@@ -193,13 +193,13 @@ class _Ring:
 
 @dataclass(slots=True)
 class Access:
-    """One use of a key by one visit. The kernel waits for `waits`; `finish` is then given the kernel's event.
+    """One use of a key by one visit. The kernel waits for `waits`; pass its event to `finish`.
 
     `views` are the tensors of the value: one, or its parts.
     """
 
     stash: Stash
-    place: _Place
+    cell: _CellMemory
     views: tuple[View, ...]
     waits: list[Event]
     writes: bool
@@ -208,23 +208,23 @@ class Access:
 
     @property
     def view(self) -> View:
-        """The tensor of a value that is one."""
+        """The tensor of a value that has one."""
         return self.views[0]
 
     def finish(self, event: Event) -> None:
-        """Say which event ends this use."""
-        place = self.place
+        """Record the event that ends this use, and submit the transfer to the host of a value that streams."""
+        cell = self.cell
         if self.entry is None:
             if self.writes:
-                place.written, place.readers = [event], []
+                cell.written, cell.readers = [event], []
             else:
-                place.readers.append(event)
+                cell.readers.append(event)
         elif self.writes:
             assert self.transfer is not None
-            whole, host_side = self.transfer
-            sent = self.stash.queue_out.read(host_side, whole, [event, *place.written, *place.readers])
+            whole, host_copy = self.transfer
+            sent = self.stash.queue_out.read(host_copy, whole, [event, *cell.written, *cell.readers])
             self.stash.transfers.append(sent)
-            place.written, place.readers = [sent], []
+            cell.written, cell.readers = [sent], []
             self.entry.free_after = [sent]
         else:
             self.entry.free_after = [event]
@@ -250,59 +250,59 @@ class Stash:
         self._host = host
         self._values = values
         self._views: dict[tuple[Key, int], tuple[View, ...]] = {}
-        self._host_sides: dict[tuple[Key, int], torch.Tensor] = {}
+        self._host_copies: dict[tuple[Key, int], torch.Tensor] = {}
         self._layouts: dict[tuple[Value, bool], _Layout] = {}
         self._known: dict[tuple[Any, ...], _Layout] = {}
-        self._ring, self._kept_ring = _Ring(), _Ring()
-        self._places: list[list[_Place]] = []
+        self._ring, self._saved_ring = _Ring(), _Ring()
+        self._cells: list[list[_CellMemory]] = []
         try:
             for plan in plans:
-                row: list[_Place] = []
-                self._places.append(row)
-                for size, streams, kept in zip(plan.sizes, plan.streams, plan.kept, strict=True):
-                    row.append(self._make_place(size, streams, self._kept_ring if kept else self._ring))
+                row: list[_CellMemory] = []
+                self._cells.append(row)
+                for size, streams, saved in zip(plan.sizes, plan.streams, plan.saved, strict=True):
+                    row.append(self._allocate_cell(size, streams, self._saved_ring if saved else self._ring))
             rings = _rings_of(plans)
-            for ring, (size, count) in zip((self._ring, self._kept_ring), rings, strict=True):
+            for ring, (size, count) in zip((self._ring, self._saved_ring), rings, strict=True):
                 for _ in range(count):
                     ring.entries.append(_RingEntry(device.alloc(size, "ring of streamed activations")))
         except BaseException:
             self.free()
             raise
 
-    def _make_place(self, size: int, streams: bool, ring: _Ring) -> _Place:
+    def _allocate_cell(self, size: int, streams: bool, ring: _Ring) -> _CellMemory:
         if streams:
-            return _Place(None, self._host.alloc(size, torch.uint8, STASH_STATE, crosses=True), ring)
-        return _Place(self._device.alloc(size, "stash of activations"), None, ring)
+            return _CellMemory(None, self._host.alloc(size, torch.uint8, STASH_STATE, crosses=True), ring)
+        return _CellMemory(self._device.alloc(size, "stash of activations"), None, ring)
 
-    def access(self, key: Key, microbatch: int, writes: bool, keeps: bool = False) -> Access:
-        """Use a key in a visit: read it, or write it, or (`writes` and `keeps`) add to it."""
-        place = self._places[microbatch][self.plans[microbatch].cell_of[key]]
-        if place.host is None or self._device.info.unified:
+    def access(self, key: Key, microbatch: int, writes: bool, adds: bool = False) -> Access:
+        """Use a key in a visit: read it, write it, or (with `writes` and `adds`) add to it."""
+        cell = self._cells[microbatch][self.plans[microbatch].cell_of[key]]
+        if cell.host is None or self._device.info.unified:
             views = self._views.get((key, microbatch))
             if views is None:
-                views = self._views[(key, microbatch)] = self._views_of(place, key, microbatch)
-            waits = [*place.written, *place.readers] if writes else place.written
-            return Access(self, place, views, waits, writes)
-        entry = place.ring.take()
+                views = self._views[(key, microbatch)] = self._views_of(cell, key, microbatch)
+            waits = [*cell.written, *cell.readers] if writes else cell.written
+            return Access(self, cell, views, waits, writes)
+        entry = cell.ring.take()
         layout = self._layout_of(self._values[microbatch][key.value], key.gradient)
         views, whole = entry.views_of(layout)
-        host_side = self._host_sides.get((key, microbatch))
-        if host_side is None:
-            host_side = place.host[: whole.size].view(layout.dtype).view(layout.shape)
-            self._host_sides[(key, microbatch)] = host_side
+        host_copy = self._host_copies.get((key, microbatch))
+        if host_copy is None:
+            host_copy = cell.host[: whole.size].view(layout.dtype).view(layout.shape)
+            self._host_copies[(key, microbatch)] = host_copy
         waits = entry.free_after
-        if keeps or not writes:
-            arrived = self.queue_in.write(whole, host_side, [*place.written, *entry.free_after])
+        if adds or not writes:
+            arrived = self.queue_in.write(whole, host_copy, [*cell.written, *entry.free_after])
             self.transfers.append(arrived)
-            place.readers.append(arrived)
+            cell.readers.append(arrived)
             waits = [arrived]
-        return Access(self, place, views, waits, writes, entry, (whole, host_side))
+        return Access(self, cell, views, waits, writes, entry, (whole, host_copy))
 
-    def bring(self, key: Key, microbatch: int, tensor: torch.Tensor) -> None:
+    def write_input(self, key: Key, microbatch: int, tensor: torch.Tensor) -> None:
         """Write a tensor of the batch into its cell, before anything of the step is submitted."""
-        place = self._places[microbatch][self.plans[microbatch].cell_of[key]]
-        if place.host is not None and not self._device.info.unified:
-            place.host[: tensor.numel() * tensor.dtype.itemsize].view(tensor.dtype).copy_(tensor.view(-1))
+        cell = self._cells[microbatch][self.plans[microbatch].cell_of[key]]
+        if cell.host is not None and not self._device.info.unified:
+            cell.host[: tensor.numel() * tensor.dtype.itemsize].view(tensor.dtype).copy_(tensor.view(-1))
             return
         access = self.access(key, microbatch, writes=True)
         event = self.queue_in.write(access.view, tensor, access.waits)
@@ -310,44 +310,44 @@ class Stash:
         access.finish(event)
 
     def settle(self) -> None:
-        """Forget all events: everything submitted has ended."""
-        for row in self._places:
-            for place in row:
-                place.written, place.readers = [], []
-        for entry in (*self._ring.entries, *self._kept_ring.entries):
+        """Forget all events. Everything submitted must have ended."""
+        for row in self._cells:
+            for cell in row:
+                cell.written, cell.readers = [], []
+        for entry in (*self._ring.entries, *self._saved_ring.entries):
             entry.free_after = []
         self.transfers = []
 
     def free(self) -> None:
-        """Give the memory back."""
-        for row in self._places:
-            for place in row:
-                if place.buffer is not None:
-                    place.buffer.free()
-                elif place.host is not None:
-                    self._host.free(place.host, STASH_STATE)
-        for entry in (*self._ring.entries, *self._kept_ring.entries):
+        """Free the memory."""
+        for row in self._cells:
+            for cell in row:
+                if cell.buffer is not None:
+                    cell.buffer.free()
+                elif cell.host is not None:
+                    self._host.free(cell.host, STASH_STATE)
+        for entry in (*self._ring.entries, *self._saved_ring.entries):
             entry.buffer.free()
-        self._places, self._ring, self._kept_ring, self._views = [], _Ring(), _Ring(), {}
-        self._host_sides.clear()
+        self._cells, self._ring, self._saved_ring, self._views = [], _Ring(), _Ring(), {}
+        self._host_copies.clear()
 
     def _layout_of(self, value: Value, gradient: bool) -> _Layout:
         layout = self._layouts.get((value, gradient))
         if layout is None:
             fields, bundled = value.fields(gradient), bool(value.parts)
             made = _Layout(fields, value.shape if bundled else fields[0].shape, value.dtype, bundled)
-            # Values alike share one, and with it the views.
+            # Values of equal layout share one object, and with it the views.
             layout = self._known.setdefault((fields, made.shape, value.dtype, bundled), made)
             self._layouts[(value, gradient)] = layout
         return layout
 
-    def _views_of(self, place: _Place, key: Key, microbatch: int) -> tuple[View, ...]:
+    def _views_of(self, cell: _CellMemory, key: Key, microbatch: int) -> tuple[View, ...]:
         fields = self._values[microbatch][key.value].fields(key.gradient)
-        if place.buffer is not None:
-            return tuple(place.buffer.view(field.offset, field.shape, field.dtype) for field in fields)
-        host = place.host
+        if cell.buffer is not None:
+            return tuple(cell.buffer.view(field.offset, field.shape, field.dtype) for field in fields)
+        host = cell.host
         assert host is not None
         return tuple(
-            self._device.adopt(host[one.offset : one.offset + one.size].view(one.dtype).view(one.shape))
-            for one in fields
+            self._device.adopt(host[field.offset : field.offset + field.size].view(field.dtype).view(field.shape))
+            for field in fields
         )

@@ -1,7 +1,7 @@
 """Traces: what ran when, on which queue, as the devices measured it.
 
-It holds events and asks them for their spans when they have ended; it measures nothing itself. `write` gives a file
-for https://ui.perfetto.dev and chrome://tracing, one track for each queue.
+A trace holds events and reads their spans when they have ended; it measures nothing itself. `write` makes a file for
+https://ui.perfetto.dev and chrome://tracing, with one track for each queue.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Trace:
         self._marks: list[tuple[str, str, Event]] = []
 
     def mark(self, track: str, label: str, event: Event) -> None:
-        """Note a submitted call."""
+        """Add a submitted call."""
         self._marks.append((track, label, event))
 
     def spans(self) -> list[Span]:
@@ -40,7 +40,7 @@ class Trace:
         for track, label, event in self._marks:
             try:
                 event.wait()
-            except Exception:  # it is told where it happened; a trace shows what ran
+            except Exception:  # the step reports the error; a trace shows what ran
                 continue
             start, end = event.span()
             spans.append(Span(track, label, start, end))
@@ -66,4 +66,4 @@ class Trace:
             }
             for span in spans
         ]
-        write_whole(path, json.dumps({"traceEvents": events}))
+        write_whole(os.fspath(path), json.dumps({"traceEvents": events}))

@@ -1,7 +1,7 @@
-"""The stall watchdog: says what a step waits for when it has waited too long.
+"""The stall watchdog: it logs what a step waits for when the step takes longer than a given time.
 
-It ends nothing: a slow disk or a debugger are no reason to lose a run. Invariant: it reads and writes nothing that
-the step uses, and without a time given there is no thread.
+It ends nothing, since a slow disk or a debugger is no reason to lose a run. Invariant: it changes nothing that the step
+uses, and without a time there is no thread.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from types import TracebackType
 from hal.device import Device
 from hal.event import Event
 from hal.slot import DeviceSlot
-from relay.runtime.schedule import Ran
+from relay.eps.step_record import SubmittedStep
 from relay.runtime.stash import Stash
 
 logger = logging.getLogger("relay")
 
 
 class Watchdog:
-    """Around waiting: after every `seconds` it logs what `describe` gives, as an error. None: it does nothing."""
+    """A context: every `seconds` it logs the text of `describe` as an error. With None it does nothing."""
 
     def __init__(self, seconds: float | None, describe: Callable[[], str]) -> None:
         self._seconds = seconds
@@ -47,16 +47,18 @@ class Watchdog:
             logger.error("A step has been waited for for %.0f s.\n%s", monotonic() - start, self._describe())
 
 
-def waited_for(ran: Ran, stash: Stash, pending: Sequence[Event], slots: Sequence[DeviceSlot], device: Device) -> str:
-    """What a step still waits for; `pending` are updates of the step before."""
+def waited_for(
+    submitted: SubmittedStep, stash: Stash, pending: Sequence[Event], slots: Sequence[DeviceSlot], device: Device
+) -> str:
+    """Text on what a step still waits for. `pending` are deferred updates of the step before."""
     kinds: dict[str, Sequence[Event]] = {
-        "loads": ran.loads,
-        "kernels": ran.compute,
-        "drains of gradients": ran.host.drains,
-        "reads": ran.reads,
+        "loads": submitted.loads,
+        "kernels": submitted.compute,
+        "drains of gradients": submitted.drains,
+        "reads": submitted.reads,
         "stash transfers": stash.transfers,
-        "arrivals on the host": ran.host.arrivals,
-        "updates": ran.host.updates,
+        "arrivals on the host": submitted.arrivals,
+        "updates": submitted.updates,
         "updates of the step before": pending,
     }
     lines = []
@@ -64,8 +66,8 @@ def waited_for(ran: Ran, stash: Stash, pending: Sequence[Event], slots: Sequence
         if waiting := [number for number, event in enumerate(list(events)) if not event.done()]:
             lines.append(f"{kind}: {len(waiting)} of {len(events)} have not ended, number {waiting[0]} first")
     for slot in slots:
-        held = slot.content.name if slot.content is not None else "nothing"
-        lines.append(f"slot {slot.number}: {slot.state.value}, holds {held}")
+        content = slot.content.name if slot.content is not None else "nothing"
+        lines.append(f"slot {slot.number}: {slot.state.value}, holds {content}")
     use = device.memory()
     lines.append(f"device {device.info.name}: {use.in_use:,} bytes in use of {use.capacity or 'no limit'}")
     return "\n".join(lines)

@@ -10,7 +10,7 @@ Invariant: a run with a shared host state gives the same figures as a run that m
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,7 @@ from torch import nn
 
 from hal.device import Device
 from hal.host import Host
-from hal.slot import SlotContent
-from relay.eps.server import GradientPlan, ParameterServer
+from relay.eps.server import ParameterServer
 from relay.eps.store import LayerStore
 from relay.runtime.stages import CompiledModel, gradient_fields, wanted_of
 
@@ -34,8 +33,6 @@ class HostState:
     store: LayerStore
     server: ParameterServer
     groups: list[dict[str, Any]]
-    contents: Sequence[SlotContent] = ()
-    gradient_plans: Sequence[GradientPlan] = ()
 
     @functools.cached_property
     def parameters(self) -> int:

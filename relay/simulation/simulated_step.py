@@ -11,7 +11,7 @@ ledger.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,20 +19,20 @@ import torch
 
 from hal import registry
 from hal.errors import Unavailable
-from hal.event import Event
 from hal.spec import Machine
 from hal.spec.timeline import Timeline, VirtualBackend, VirtualDevice
 from relay.eps.optimizer_state import bind
 from relay.eps.server import Clipping, ParameterServer
+from relay.eps.step_record import SubmittedStep
 from relay.eps.store import LayerStore
 from relay.optim.optimizers import AdamW
 from relay.options import OPTIONS, STEP_OPTIONS
 from relay.precision import COMPUTE
+from relay.runtime import run_step
 from relay.runtime.memory_plan import kernel_workspace, slot_sizes
-from relay.runtime.schedule import Ran, Relay, TrainingStep
 from relay.runtime.session import Session
 from relay.runtime.stages import CompiledModel, recomputing
-from relay.runtime.stash import Key, Stash, device_bytes, kept_bytes
+from relay.runtime.stash import device_bytes, saved_bytes
 from relay.simulation.host_cache import HostCache, HostState
 from relay.simulation.meta_model import MetaModel
 from relay.simulation.transformer_shape import ModelShape, ShapeError
@@ -156,14 +156,11 @@ class SimulatedRun:
         self._host_cache = HostCache() if host_cache is None else host_cache
         self._state_key, self._state = self._host_state(shape)
         state = self._state
-        self._server = state.server
         parts = state.model, self._device, state.host, state.store, state.server
         self._session = Session(*parts, run.slots, run.stash, None)
-        if not state.contents:
-            state.contents = self._session.contents(self._compiled[0])
-            state.gradient_plans = self._session.gradient_plans(self._compiled[0])
-        self._contents, self._gradient_plans = state.contents, state.gradient_plans
-        self._relay, self._stash = self._ready()
+        self._prepared = self._session.prepare(self._compiled, state.groups, training=True)
+        self._inputs = [_inputs(compiled) for compiled in self._compiled]
+        self._weights = [size / sum(sizes) for size in sizes]
         self._number = 0
 
     def _host_state(self, shape: ModelShape | MetaModel) -> tuple[Hashable, HostState]:
@@ -194,13 +191,13 @@ class SimulatedRun:
 
     def memory(self) -> Memory:
         """The memory that the run needs, which is known before any step."""
-        plans = self._stash.plans
-        parameters, gradients = slot_sizes(self._contents)
+        plans = self._prepared.stash.plans
+        parameters, gradients = slot_sizes(self._prepared.contents)
         rows = {
             "slots: weights": self.run.slots * parameters,
             "slots: gradients": self.run.slots * gradients,
-            "stash of activations": device_bytes(plans) - kept_bytes(plans),
-            "saved tensors for backward": kept_bytes(plans),
+            "stash of activations": device_bytes(plans) - saved_bytes(plans),
+            "saved tensors for backward": saved_bytes(plans),
             "workspace of kernels": max(kernel_workspace(compiled) for compiled in set(self._compiled)),
         }
         peak = self._device.memory().peak
@@ -219,60 +216,31 @@ class SimulatedRun:
         for _ in range(2 if self.run.defers_updates else 0):
             self._step()
         before = self._device.timeline()
-        ran = self._step()
+        submitted = self._step()
         timeline = self._device.timeline().since(before)
-        gradients = sum(plan_size(content.gradient_size, plan.names) for content, plan in self._visited())
-        return Step(timeline, ran.weight_bytes, gradients)
+        visited = zip(self._prepared.contents, self._prepared.gradient_plans, strict=True)
+        gradients = sum(content.gradient_size for content, plan in visited if plan.names)
+        return Step(timeline, submitted.weight_bytes, gradients)
 
     def close(self) -> None:
         """Close the simulated device and put the host state into the cache."""
         self._session.close()
         self._host_cache.give(self._state_key, self._state)
 
-    def _visited(self) -> list[tuple[Any, Any]]:
-        return list(zip(self._contents, self._gradient_plans, strict=True))
-
-    def _ready(self) -> tuple[Relay, Stash]:
-        return self._session.make_ready(
-            self._compiled, self._contents, self._gradient_plans, self._state.groups, "train"
-        )
-
-    def _step(self) -> Ran:
-        session, relay, stash = self._session, self._relay, self._stash
-        count = len(self._compiled)
-        loss_row, losses, seed_row, seeds = session.scalars(count, torch.float32)
-        row = torch.empty(count, device="meta")
-        seeds_ready = relay.load_queue.write(seed_row, row)
-        self._bring(stash, self._compiled)
-
-        def verdict(ran: Ran) -> Event:
-            read = relay.drain_queue.read(row, loss_row, ran.compute[-count:])
-            ran.reads.append(read)
-            return session.host.run(_nothing, [read], "verdict on the loss")
-
-        step = TrainingStep(
-            self._compiled, self._contents, stash, 0, self._number, losses, self._gradient_plans, seeds, seeds_ready,
-            verdict, self._state.groups, 1.0,
+    def _step(self) -> SubmittedStep:
+        submitted = run_step.train_step(
+            self._session, self._prepared, self._inputs, self._weights, self._state.groups, 0, self._number, 1.0,
+            "apply",
         )  # fmt: skip
-        with session.running(stash, [seeds_ready]) as ran:
-            relay.train(step, ran)
-        session.pending = list(ran.host.updates) if self._server.held else []
+        self._session.guard.deliver_interrupts()
         self._number += 1
-        session.store.version += 1
-        return ran
-
-    @staticmethod
-    def _bring(stash: Stash, compiled: Sequence[CompiledModel]) -> None:
-        for microbatch, model in enumerate(compiled):
-            for value in model.partition.inputs:
-                like = model.partition.values[value]
-                tensor = torch.empty(like.shape, dtype=like.dtype, device="meta")
-                stash.bring(Key(value, False), microbatch, tensor)
+        return submitted
 
 
-def plan_size(size: int, names: Sequence[str]) -> int:
-    """The bytes of a segment's gradients that cross the link: 0 for a segment without trainable parameters."""
-    return size if names else 0
+def _inputs(compiled: CompiledModel) -> list[torch.Tensor]:
+    """The tensors of a micro-batch, without memory."""
+    values = [compiled.partition.values[value] for value in compiled.partition.inputs]
+    return [torch.empty(value.shape, dtype=value.dtype, device="meta") for value in values]
 
 
 def _open(machine: Machine) -> VirtualDevice:
@@ -285,7 +253,3 @@ def _simulator() -> VirtualBackend:
     if not isinstance(backend, VirtualBackend):
         raise Unavailable("The backend registered as 'sim' is not a simulator. Install the distribution again.")
     return backend
-
-
-def _nothing() -> None:
-    """The check of the loss, which has no numbers to check here."""

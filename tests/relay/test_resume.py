@@ -171,7 +171,7 @@ def test_a_damaged_one_is_passed_over_and_never_the_only_whole_one_deleted(
     path = checkpoints.save()
     shard = next(path.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.warns(RuntimeWarning, match="passed over.*cut off"):
+    with pytest.warns(RuntimeWarning, match="skipped.*cut off"):
         assert checkpoints.resume() == 2
     assert batches.state_dict()["taken"] == 2
     reference.assert_same_state(trainer.state_dict(), weights)
@@ -183,7 +183,7 @@ def test_none_whole_is_an_error_that_says_why(trainer: relay.Trainer, tmp_path: 
     assert checkpoints.resume() == 0
     trainer.step(BATCHES[0])
     (checkpoints.save() / "manifest.json").write_text("{}")
-    with pytest.warns(RuntimeWarning), pytest.raises(CheckpointError, match=r"none .* whole.*manifest"):
+    with pytest.warns(RuntimeWarning), pytest.raises(CheckpointError, match=r"all checkpoints are damaged.*manifest"):
         checkpoints.resume()
 
 
@@ -308,7 +308,7 @@ def test_a_run_that_is_stopped_says_what_is_saved_and_how_to_go_on(
     def stopped_in_the_fourth(self: relay.Trainer, batch: Any) -> Any:
         if self.steps == 3:
             # By hand, as pytest has its own ideas of a Ctrl-C, and the one before may be ignored in the background.
-            monkeypatch.setattr(self._session, "take_interrupt", lambda: os.kill(os.getpid(), number))
+            monkeypatch.setattr(self._session.guard, "deliver_interrupts", lambda: os.kill(os.getpid(), number))
         return steps(self, batch)
 
     monkeypatch.setattr(relay.Trainer, "step", stopped_in_the_fourth)

@@ -113,7 +113,7 @@ def test_a_file_that_cannot_grow_is_an_error_and_the_checkpoint_before_stays(
     step = trainer.steps
     trainer.step(batch(1))
     with files_of_at_most(500):
-        with pytest.raises(CheckpointError, match=r"could not be written.*make room"):
+        with pytest.raises(CheckpointError, match=r"could not be written.*Free space"):
             trainer.save(path, background=background).wait()
     trainer.wait_saved(quietly=True)
     assert [entry.name for entry in tmp_path.iterdir()] == ["c"]

@@ -20,7 +20,19 @@ from hypothesis import strategies as st
 from relay.optim import fused
 from relay.optim.int8_state import Int8State, group_count
 from relay.optim.thread_pool import work_through
-from tests.support.fused_states import ADAM, SHORT, equal, few, new_state, normal, sizes, stored
+from tests.support.fused_states import (
+    ADAM,
+    SGD,
+    SHORT,
+    equal,
+    few,
+    for_torch,
+    moments,
+    new_state,
+    normal,
+    sizes,
+    stored,
+)
 
 MANY = 5 * fused.SMALLEST_SHARE + 1234  # enough for five threads, and ragged
 
@@ -61,26 +73,19 @@ def one_torch_thread():
 def test_adam_and_adamw_in_float32_are_torch_to_the_bit(
     size, decoupled, amsgrad, maximize, beta1, beta2, decay, eps, lr
 ):
-    options = {
-        "lr": lr,
-        "beta1": beta1,
-        "beta2": beta2,
-        "eps": eps,
-        "weight_decay": decay,
-        "maximize": maximize,
-    }
+    group = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": decay, "maximize": maximize}
     mine = [normal(size, 1), *(torch.zeros(size) for _ in range(3))]
     theirs = [tensor.clone() for tensor in mine]
     count = torch.zeros(())
-    ours = fused.adamw if decoupled else fused.adam
+    rule = fused.ADAMW if decoupled else fused.ADAM
     reference = torch._fused_adamw_ if decoupled else torch._fused_adam_
     for step in range(1, 51):
         gradient = normal(size, step + 1, spread=3)
         count += 1
-        largest = mine[3] if amsgrad else None
-        ours(mine[0], gradient, mine[1], mine[2], max_exp_avg_sq=largest, step=step, **options)
+        state = moments(mine[1], mine[2]) | ({"max_exp_avg_sq": mine[3]} if amsgrad else {})
+        fused.update(rule, mine[0], gradient, state, None, group, step=step)
         lists = [[theirs[0]], [gradient], [theirs[1]], [theirs[2]], [theirs[3]] if amsgrad else [], [count]]
-        reference(*lists, amsgrad=amsgrad, **options)
+        reference(*lists, amsgrad=amsgrad, **for_torch(group))
     assert equal(mine, theirs)
 
 
@@ -110,7 +115,8 @@ def test_sgd_in_float32_is_torch_to_the_bit(size, momentum, dampening, nesterov,
     for step in range(1, 51):
         gradient = normal(size, step + 1, spread=3)
         buffers = [theirs[1]] if momentum else []
-        fused.sgd(mine[0], gradient, mine[1] if momentum else None, first_step=step == 1, **options)
+        state = {"momentum_buffer": mine[1]} if momentum else {}
+        fused.update(fused.SGD, mine[0], gradient, state, None, options, step=step)
         torch._fused_sgd_([theirs[0]], [gradient], buffers, is_first_step=step == 1, **options)
     assert equal(mine, theirs)
 
@@ -122,9 +128,9 @@ def test_a_tensor_shared_by_threads_is_still_torch_to_the_bit(size):
     theirs = [tensor.clone() for tensor in mine]
     for step in (1, 2, 3):
         gradient = normal(size, step)
-        fused.adamw(mine[0], gradient, mine[1], mine[2], step=step, threads=4, **ADAM)
+        fused.update(fused.ADAMW, mine[0], gradient, moments(*mine[1:]), None, ADAM, step=step, threads=4)
         lists = [[theirs[0]], [gradient], [theirs[1]], [theirs[2]], [], [torch.tensor(float(step))]]
-        torch._fused_adamw_(*lists, amsgrad=False, maximize=False, **ADAM)
+        torch._fused_adamw_(*lists, amsgrad=False, maximize=False, **for_torch(ADAM))
     assert equal(mine, theirs)
 
 
@@ -153,10 +159,11 @@ def lamb_reference(parameter, gradient, first, second, step, lr, beta1, beta2, e
 def test_lion_agrees_with_float64(size, beta1, beta2, decay, gradient_dtype):
     master, average = normal(size, 1), torch.zeros(size)
     parameter, mean = master.double().numpy(), np.zeros(size)
+    group = {"lr": 0.01, "betas": (beta1, beta2), "weight_decay": decay}
     decided = np.ones(size, bool)  # elsewhere the sign of a direction hangs on the last bit of float32
     for step in range(1, 11):
         gradient = normal(size, step + 1).to(gradient_dtype)
-        fused.lion(master, gradient, average, lr=0.01, beta1=beta1, beta2=beta2, weight_decay=decay, factor=0.5)
+        fused.update(fused.LION, master, gradient, {"exp_avg": average}, None, group, step=step, factor=0.5)
         halved = 0.5 * gradient.double().numpy()
         terms = beta1 * mean, (1 - beta1) * halved
         decided &= abs(terms[0] + terms[1]) >= 1e-5 * (abs(terms[0]) + abs(terms[1]))
@@ -169,7 +176,8 @@ def test_lion_agrees_with_float64(size, beta1, beta2, decay, gradient_dtype):
 def test_lion_stands_still_where_there_is_no_direction():
     master = normal(100)
     before = master.clone()
-    fused.lion(master, torch.zeros(100), torch.zeros(100), lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.0)
+    group = {"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.0}
+    fused.update(fused.LION, master, torch.zeros(100), {"exp_avg": torch.zeros(100)}, None, group, step=1)
     assert torch.equal(master, before)
 
 
@@ -182,14 +190,14 @@ def test_lion_stands_still_where_there_is_no_direction():
     gradient_dtype=st.sampled_from([torch.float32, *SHORT]),
 )
 def test_lamb_agrees_with_float64(size, beta1, beta2, decay, gradient_dtype):
-    options = {"lr": 0.01, "beta1": beta1, "beta2": beta2, "eps": 1e-6, "weight_decay": decay}
+    group = {"lr": 0.01, "betas": (beta1, beta2), "eps": 1e-6, "weight_decay": decay}
     master, first, second = normal(size, 1), torch.zeros(size), torch.zeros(size)
     state = [tensor.double().numpy() for tensor in (master, first, second)]
     weight = torch.empty(size, dtype=torch.bfloat16)
     for step in range(1, 11):
         gradient = normal(size, step + 1).to(gradient_dtype)
-        ratio = fused.lamb(master, gradient, first, second, weight, step=step, **options)
-        *state, expected = lamb_reference(state[0], gradient.double().numpy(), *state[1:], step, **options)
+        ratio = fused.update(fused.LAMB, master, gradient, moments(first, second), weight, group, step=step)
+        *state, expected = lamb_reference(state[0], gradient.double().numpy(), *state[1:], step, **for_torch(group))
         assert ratio == pytest.approx(expected, rel=1e-4)
     np.testing.assert_allclose(master.numpy(), state[0], rtol=1e-4, atol=1e-4)
     assert torch.equal(weight, master.bfloat16())
@@ -197,7 +205,8 @@ def test_lamb_agrees_with_float64(size, beta1, beta2, decay, gradient_dtype):
 
 def test_lamb_does_not_scale_the_step_of_a_zero_tensor():
     master = torch.zeros(64)
-    ratio = fused.lamb(master, torch.ones(64), torch.zeros(64), torch.zeros(64), step=1, **ADAM)
+    states = moments(torch.zeros(64), torch.zeros(64))
+    ratio = fused.update(fused.LAMB, master, torch.ones(64), states, None, ADAM, step=1)
     assert ratio == 1.0
     torch.testing.assert_close(master, torch.full((64,), -0.01))
 
@@ -206,8 +215,8 @@ def test_the_factor_multiplies_the_gradient_first():
     scaled = [normal(1000, 1), torch.zeros(1000), torch.zeros(1000)]
     plain = [tensor.clone() for tensor in scaled]
     gradient = normal(1000, 2)
-    fused.adam(scaled[0], gradient, scaled[1], scaled[2], step=1, factor=0.3, **ADAM)
-    fused.adam(plain[0], gradient * torch.tensor(0.3), plain[1], plain[2], step=1, **ADAM)
+    fused.update(fused.ADAM, scaled[0], gradient, moments(*scaled[1:]), None, ADAM, step=1, factor=0.3)
+    fused.update(fused.ADAM, plain[0], gradient * torch.tensor(0.3), moments(*plain[1:]), None, ADAM, step=1)
     assert equal(scaled, plain)
 
 
@@ -215,20 +224,13 @@ def run_all(kind: str, threads: int | None) -> list[torch.Tensor]:
     """Everything that three steps of every optimizer leave behind."""
     results: list[torch.Tensor] = []
     gradients = [normal(MANY, step, spread=2).bfloat16() for step in range(3)]
-    for name in ("adamw", "sgd", "lion", "lamb"):
+    group = ADAM | {"betas": (0.9, 0.99), "momentum": 0.9, "dampening": 0.0}
+    for rule in (fused.ADAMW, fused.SGD, fused.LION, fused.LAMB):
         master, weight = normal(MANY, 9), torch.empty(MANY, dtype=torch.bfloat16)
-        first, second = new_state(kind, MANY, signed=True), new_state(kind, MANY, signed=False)
+        state = {label: new_state(kind, MANY, signed=signed) for label, signed in rule.moments.items()}
         for step, gradient in enumerate(gradients, 1):
-            options = {"step": step, "seed": 5, "threads": threads, "weight_decay": 0.1, "lr": 0.01}
-            if name == "sgd":
-                fused.sgd(master, gradient, first, weight, momentum=0.9, first_step=step == 1, **options)
-            elif name == "lion":
-                fused.lion(master, gradient, first, weight, beta1=0.9, beta2=0.99, **options)
-            else:
-                options |= {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
-                getattr(fused, name)(master, gradient, first, second, weight, **options)
-        results += [master, weight, *stored(first), *stored(second)]
-    results.append(torch.tensor(fused.sum_of_squares(gradients[0], threads=threads)))
+            fused.update(rule, master, gradient, state, weight, group, step=step, seed=5, threads=threads)
+        results += [master, weight, *(part for moment in state.values() for part in stored(moment))]
     return results
 
 
@@ -247,27 +249,29 @@ def test_calls_from_several_threads_do_not_meet():
     assert all(equal(alone, results) for results in together)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *SHORT])
-@pytest.mark.parametrize("size", [1, 15, 16, 4097, 100_003])
-def test_sum_of_squares_agrees_with_float64(dtype, size):
-    gradient = normal(size, 1, spread=2).to(dtype)
-    assert fused.sum_of_squares(gradient) == pytest.approx(gradient.double().square().sum().item(), rel=1e-12)
-
-
 def test_operands_that_do_not_fit_are_named():
-    good = [torch.zeros(8) for _ in range(4)]
+    def adamw(
+        master: torch.Tensor,
+        gradient: torch.Tensor,
+        second: fused.State,
+        weight: torch.Tensor | None = None,
+        step: int = 1,
+    ) -> None:
+        fused.update(fused.ADAMW, master, gradient, moments(torch.zeros(8), second), weight, ADAM, step=step)
+
+    good = [torch.zeros(8) for _ in range(3)]
     with pytest.raises(ValueError, match=r"^gradient cannot.*of 8 elements.*received.*of 7.*Convert"):
-        fused.adamw(good[0], torch.zeros(7), good[1], good[2], step=1, **ADAM)
+        adamw(good[0], torch.zeros(7), good[2])
     with pytest.raises(ValueError, match=r"^weight_out cannot.*expected.*bfloat16 or float16.*received.*float32"):
-        fused.adamw(*good, torch.zeros(8), step=1, **ADAM)
+        adamw(*good, torch.zeros(8))
     with pytest.raises(ValueError, match=r"^master cannot.*expected.*received a strided"):
-        fused.adamw(torch.zeros(16)[::2], *good[1:], step=1, **ADAM)
+        adamw(torch.zeros(16)[::2], *good[1:])
     with pytest.raises(ValueError, match=r"^the second state has the wrong 8-bit format.*expected.*received"):
-        fused.adamw(*good[:3], Int8State.zeros(8, signed=True), step=1, **ADAM)
+        adamw(*good[:2], new_state("int8", 8, signed=True))
     with pytest.raises(ValueError, match=r"^step is out of range.*received 0"):
-        fused.adamw(*good, step=0, **ADAM)
+        adamw(*good, step=0)
     with pytest.raises(ValueError, match=r"^momentum_buffer does not go with momentum=0.9.*received none"):
-        fused.sgd(good[0], good[1], None, lr=0.1, momentum=0.9)
+        fused.update(fused.SGD, good[0], good[1], {}, None, SGD | {"momentum": 0.9}, step=1)
     with pytest.raises(ValueError, match=r"^The parts of an 8-bit state do not fit.*2 float32 scales"):
         Int8State(torch.zeros(257, dtype=torch.uint8), torch.zeros(1), True)
     assert group_count(257) == 2
@@ -285,7 +289,7 @@ def test_without_a_compiler_it_says_so_once(monkeypatch):
             assert not fused.available()
             assert "fused_kernels" in fused.reason()
             with pytest.raises(RuntimeError, match=r"not available here.*Expected.*Ask available"):
-                fused.sum_of_squares(torch.ones(3))
+                fused.update(fused.SGD, torch.ones(3), torch.ones(3), {}, None, SGD, step=1)
     finally:
         monkeypatch.undo()
         fused._compile.cache_clear()

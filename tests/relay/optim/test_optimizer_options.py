@@ -175,8 +175,8 @@ def test_groups_work_for_torch_optim_classes(build: Build) -> None:
 @pytest.mark.parametrize(
     ("group", "complaint"),
     [
-        ({"params": "*.nothing"}, "fits no parameter"),
-        ({"params": [nn.Parameter(torch.zeros(2))]}, "fits no parameter"),
+        ({"params": "*.nothing"}, "matches no parameter"),
+        ({"params": [nn.Parameter(torch.zeros(2))]}, "matches no parameter"),
         ({"params": "*", "momentum": 0.9}, "weight_decay"),
         ({"lr": 0.1}, "expected 'params'"),
     ],

@@ -141,5 +141,5 @@ def test_on_a_device_that_takes_graphs_of_core_ops(build: Build, name: str) -> N
 @pytest.mark.parametrize("device", ["cpu", "numpy"])
 def test_a_loss_that_nothing_trained_is_in_is_refused(build: Build, device: str) -> None:
     trainer = build(NoLoss(), microbatches=2, device=device)
-    with pytest.raises(PartitionError, match="depends on nothing that is trained"):
+    with pytest.raises(PartitionError, match="depends on no parameter that is trained"):
         trainer.step(batches(1)[0])

@@ -123,7 +123,7 @@ def test_a_fault_at_any_call_of_a_step_leaves_it_whole_or_undone_or_is_owned_up_
         faults.restart()
         assert failed is not None, f"{where}: the fault went unnoticed"
         assert "asked to" in str(failed), where
-        if trainer._session.broken is not None:
+        if trainer._session.guard.broken is not None:
             outcomes.add("refuses")
             with pytest.raises(InconsistentState, match=str(tmp_path / "c")):
                 trainer.step(batch(2))
@@ -158,7 +158,7 @@ def test_a_failed_update_that_runs_behind_is_not_forgotten_by_the_next_step(
     faults.fail_at = None
     with pytest.raises(HalError, match="asked to"):
         trainer.step(batch(2))
-    with pytest.raises(InconsistentState, match=r"Go on with trainer\.load"):
+    with pytest.raises(InconsistentState, match=r"Continue with trainer\.load"):
         trainer.step(batch(2))
 
 

@@ -41,11 +41,11 @@ class Mutation:
     unified: bool = False
 
 
-HELD = "clipped, activations on the host"
+DEFERRED = "clipped, activations on the host"
 MUTATIONS = {
     # the slot
     "a load for the updates of its layer": Mutation(
-        hal.slot, "DeviceSlot", "load", "[*wait, *self._loaded", "[*self._loaded", HELD
+        hal.slot, "DeviceSlot", "load", "[*wait, *self._loaded", "[*self._loaded", DEFERRED
     ),
     "a load for the kernels that read what it overwrites": Mutation(
         hal.slot, "DeviceSlot", "load", ", *self._readers]", "]"
@@ -74,20 +74,20 @@ MUTATIONS = {
     ),
     # the stash
     "a reader of an activation for its writer": Mutation(
-        stash, "Stash", "access", "if writes else place.written", "if writes else []", "activations on the device"
+        stash, "Stash", "access", "if writes else cell.written", "if writes else []", "activations on the device"
     ),
     "an activation that comes in for the one that goes out": Mutation(
-        stash, "Stash", "access", "[*place.written, *entry.free_after]", "[*entry.free_after]"
+        stash, "Stash", "access", "[*cell.written, *entry.free_after]", "[*entry.free_after]"
     ),
     "an activation that comes in for whoever has its place": Mutation(
-        stash, "Stash", "access", "[*place.written, *entry.free_after]", "[*place.written]"
+        stash, "Stash", "access", "[*cell.written, *entry.free_after]", "[*cell.written]"
     ),
     "a kernel for the activation to come in": Mutation(stash, "Stash", "access", "[arrived]", "[]"),
     "a kernel for who has the place that it writes to": Mutation(
         stash, "Stash", "access", "waits = entry.free_after", "waits = []"
     ),
     "an activation that goes out for its kernel": Mutation(
-        stash, "Access", "finish", "[event, *place.written", "[*place.written"
+        stash, "Access", "finish", "[event, *cell.written", "[*cell.written"
     ),
     "a place of the ring for the activation that goes out": Mutation(
         stash, "Access", "finish", "free_after = [sent]", "free_after = []"
@@ -99,12 +99,12 @@ MUTATIONS = {
         stash,
         "Access",
         "finish",
-        "place.written, place.readers = [event], []",
+        "cell.written, cell.readers = [event], []",
         "pass",
         "activations on the device",
     ),
     "a note of who has streamed out": Mutation(
-        stash, "Access", "finish", "place.written, place.readers = [sent], []", "pass"
+        stash, "Access", "finish", "cell.written, cell.readers = [sent], []", "pass"
     ),
     # the server
     "an update for its gradients": Mutation(
@@ -133,23 +133,28 @@ MUTATIONS = {
         relay.eps.server, "ParameterServer", "collect", "arrived = list(slot.computed)", "arrived = []", unified=True
     ),
     "a note of who updates": Mutation(
-        relay.eps.server, "ParameterServer", "_note", "self._store.updated[plan.names[place]] = done", "pass", HELD
+        relay.eps.server,
+        "ParameterServer",
+        "_note_update",
+        "self._store.updated[plan.names[index]] = done",
+        "pass",
+        DEFERRED,
     ),
     # the schedule and those who read results
     "a load for its layer's update": Mutation(
-        schedule, "Relay", "_submit_load", "self._store.ready(content)", "[]", HELD
+        schedule, "Scheduler", "_submit_load", "self._store.ready(content)", "[]", DEFERRED
     ),
     "a kernel for its activations": Mutation(
-        schedule, "Relay", "_visit", "waits += access.waits", "pass", "activations on the device"
+        schedule, "Scheduler", "_visit", "waits += access.waits", "pass", "activations on the device"
     ),
     "the losses for the kernels that make them": Mutation(
-        run_step, "", "train_step", "ran.compute[-len(weights) :]", "[]"
+        run_step, "", "train_step", "submitted.compute[-count:]", "[]"
     ),
     "the verdict for the losses": Mutation(
         run_step, "", "train_step", "check, [read],", "check, [],", "a spoiled batch is skipped"
     ),
     "the losses of an evaluation for the kernels": Mutation(
-        run_step, "", "forward", "ran.compute[-len(stations) :]", "[]", "looked at between steps"
+        run_step, "", "forward", "submitted.compute[-len(compiled) :]", "[]", "looked at between steps"
     ),
     "a prediction for the kernels that make it": Mutation(
         run_step, "", "outputs", "access.view, access.waits", "access.view, []", "looked at between steps"
@@ -176,10 +181,10 @@ def mutate(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mutation], None]:
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_without_the_wait_of(mutate: Any, name: str) -> None:
     mutation = MUTATIONS[name]
-    place = UNIFIED if mutation.unified else "generic"
-    differences(mutation.scenario, f"sim:{place},order=eager")  # the scenario's reference, made with the wait
+    machine = UNIFIED if mutation.unified else "generic"
+    differences(mutation.scenario, f"sim:{machine},order=eager")  # the scenario's reference, made with the wait
     mutate(mutation)
-    assert any(noticed(mutation.scenario, f"sim:{place},{order},poison=on") for order in ORDERS[1:])
+    assert any(noticed(mutation.scenario, f"sim:{machine},{order},poison=on") for order in ORDERS[1:])
 
 
 def noticed(scenario: str, device: str) -> bool:

@@ -32,7 +32,7 @@ def locked_bytes() -> int:
 
 def crossing_bytes(trainer: relay.Trainer) -> int:
     """Whole states, and of the weights those that a kernel takes as they are: a rounded one's master does not cross."""
-    compiled = trainer._compiler.ready(BATCH).compiled[0]
+    compiled = trainer._compiler.prepare(BATCH).compiled[0]
     taken = {
         item
         for stage in compiled.stages

@@ -155,7 +155,7 @@ def test_many_answers_mean_many_programs_and_that_is_said_once(build: Build, cap
             batch["valid"][:count] = 0
             trainer.step(batch)
     messages = [record.getMessage() for record in caplog.records]
-    messages = [message for message in messages if "reads numbers off the batch" in message]
+    messages = [message for message in messages if "reads numbers from the batch" in message]
     assert len(messages) == 1
     assert len(trainer._compiler.cache) == 9
 

@@ -1,4 +1,4 @@
-"""With clipping, updates are held until the global norm is known, and run under the next forward, in its order."""
+"""With clipping, updates are deferred until the global norm is known, and run under the next forward, in its order."""
 
 import copy
 import functools

@@ -1,0 +1,76 @@
+"""The two records of a pass over the model: what it submitted, and what came of it.
+
+`SubmittedStep` holds the events, which other threads complete. `StepResult` holds values that host tasks write; read
+them once `SubmittedStep.required` has ended. They do no work themselves. Invariant: `StepResult.updating` is True
+before the first parameter changes, so a step that failed while it is False has changed nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from hal.event import Event
+
+
+@dataclass
+class StepResult:
+    """What came of a pass.
+
+    Attributes:
+        loss: the mean loss over the batch; 0 for a pass without a loss.
+        grad_norm: the global 2-norm of the gradients, before clipping; 0 without training.
+        skipped: True if nothing of the step was applied.
+        updating: True from before the first parameter changes.
+        overflowed: True if a gradient was not finite before it was clipped by value.
+        factor: what deferred updates multiply the gradients by: unscaling times clipping.
+        norms: the 2-norm of each parameter's gradient, by the parameter's name.
+        reached: the names of the parameters that have a gradient in this step.
+    """
+
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    skipped: bool = False
+    updating: bool = False
+    overflowed: bool = False
+    factor: torch.Tensor | None = None
+    norms: dict[str, torch.Tensor] = field(default_factory=dict)
+    reached: set[str] = field(default_factory=set)
+
+
+@dataclass
+class SubmittedStep:
+    """What a pass submitted: its events by kind, and the bytes of weights that it sent to the device.
+
+    Attributes:
+        loads, compute, reads, drains: weights to the device, kernels, values to the host, gradients to the host.
+        arrivals: the host tasks that take gradients in.
+        updates: the host tasks that update parameters, one for each of the segments in `updated_segments`.
+        ended_updates: the updates whose time counts for this step. With deferred updates they are those of the step
+            before; without, they are `updates`.
+        verdict: the host task that checks the loss.
+        decision: the host task that computes the gradient norm, and for deferred updates the factor.
+        result: what came of the pass.
+    """
+
+    loads: list[Event] = field(default_factory=list)
+    compute: list[Event] = field(default_factory=list)
+    reads: list[Event] = field(default_factory=list)
+    drains: list[Event] = field(default_factory=list)
+    arrivals: list[Event] = field(default_factory=list)
+    updates: list[Event] = field(default_factory=list)
+    updated_segments: list[str] = field(default_factory=list)
+    ended_updates: list[Event] = field(default_factory=list)
+    verdict: Event | None = None
+    decision: Event | None = None
+    weight_bytes: int = 0
+    result: StepResult = field(default_factory=StepResult)
+
+    def required(self) -> list[Event]:
+        """The events that must have ended before the step's result is known, the verdict first.
+
+        Deferred updates are not among them.
+        """
+        first = [event for event in (self.verdict, self.decision) if event is not None]
+        return [*first, *self.loads, *self.compute, *self.reads, *self.drains, *self.arrivals]

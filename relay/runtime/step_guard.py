@@ -1,0 +1,158 @@
+"""What guards a step: waiting for it, its errors, interrupts and stalls, and what is undone if it fails.
+
+It allocates nothing and submits no work of its own (`relay.runtime.session` and `relay.runtime.schedule` do).
+Invariant: after a pass has failed, either nothing of it was applied and the buffers are as before, or `broken` is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from hal.device import Device
+from hal.errors import OutOfMemory
+from hal.event import Event
+from hal.host import Host
+from relay.eps.server import ParameterServer
+from relay.eps.step_record import SubmittedStep
+from relay.eps.store import LayerStore
+from relay.errors import RelayError
+from relay.runtime.interrupts import DeferredInterrupt
+from relay.runtime.memory_plan import with_advice
+from relay.runtime.schedule import PreparedStep
+from relay.runtime.watchdog import Watchdog, waited_for
+
+QUEUES = ("compute", "load", "drain", "stash in", "stash out")
+
+
+class StepGuard:
+    """Guards the passes of one trainer.
+
+    Attributes:
+        broken: the error that left some layers updated and others not; None while the state can be trusted.
+        pending: deferred updates of the latest step, which may still run.
+        transfers: the stash's transfers of the latest pass.
+        stall_timeout: seconds after which a pass that has not ended is described in the log; None for never.
+    """
+
+    def __init__(self, host: Host, store: LayerStore, server: ParameterServer) -> None:
+        self.broken: BaseException | None = None
+        self.pending: list[Event] = []
+        self.transfers: list[Event] = []
+        self.stall_timeout: float | None = None
+        self._host = host
+        self._store = store
+        self._server = server
+        self._interrupts: list[DeferredInterrupt] = []
+
+    @contextmanager
+    def running(self, prepared: PreparedStep, device: Device, first: Sequence[Event]) -> Iterator[SubmittedStep]:
+        """A context in which a pass is submitted; on exit it waits for the pass and raises its first error.
+
+        `first` are events that the caller submits before the pass. If the step fails or is skipped, the buffers that it
+        changes are restored. If a failed step had begun to update parameters, or deferred updates of the step before
+        have failed, `broken` is set. Ctrl-C is held back until `deliver_interrupts`.
+        """
+        submitted = SubmittedStep()
+        error: BaseException | None = None
+        stash, slots = prepared.stash, prepared.scheduler.slots
+        for name, saved in prepared.saved_buffers.items():
+            saved.copy_(self._store[name])
+        # Updates and the user may have changed the weights since the last pass, so what slots hold may be old.
+        self._store.version += 1
+        with (
+            DeferredInterrupt() as interrupt,
+            Watchdog(self.stall_timeout, lambda: waited_for(submitted, stash, self.pending, slots.slots, device)),
+        ):
+            try:
+                yield submitted
+            except BaseException as failure:
+                error = failure
+            try:
+                error = error or wait_all([*first, *submitted.required(), *stash.transfers])
+                if error is not None:
+                    # If submitting failed, some of what was submitted may be noted nowhere.
+                    self._drain_queues(prepared, device)
+                    wait_all(submitted.updates)
+            except KeyboardInterrupt as given_up:  # Ctrl-C several times: the pass is abandoned while it runs
+                self.broken = given_up
+                raise
+        if interrupt.count:
+            self._interrupts.append(interrupt)
+        slots.settle()
+        self._server.settle()
+        self.transfers = list(stash.transfers)
+        stash.settle()
+        if error is not None or submitted.result.skipped:
+            for name, saved in prepared.saved_buffers.items():
+                self._store[name].copy_(saved)
+        if error is not None:
+            slots.forget()
+            # Updates of the step before may still have been running, and may be what failed.
+            pending, self.pending = self.pending, []
+            earlier = wait_all(pending)
+            if earlier is not None or submitted.result.updating:
+                self.broken = earlier or error
+        if error is not None or not self._server.deferred:
+            # All updates have ended; one that failed must not fail the next step too.
+            self._store.updated.clear()
+        if error is not None:
+            if isinstance(error, OutOfMemory):
+                raise with_advice(error, prepared.advice) from error
+            # A host task's error is wrapped by its queue. The relay's own errors say what to do and are unwrapped.
+            raise error.__cause__ if isinstance(error.__cause__, RelayError) else error
+
+    def note_updates(self, submitted: SubmittedStep) -> None:
+        """After a training step: deferred updates become pending, and those of the step before have ended."""
+        if self._server.deferred:
+            submitted.ended_updates, self.pending = self.pending, list(submitted.updates)
+        else:
+            submitted.ended_updates = submitted.updates
+
+    def deliver_interrupts(self) -> None:
+        """Deliver a Ctrl-C that came during the last pass. Call it when the caller's own state is complete."""
+        interrupts, self._interrupts = self._interrupts, []
+        for interrupt in interrupts:
+            interrupt.deliver()
+
+    def synchronize(self) -> None:
+        """Wait for deferred updates that still run. Raises their first error."""
+        pending, self.pending = self.pending, []
+        error = wait_all(pending)
+        if error is not None:
+            self.broken = error
+            raise error
+
+    def reset(self) -> None:
+        """Wait for deferred updates, ignore their errors, and trust the state again: it is about to be replaced."""
+        pending, self.pending = self.pending, []
+        wait_all(pending)
+        self._store.updated.clear()
+        self.broken = None
+
+    def _drain_queues(self, prepared: PreparedStep, device: Device) -> None:
+        """Wait for everything that any queue was given; calls on a queue run in order."""
+        byte = prepared.scalars.memory.view(0, (1,), torch.uint8)
+        for name in QUEUES:
+            try:
+                device.queue(name).fill(byte, 0.0).wait()
+            except Exception:
+                continue  # a device that is lost has nothing left to wait for
+        wait_all([self._host.run(_nothing, (), "end of a failed step")])
+
+
+def wait_all(events: Sequence[Event]) -> BaseException | None:
+    """Wait for all events; the first error, or None."""
+    error: BaseException | None = None
+    for event in events:
+        try:
+            event.wait()
+        except Exception as failure:
+            error = error or failure
+    return error
+
+
+def _nothing() -> None:
+    """A host task that ends when all tasks before it have ended."""
