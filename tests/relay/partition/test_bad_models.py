@@ -185,7 +185,7 @@ def test_what_depends_on_data_between_layers_is_refused_with_the_op_and_what_to_
 @pytest.mark.filterwarnings("ignore:layer")
 def test_a_layer_whose_output_has_a_shape_that_depends_on_data_is_refused_by_name(build: Build) -> None:
     trainer = build(Stack([Layer(), Growing(), Layer()]), microbatches=1)
-    with pytest.raises(CaptureError, match=r"layers\.1.*pad it"):
+    with pytest.raises(CaptureError, match=r"layers\.1.*Pad the outputs"):
         trainer.step({"inputs": list_batch()[0]})
 
 
