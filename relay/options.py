@@ -117,15 +117,16 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["fp32", "bf16", "int8"], Meta(description="What the optimizer's moments are stored in on the host.")
     ] = "fp32"
     capacity: Annotated[
-        Size | None, Meta(description="Device memory to stay within, in bytes or such as '256MB'. None is all of it.")
+        Size | None,
+        Meta(description="Device memory to use at most, in bytes or such as '16GB'; all of it if not given."),
     ] = None
     host_memory: Annotated[
         Size | None,
-        Meta(description="Host memory to stay within, in bytes or such as '512GB'. None sets no limit."),
+        Meta(description="Host memory to use at most, in bytes or such as '512GB'; no limit if not given."),
     ] = None
     pinned_memory: Annotated[
         Size | None,
-        Meta(description="Page-locked host memory to stay within, in bytes or such as '64GB'. None sets no limit."),
+        Meta(description="Page-locked host memory to use at most, in bytes or such as '64GB'; no limit if not given."),
     ] = None
     shared_inputs: Annotated[
         tuple[str, ...],
@@ -156,8 +157,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     stall_timeout: Annotated[
         Positive | None,
         Meta(
-            description="Seconds after which a step that does not end has what it waits for written to the log. None "
-            "does not watch."
+            description="Seconds after which the log gets what a step that does not end waits for; never if not given."
         ),
     ] = None
 
@@ -176,6 +176,8 @@ class Option(typing.NamedTuple):
     help: str
     allowed: str
     choices: tuple[str, ...] = ()
+    least: int | None = None
+    above: float | None = None
 
     def check(self, value: Any) -> Any:
         """The value, converted to the option's type. Raises ValueError for one that is not allowed.
@@ -228,7 +230,7 @@ def options_of(struct: type[msgspec.Struct]) -> dict[str, Option]:
 
 
 def _option(name: str, annotation: Any, default: Any) -> Option:
-    found = {"help": "", "kind": "", "least": None, "above": None, "choices": (), "none": False}
+    found: dict[str, Any] = {"help": "", "kind": "", "least": None, "above": None, "choices": (), "none": False}
     _look(annotation, found)
     kind, choices = found["kind"], found["choices"]
     if choices:
@@ -248,7 +250,8 @@ def _option(name: str, annotation: Any, default: Any) -> Option:
     else:
         allowed = {"text": "a string", "names": "a list of names", "object": "an object"}[kind]
     allowed += ", or None" if found["none"] else ""
-    return Option(name, annotation, kind, default, found["help"], allowed, choices)
+    bounds = {"least": found["least"], "above": found["above"]}
+    return Option(name, annotation, kind, default, found["help"], allowed, choices, **bounds)
 
 
 def _look(annotation: Any, found: dict[str, Any]) -> None:

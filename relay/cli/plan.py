@@ -12,34 +12,26 @@ import click
 
 from relay.checkpoint.atomic_file import write_whole
 from relay.cli.console import json_option, print_json
-from relay.cli.shared_options import (
-    AT_LEAST_ONE,
-    clip_option,
-    loss_scale_option,
-    machine_options,
-    model_options,
-    precision_option,
-)
+from relay.cli.shared_options import machine_options, model_options, precision_option, training_option
 
 
 @click.command()
 @model_options
 @precision_option
-@click.option(
-    "--state-dtype",
-    "state_dtypes",
+@training_option(
+    "state_dtype",
+    default=None,
+    because="The plan chooses; this allows only these and may be repeated.  [default: all three]",
     multiple=True,
-    type=click.Choice(["fp32", "bf16", "int8"]),
-    help="A dtype of the optimizer's moments that the plan may use. May be repeated.  [default: all three]",
 )
-@click.option(
-    "--slots",
+@training_option(
+    "slots",
+    default=None,
+    because="The plan chooses; this allows only these and may be repeated.  [default: 1, 2 and 3]",
     multiple=True,
-    type=AT_LEAST_ONE,
-    help="A number of slots that the plan may use. May be repeated.  [default: 1, 2 and 3]",
 )
-@clip_option
-@loss_scale_option
+@training_option("clip_grad_norm")
+@training_option("loss_scale")
 @machine_options
 @click.option("--out", type=click.Path(path_type=Path), help="Write a run file for `relay train --plan`.")
 @json_option
@@ -61,6 +53,7 @@ def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any
     from relay.simulation.plan import plan as choose
 
     options["sequence"] = options.pop("seq")
+    options["state_dtypes"] = options.pop("state_dtype")
     for repeatable in ("state_dtypes", "slots"):
         if not options[repeatable]:
             del options[repeatable]

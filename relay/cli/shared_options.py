@@ -12,43 +12,58 @@ from typing import Any
 import click
 
 from relay.cli.console import Size
+from relay.options import OPTIONS, STEP_OPTIONS, Option
 
 AT_LEAST_ONE = click.IntRange(min=1)
 
 
-class Recompute(click.ParamType):
-    """`all`, `none`, or the number of segments that recompute. Run files may also hold true and false."""
+class OptionType(click.ParamType):
+    """Values of an option that click has no type for, read and checked by the option itself."""
 
-    name = "number, 'all' or 'none'"
+    def __init__(self, option: Option) -> None:
+        self.option = option
+        self.name = {"recompute": "number, 'all' or 'none'", "loss scale": "number, 'dynamic' or 'fixed'"}.get(
+            option.kind, option.kind
+        )
 
-    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> bool | int:
-        if isinstance(value, (bool, int)):
-            if value >= 0:
-                return value
-        else:
-            known = {"all": True, "true": True, "none": False, "false": False}
-            text = str(value).strip().lower()
-            if text in known:
-                return known[text]
-            if text.isdecimal():
-                return int(text)
-        self.fail(f"{value!r} is not a number of segments, 'all' or 'none'.", param, context)
-
-
-class LossScale(click.ParamType):
-    """`dynamic`, `fixed` (at 65536, the value at which a dynamic one starts), or a power of two to fix it at."""
-
-    name = "number, 'dynamic' or 'fixed'"
-
-    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> str | float:
-        from relay.options import fixed_scale
-
-        if value == "dynamic":
-            return "dynamic"
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
         try:
-            return fixed_scale(value if value == "fixed" else float(value))
-        except ValueError:
-            self.fail(f"{value!r} is not 'dynamic', 'fixed' or a power of two such as 65536.", param, context)
+            return self.option.read(value) if isinstance(value, str) else self.option.check(value)
+        except ValueError as wrong:
+            self.fail(str(wrong), param, context)
+
+
+def type_of(option: Option) -> click.ParamType:
+    """What a command line takes for an option."""
+    if option.kind == "choice":
+        return click.Choice(option.choices)
+    if option.kind == "count":
+        return click.IntRange(min=option.least)
+    if option.kind == "number":
+        return click.FloatRange(min=option.above, min_open=option.above is not None)
+    if option.kind == "seed":
+        return click.IntRange(0, 2**63 - 1)
+    if option.kind == "size":
+        return Size()
+    return click.STRING if option.kind == "text" else OptionType(option)
+
+
+def training_option(name: str, default: Any = ..., because: str = "", **settings: Any) -> Callable[[Any], Any]:
+    """The click option of an option of training, with its name, type, default and help.
+
+    A command that needs another default gives it, or None and what `because` says of it: why it differs.
+    """
+    option = OPTIONS[name] if name in OPTIONS else STEP_OPTIONS[name]
+    default = option.default if default is ... else default
+    if option.kind == "recompute" and isinstance(default, bool):
+        default = "all" if default else "none"
+    text = f"{option.help} {because}".rstrip()
+    shown = {"default": default, "show_default": True} if default is not None else {}
+    return click.option(f"--{name.replace('_', '-')}", type=type_of(option), help=text, **{**shown, **settings})
+
+
+COMMAND_LINE = tuple(name for name, option in OPTIONS.items() if option.kind not in ("object", "names"))
+"""The options of training that a command line can give."""
 
 
 def together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -80,8 +95,8 @@ model_options = together(
         default=None,
         help="Whether embedding and head share one matrix.  [default: tied with a vocabulary of 256, else untied]",
     ),
-    click.option("--seq", default=1024, show_default=True, type=AT_LEAST_ONE, help="Tokens in a sequence."),
-    click.option("--batch", default=8, show_default=True, type=AT_LEAST_ONE, help="Sequences in a step."),
+    training_option("seq"),
+    training_option("batch"),
 )
 """The model and the batch of a step, for commands that train nothing."""
 machine_options = together(
@@ -97,42 +112,13 @@ machine_options = together(
         type=click.Choice(["eager", "compiled", "fused"]),
         help="How ops run on the device: one kernel each, fused by a compiler, or whole layers fused by hand.",
     ),
-    click.option("--host-memory", type=Size(), help="Host memory to use at most, such as 512GB.  [default: all]"),
-    click.option("--capacity", type=Size(), help="Device memory to use at most, such as 16GB.  [default: all]"),
+    training_option("host_memory", because="[default: that of the host]"),
+    training_option("capacity"),
 )
 """A machine that need not be present."""
-precision_option = click.option(
-    "--precision",
-    type=click.Choice(["fp32", "bf16", "fp16"]),
-    help="The dtype of the arithmetic on the device.  [default: the first of bf16, fp16, fp32 that the device has]",
-)
-clip_option = click.option(
-    "--clip",
-    "clip_grad_norm",
-    type=click.FloatRange(min=0, min_open=True),
-    help="Clip gradients to this global norm. All gradients wait on the host until the norm is known.",
-)
-layers_per_slot_option = click.option(
-    "--layers-per-slot",
-    default=1,
-    show_default=True,
-    type=AT_LEAST_ONE,
-    help="Consecutive layers in one slot. More layers mean fewer and larger transfers, and larger slots.",
-)
-recompute_option = click.option(
-    "--recompute",
-    default="all",
-    show_default=True,
-    type=Recompute(),
-    help="Segments that run their forward again in the backward: all, none, or the number of first segments. A segment "
-    "is the embedding, the layers of one slot, or the head, which never recomputes. The other segments save the "
-    "tensors that the backward needs in the stash.",
-)
-loss_scale_option = click.option(
-    "--loss-scale",
-    default="dynamic",
-    show_default=True,
-    type=LossScale(),
-    help="Loss scale for fp16. With a dynamic one all gradients wait on the host until they are known to be finite. "
-    "With a fixed one (a power of two, or 'fixed' for 65536) each layer is updated at once.",
+precision_option = training_option(
+    "precision",
+    default=None,
+    because="Other than relay train, which runs on the CPU, this takes the first of bf16, fp16 and fp32 that the "
+    "described device has.",
 )

@@ -14,16 +14,7 @@ import click
 
 from hal.spec.units import parse_count
 from relay.cli.console import json_option, print_json
-from relay.cli.shared_options import (
-    AT_LEAST_ONE,
-    clip_option,
-    layers_per_slot_option,
-    loss_scale_option,
-    machine_options,
-    model_options,
-    precision_option,
-    recompute_option,
-)
+from relay.cli.shared_options import machine_options, model_options, precision_option, training_option
 
 if TYPE_CHECKING:
     from relay.simulation.host_cache import HostCache
@@ -50,27 +41,19 @@ SWEPT = (
 
 @click.command()
 @model_options
-@click.option("--microbatches", type=AT_LEAST_ONE, help="Micro-batches in a batch.  [default: one per sequence]")
+@training_option(
+    "microbatches",
+    default=None,
+    because="Other than relay train, this takes one per sequence: the least device memory, to see whether it fits.",
+)
 @precision_option
-@click.option(
-    "--state-dtype",
-    default="fp32",
-    show_default=True,
-    type=click.Choice(["fp32", "bf16", "int8"]),
-    help="The dtype of the optimizer's moments on the host.",
-)
-@click.option(
-    "--stash",
-    default="host",
-    show_default=True,
-    type=click.Choice(["device", "host"]),
-    help="Where the inputs of the layers wait for the backward.",
-)
-@click.option("--slots", default=2, show_default=True, type=AT_LEAST_ONE, help="Layers on the device at a time.")
-@clip_option
-@layers_per_slot_option
-@recompute_option
-@loss_scale_option
+@training_option("state_dtype")
+@training_option("stash")
+@training_option("slots")
+@training_option("clip_grad_norm")
+@training_option("layers_per_slot")
+@training_option("recompute")
+@training_option("loss_scale")
 @machine_options
 @click.option("--tokens", type=Count(), help="Tokens of the whole run, such as 1e9 or 300G, to report days and kWh.")
 @click.option("--trace", type=click.Path(), help="Write the step to this file, for https://ui.perfetto.dev.")

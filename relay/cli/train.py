@@ -15,14 +15,8 @@ import click
 
 from relay.cli.console import RunStopped, Size, json_option, print_json
 from relay.cli.sample import DEFAULT_FOLDER
-from relay.cli.shared_options import (
-    AT_LEAST_ONE,
-    LossScale,
-    Recompute,
-    layers_per_slot_option,
-    loss_scale_option,
-    recompute_option,
-)
+from relay.cli.shared_options import AT_LEAST_ONE, COMMAND_LINE, OptionType, together, training_option
+from relay.options import RENAMED
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -44,15 +38,8 @@ BY_DEFAULT = click.core.ParameterSource.DEFAULT
 @click.option("--layers", default=6, show_default=True, type=AT_LEAST_ONE, help="Number of layers.")
 @click.option("--hidden", default=128, show_default=True, type=AT_LEAST_ONE, help="Hidden size.")
 @click.option("--heads", default=4, show_default=True, type=AT_LEAST_ONE, help="Attention heads. Must divide --hidden.")
-@click.option("--seq", default=128, show_default=True, type=AT_LEAST_ONE, help="Bytes in a sequence.")
-@click.option("--batch", default=16, show_default=True, type=AT_LEAST_ONE, help="Sequences in a step.")
-@click.option(
-    "--microbatches",
-    default=4,
-    show_default=True,
-    type=AT_LEAST_ONE,
-    help="Micro-batches that a batch is cut into.",
-)
+@training_option("seq", default=128, because="Tokens are bytes here; short sequences, so that a run takes minutes.")
+@training_option("batch", default=16, because="More than elsewhere, for sequences are short.")
 @click.option("--steps", default=300, show_default=True, type=AT_LEAST_ONE, help="Steps of the whole run.")
 @click.option(
     "--lr",
@@ -68,52 +55,7 @@ BY_DEFAULT = click.core.ParameterSource.DEFAULT
     type=click.FloatRange(0, 1, max_open=True),
     help="Probability of dropout.",
 )
-@click.option(
-    "--precision",
-    default="fp32",
-    show_default=True,
-    type=click.Choice(["fp32", "bf16", "fp16"]),
-    help="The dtype of the arithmetic on the device, and of weights and activations on the link.",
-)
-@click.option(
-    "--state-dtype",
-    default="fp32",
-    show_default=True,
-    type=click.Choice(["fp32", "bf16", "int8"]),
-    help="The dtype of the optimizer's moments on the host.",
-)
-@click.option(
-    "--clip",
-    type=click.FloatRange(min=0, min_open=True),
-    help="Clip gradients to this global norm.  [default: no clipping]",
-)
-@click.option(
-    "--stash",
-    default="device",
-    show_default=True,
-    type=click.Choice(["device", "host"]),
-    help="Where the inputs of the layers wait for the backward. With host the peak of the device is the same for any "
-    "number of layers.",
-)
-@click.option(
-    "--slots",
-    default=2,
-    show_default=True,
-    type=AT_LEAST_ONE,
-    help="Layers on the device at a time. With 1 no layer is loaded while another computes.",
-)
-@layers_per_slot_option
-@recompute_option
-@loss_scale_option
-@click.option("--capacity", type=Size(), help="Device memory to use at most, such as 256MB.  [default: all]")
-@click.option("--device", default="cpu", show_default=True, help="The device, as `relay devices` lists it.")
-@click.option(
-    "--seed",
-    default=0,
-    show_default=True,
-    type=click.IntRange(0, 2**63 - 1),
-    help="Seed of the weights, the batches and the dropout.",
-)
+@together(*map(training_option, COMMAND_LINE))
 @click.option("--out", default=DEFAULT_FOLDER, show_default=True, type=click.Path(), help="The folder of the run.")
 @click.option(
     "--trace",
@@ -195,6 +137,8 @@ def _from_file(
     chosen: dict[str, Any] = {}
     for key, value in given.items():
         if key not in known:
+            if RENAMED.get(key) in known:
+                raise click.UsageError(f"'{run_file}': the key '{key}' is called '{RENAMED[key]}' now.", context)
             names = ", ".join(name for name in known if name)
             raise click.UsageError(f"'{run_file}' has an unknown key '{key}'. Known keys: {names}.", context)
         if not _is_of_kind(value, known[key].type):
@@ -222,10 +166,8 @@ def _caution_of(context: click.Context, run_file: Path, table: Any) -> Callable[
 
 def _is_of_kind(value: Any, kind: click.ParamType) -> bool:
     """Whether a TOML value has the type of the option: click alone would turn 4.5 layers into 4."""
-    if isinstance(kind, Recompute):
-        return isinstance(value, (bool, int, str))
-    if isinstance(kind, LossScale):
-        return isinstance(value, (int, float, str)) and not isinstance(value, bool)
+    if isinstance(kind, OptionType):
+        return isinstance(value, (int, float, str)) and (kind.option.kind == "recompute" or not isinstance(value, bool))
     if isinstance(kind, type(click.BOOL)):
         return isinstance(value, bool)
     if isinstance(kind, Size):
@@ -239,9 +181,10 @@ def _is_of_kind(value: Any, kind: click.ParamType) -> bool:
 
 def _check_together(options: dict[str, Any], origins: dict[str, str]) -> None:
     """Raise UsageError for options that contradict each other. `origins` names where each value came from."""
-    for name in ("lr", "dropout", "clip"):
+    for name in ("lr", "dropout", "clip_grad_norm", "clip_grad_value", "stall_timeout"):
         if options[name] is not None and not math.isfinite(options[name]):
-            raise click.UsageError(f"--{name} must be a finite number; received {options[name]}.")
+            flag = name.replace("_", "-")
+            raise click.UsageError(f"--{flag} must be a finite number; received {options[name]}.")
     if options["data"] is not None and not str(options["data"]).strip():
         raise click.UsageError("--data is empty. Name a file or a folder, or leave it out for Python's own library.")
     if options["checkpoint_every"] is None and origins["keep_last"] != _DEFAULT:

@@ -21,6 +21,7 @@ from relay.checkpoint.format import Checkpoint
 from relay.checkpoint_manager import Terminated, newest
 from relay.cli.compile_notice import CompileNotice, compile_notices
 from relay.cli.console import RunStopped
+from relay.cli.shared_options import COMMAND_LINE
 from relay.cli.text_data import TextData, load_text
 from relay.errors import CheckpointError
 from relay.models import GPT, gpt_folder
@@ -61,18 +62,7 @@ def train_gpt(options: dict[str, Any], log: Callable[[str], None]) -> dict[str, 
     trainer = relay.Trainer(
         model,
         optimizer=relay.AdamW(lr=options["lr"], weight_decay=0.01),
-        device=options["device"],
-        microbatches=options["microbatches"],
-        precision=options["precision"],
-        state_dtype=options["state_dtype"],
-        clip_grad_norm=options["clip"],
-        stash=options["stash"],
-        slots=options["slots"],
-        layers_per_slot=options["layers_per_slot"],
-        recompute=options["recompute"],
-        loss_scale=options["loss_scale"],
-        capacity=options["capacity"],
-        seed=options["seed"],
+        **{name: options[name] for name in COMMAND_LINE},
     )
     run = {name: options[name] for name in ("seq", "batch", "seed", "steps", "lr")} | {"text_bytes": len(data.text)}
     with closing(trainer), compile_notices(log) as notice:

@@ -92,8 +92,6 @@ class Plan:
             "batch": run.batch,
             **self.options,
         }
-        if "clip_grad_norm" in rows:
-            rows["clip"] = rows.pop("clip_grad_norm")
         comments = [] if self.caution is None else [*textwrap.wrap(self.caution, 110), ""]
         lines = [f"# {line}".rstrip() for line in [*comments, *self.reasons]]
         lines += [f"{key} = {json.dumps(value)}" for key, value in rows.items()]

@@ -414,9 +414,9 @@ def test_the_module_form_trains_and_samples_with_a_clean_standard_output(tiny: l
 
 def test_a_clipped_run_in_bf16_with_small_states_trains_and_leaves_a_trace(tiny: list[str], tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
-    options = ["--precision", "bf16", "--state-dtype", "int8", "--clip", "0.5", "--trace", trace]
+    options = ["--precision", "bf16", "--state-dtype", "int8", "--clip-grad-norm", "0.5", "--trace", trace]
     result = only_object(relay("train", *tiny, *options, "--json"))
-    assert result["options"]["clip"] == 0.5
+    assert result["options"]["clip_grad_norm"] == 0.5
     spans = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     tracks = {event["args"]["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "M"}
     assert tracks >= {"compute", "update"}
@@ -424,4 +424,4 @@ def test_a_clipped_run_in_bf16_with_small_states_trains_and_leaves_a_trace(tiny:
 
 
 def test_a_clip_of_nothing_is_asked_wrongly(tiny: list[str]) -> None:
-    assert relay("train", *tiny, "--clip", "0").exit_code == 2
+    assert relay("train", *tiny, "--clip-grad-norm", "0").exit_code == 2

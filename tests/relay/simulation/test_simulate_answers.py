@@ -81,7 +81,7 @@ def test_a_step_is_cut_into_single_sequences_unless_told_otherwise_as_on_the_com
     assert relay.simulate(**TINY, batch=2).run.microbatches == 2
     assert relay.simulate(**TINY).run.microbatches == 8
     options = ["--layers", "3", "--hidden", "64", "--seq", "32", "--device", "t4", "--precision", "fp32"]
-    answer = json.loads(invoke("simulate", *options, "--batch", "2", "--clip", "1.5", "--json").stdout)
+    answer = json.loads(invoke("simulate", *options, "--batch", "2", "--clip-grad-norm", "1.5", "--json").stdout)
     assert answer["run"]["microbatches"] == 2
     assert answer["run"]["clip_grad_norm"] == 1.5
     assert [answer["model"][name] for name in ("ffn", "kv_heads", "head_size")] == [256, 1, 64]
