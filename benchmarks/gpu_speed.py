@@ -170,7 +170,7 @@ def predictions(setting: Setting) -> dict[str, Any]:
         with relay.Trainer(model, device=setting.device, **options) as trainer:
             metrics = [trainer.step(batch) for batch in random_batches(4, samples, sequence)]
         shape = ModelShape(layers, hidden, max(1, hidden // 64), 256)
-        expected = relay.simulate(shape, device=machine, batch=samples, sequence=sequence, **options)
+        expected = relay.simulate(shape, device=machine, batch=samples, seq=sequence, **options)
         measured = statistics.median(one.seconds for one in metrics[1:])
         rows.append(
             {

@@ -62,7 +62,7 @@ class Real:
         self.clock = clock
         layers, hidden, pieces, sequences, sequence, stash, together, recompute = shape
         torch.manual_seed(0)
-        model = GPT(layers=layers, hidden=hidden, heads=hidden // 32, sequence=sequence, tied=False)
+        model = GPT(layers=layers, hidden=hidden, heads=hidden // 32, seq=sequence, tied=False)
         ids = torch.randint(0, 256, (sequences, sequence))
         self.batch = {"input_ids": ids, "labels": ids}
         self.trainer = relay.Trainer(
@@ -89,7 +89,7 @@ def predicted(shape: Shape, machine: spec.Machine) -> dict[str, float]:
     layers, hidden, pieces, sequences, sequence, stash, together, recompute = shape
     found = relay.simulate(
         ModelShape(layers, hidden, hidden // 32, 256), device=machine, batch=sequences, microbatches=pieces,
-        sequence=sequence, precision="fp32", stash=stash, layers_per_slot=together, recompute=recompute,
+        seq=sequence, precision="fp32", stash=stash, layers_per_slot=together, recompute=recompute,
     )  # fmt: skip
     return {
         "seconds": found.step_seconds,

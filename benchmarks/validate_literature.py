@@ -65,7 +65,7 @@ def simulated(row: dict[str, str], machine: Machine, precision: str, batch: int,
     shape = more.pop("shape", None) or ModelShape(layers, hidden, hidden // 64, ffn=int(row["ffn"]))
     machine = machine.with_values("device", memory=1e13, reserved=0.0).with_values("host", memory=1e14)
     return relay.simulate(
-        shape, device=machine, precision=precision, sequence=sequence, batch=batch, microbatches=pieces,
+        shape, device=machine, precision=precision, seq=sequence, batch=batch, microbatches=pieces,
         loss_scale="fixed", **more
     )  # fmt: skip
 

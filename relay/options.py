@@ -35,6 +35,7 @@ RENAMED = {
     "facts": "metadata",
     "parameter_groups": "param_groups",
     "programs": "max_cached_programs",
+    "sequence": "seq",
     "stall_seconds": "stall_timeout",
 }
 """Former names of arguments, each with the present one. A former name is refused."""
@@ -352,7 +353,7 @@ def refuse_renamed(function: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in kwargs:
                 if RENAMED.get(name) in known:
-                    raise TypeError(f"{function}() takes no {name!r}. It is called {RENAMED[name]!r} now.")
+                    raise TypeError(f"relay.{function}() takes no {name!r}. It is called {RENAMED[name]!r} now.")
             return target(*args, **kwargs)
 
         return call
@@ -365,10 +366,10 @@ def refuse_unknown(function: str, given: Iterable[str], known: Collection[str]) 
     for name in given:
         if name not in known:
             if RENAMED.get(name) in known:
-                raise TypeError(f"{function}() takes no {name!r}. It is called {RENAMED[name]!r} now.")
+                raise TypeError(f"relay.{function}() takes no {name!r}. It is called {RENAMED[name]!r} now.")
             near = [each for each in known if each.startswith(name)] or difflib.get_close_matches(name, known, 1)
             hint = f"Did you mean {near[0]!r}?" if near else f"It takes {', '.join(known)}."
-            raise TypeError(f"{function}() takes no {name!r}. {hint}")
+            raise TypeError(f"relay.{function}() takes no {name!r}. {hint}")
 
 
 def several(function: str, name: str, values: Any) -> tuple[Any, ...]:

@@ -52,7 +52,6 @@ def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any
     from hal.spec import SpecError
     from relay.simulation.plan import plan as choose
 
-    options["sequence"] = options.pop("seq")
     options["state_dtypes"] = options.pop("state_dtype")
     for repeatable in ("state_dtypes", "slots"):
         if not options[repeatable]:

@@ -143,7 +143,7 @@ def _simulation(options: dict[str, Any], **more: Any) -> Simulation:
         **{name: options[name] for name in ("device", "link", "host", "software", "host_memory", "capacity")},
         **{name: options[name] for name in ("batch", "state_dtype", "stash", "slots", "precision", "loss_scale")},
         **{name: options[name] for name in ("layers_per_slot", "recompute", "clip_grad_norm")},
-        sequence=options["seq"],
+        seq=options["seq"],
         microbatches=options["microbatches"] or options["batch"],
         **more,
     )

@@ -105,7 +105,7 @@ class SimulationFigures:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation: FLOP/s of the model, recompute not counted, as a share of the dense peak."""
-        flops = self.shape.model_flops(self.run.sequence) * self.run.tokens
+        flops = self.shape.model_flops(self.run.seq) * self.run.tokens
         return flops / self.step_seconds / self.peak_flops
 
     @property
@@ -122,7 +122,7 @@ class SimulationFigures:
     @property
     def flops_per_watt(self) -> float:
         """Model FLOP/s per watt of device and host."""
-        return self.shape.model_flops(self.run.sequence) / self.joules_per_token[1]
+        return self.shape.model_flops(self.run.seq) / self.joules_per_token[1]
 
     @property
     def wasted_energy(self) -> float:

@@ -88,7 +88,7 @@ class Plan:
             "layers": shape.layers,
             "hidden": shape.hidden,
             "heads": shape.heads,
-            "seq": run.sequence,
+            "seq": run.seq,
             "batch": run.batch,
             **self.options,
         }
@@ -117,7 +117,7 @@ def plan(
     clip_grad_norm: float | None = None,
     host_memory: int | str | None = None,
     capacity: int | str | None = None,
-    sequence: int = 1024,
+    seq: int = 1024,
     **shape: Any,
 ) -> Plan:
     """Choose the options with which a model trains fastest on a machine.
@@ -125,7 +125,7 @@ def plan(
     Arguments:
         model: The name of a model; or give `config`, or `layers`, `hidden` and so on (`shape`), as for
         `relay.simulate`. device, link, host, software, host_memory, capacity, precision: As for `relay.simulate`.
-        batch, sequence: Sequences in a step and tokens in a sequence. A batch is cut into micro-batches by powers of
+        batch, seq: Sequences in a step and tokens in a sequence. A batch is cut into micro-batches by powers of
             two, and into single sequences.
         state_dtypes, stashes, slots: The values to choose among.
         loss_scale, clip_grad_norm: As the run will have them.
@@ -143,7 +143,7 @@ def plan(
     check_precision(described, precision)
     fixed: dict[str, Any] = {
         "device": described, "precision": precision, "loss_scale": loss_scale, "clip_grad_norm": clip_grad_norm,
-        "batch": batch, "sequence": sequence, "host_memory": host_memory, "capacity": capacity, "must_fit": None,
+        "batch": batch, "seq": seq, "host_memory": host_memory, "capacity": capacity, "must_fit": None,
     }  # fmt: skip
     search = _Search(description.shape, batch, fixed)
     for microbatches in _counts(batch):
@@ -176,7 +176,7 @@ def plan(
         "state_dtype": state_dtypes, "stash": stashes, "slots": slots, "microbatches": _counts(batch),
     }  # fmt: skip
     chosen, changed = search.settle(allowed)
-    chosen = replace(chosen, notes=(*description.notes_at(sequence), *loss_scale_notes(loss_scale, precision)))
+    chosen = replace(chosen, notes=(*description.notes_at(seq), *loss_scale_notes(loss_scale, precision)))
     options = {name: getattr(chosen.run, name) for name in _OPTIONS}
     if precision == "fp16":
         options["loss_scale"] = loss_scale if loss_scale == "dynamic" else fixed_scale(loss_scale)

@@ -26,7 +26,7 @@ _FEWER_LAUNCHES = (
 )
 _TRACKS = {"down": "link down", "up": "link up", "compute": "compute", "host": "host optimizer"}
 _RUN = (
-    "sequence", "batch", "microbatches", "precision", "state_dtype", "stash", "slots", "layers_per_slot", "recompute",
+    "seq", "batch", "microbatches", "precision", "state_dtype", "stash", "slots", "layers_per_slot", "recompute",
     "loss_scale", "clip_grad_norm",
 )  # fmt: skip
 
@@ -120,7 +120,7 @@ def as_text(found: SimulationFigures, tokens: float | None) -> str:
         f"{format_count(memory.parameters)} parameters: {shape.title}, {run.precision}, AdamW with {run.state_dtype} "
         "states",
         f"{machine.device.title}, {machine.link.title}, {machine.host.title}",
-        f"{run.tokens:,} tokens a step: {run.batch} sequences of {run.sequence} in {run.microbatches} micro-batches, "
+        f"{run.tokens:,} tokens a step: {run.batch} sequences of {run.seq} in {run.microbatches} micro-batches, "
         f"stash on the {run.stash}, {run.slots} slots{_of_segments(run)}",
         "",
         f"verdict         {'it fits' if found.fits else 'it does not fit'}",

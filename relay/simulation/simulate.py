@@ -117,7 +117,7 @@ def simulate(
         must_fit: True raises DoesNotFit for a run that does not fit; False returns it with suggestions; None returns
             it without.
         host_cache: Shares the host state between simulations of one model, which saves time.
-        run: `sequence`, `batch`, `microbatches` (by default one per sequence), `state_dtype`, `stash`, `slots`,
+        run: `seq`, `batch`, `microbatches` (by default one per sequence), `state_dtype`, `stash`, `slots`,
             `layers_per_slot`, `recompute`, `clip_grad_norm`, `loss_scale` and `optimizer`, as in `RunShape`.
 
     Raises DoesNotFit for a run that does not fit, SpecError for arithmetic that the device does not have, ShapeError
@@ -129,7 +129,7 @@ def simulate(
         if example is None:
             raise ShapeError("A module needs an example= of a step's batch, for its shapes.")
         model = MetaModel(model, example)
-        run = {"batch": model.sequences, "sequence": model.sequence, **run}
+        run = {"batch": model.sequences, "seq": model.sequence, **run}
     elif example is not None:
         raise ShapeError("example= is for an nn.Module; this model was not given as one. Leave example= out.")
     description = describe(model, config, layers, hidden, heads, vocabulary, ffn, tied)
@@ -155,7 +155,7 @@ def simulate(
     gains: dict[str, float] = {}
     if step is not None and sensitivity:
         gains = _sensitivity(shape, wanted, described, step.timeline.now, host_cache)
-    notes = (*description.notes_at(wanted.sequence), *loss_scale_notes(wanted.loss_scale, wanted.precision))
+    notes = (*description.notes_at(wanted.seq), *loss_scale_notes(wanted.loss_scale, wanted.precision))
     result = Simulation(shape, wanted, described, memory, *limits, missing, would_fit, step, gains, notes)
     if missing and must_fit:
         advice = f" What would fit: {'; '.join(would_fit)}." if would_fit else " No smaller setting fits either."

@@ -40,7 +40,7 @@ from relay.simulation.transformer_shape import ModelShape, ShapeError
 UNLIMITED = 10**18
 
 
-_ALLOWED = {**OPTIONS, **STEP_OPTIONS, "sequence": STEP_OPTIONS["seq"]}
+_ALLOWED = {**OPTIONS, **STEP_OPTIONS}
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class RunShape:
     sequence, `batch` the number of sequences in a step. Raises ValueError where the trainer would.
     """
 
-    sequence: int = 1024
+    seq: int = 1024
     batch: int = 8
     microbatches: int = 4
     precision: str = "bf16"
@@ -73,7 +73,7 @@ class RunShape:
     @property
     def tokens(self) -> int:
         """The number of tokens in a step."""
-        return self.batch * self.sequence
+        return self.batch * self.seq
 
     @property
     def defers_updates(self) -> bool:
@@ -144,7 +144,7 @@ class SimulatedRun:
         compute = COMPUTE[run.precision]
         sizes = run.pieces()
         self._compiled = [
-            shape.compiled(size, run.sequence, compute, run.layers_per_slot, run.recompute) for size in sizes
+            shape.compiled(size, run.seq, compute, run.layers_per_slot, run.recompute) for size in sizes
         ]
         segments = len(self._compiled[0].stages)
         most = max(1, segments - 1)
@@ -167,14 +167,14 @@ class SimulatedRun:
         """The host state of this run and its key in the cache."""
         run, device = self.run, self._device
         scaled = run.precision == "fp16" and run.loss_scale == "dynamic"
-        decides = shape, run.sequence, run.state_dtype, run.clip_grad_norm, scaled, device.info.unified
+        decides = shape, run.seq, run.state_dtype, run.clip_grad_norm, scaled, device.info.unified
         key = (*decides, self._host_cache.layout(self._compiled[0]))
         state = self._host_cache.take(key, run.optimizer)
         if state is not None:
             state.follow(device)
             return key, state
         host = device.host(UNLIMITED)
-        model = shape.model(run.sequence)
+        model = shape.model(run.seq)
         order = [name for name, _ in model.named_parameters()]
         store = LayerStore(host)
         server = ParameterServer(

@@ -292,7 +292,7 @@ def test_a_capacity_of_exactly_the_peak_is_enough_and_a_byte_less_is_not(build: 
 
 
 def test_sharing_a_slot_saves_boundary_values_and_keeping_saves_arithmetic() -> None:
-    options: dict[str, Any] = {"layers": 8, "hidden": 256, "sequence": 128, "batch": 4, "microbatches": 2}
+    options: dict[str, Any] = {"layers": 8, "hidden": 256, "seq": 128, "batch": 4, "microbatches": 2}
     options["precision"] = "fp32"
     one, two, kept = (
         relay.simulate(device="a100-sxm-80gb", stash="device", **options, **more)
@@ -327,7 +327,7 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> Non
 
 
 def test_a_plan_keeps_where_that_is_faster_and_fits(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"layers": 6, "hidden": 256, "heads": 4, "vocabulary": 256, "sequence": 128, "batch": 8}
+    options: dict[str, Any] = {"layers": 6, "hidden": 256, "heads": 4, "vocabulary": 256, "seq": 128, "batch": 8}
     options |= {"device": "v100-sxm2-16gb", "state_dtypes": ["fp32"], "slots": [2], "loss_scale": "fixed"}
     quick = relay.plan(**options, stashes=["device"])
     assert quick.expected.fits

@@ -70,7 +70,7 @@ def test_grouped_queries_count_in_layers_without_gates(written: Any) -> None:
     config |= {"hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 16384}
     path = written(config)
     assert read_configuration(path).shape.key_heads == 2
-    found = relay.simulate(config=str(path), device="h200-sxm", sequence=512, batch=1)
+    found = relay.simulate(config=str(path), device="h200-sxm", seq=512, batch=1)
     assert found.memory.parameters == pytest.approx(3.03e9, rel=0.005)
 
 
@@ -180,7 +180,7 @@ def test_sequences_beyond_a_table_of_positions_are_named(written: Any) -> None:
     sizes = {**SMALL, "max_position_embeddings": 64}
     options: dict[str, Any] = {"batch": 1, "device": "t4"}
     learned = str(written({"model_type": "gpt2", **sizes}))
-    assert relay.simulate(config=learned, sequence=64, **options).notes == ()
-    assert "64 learned positions" in relay.simulate(config=learned, sequence=65, **options).notes[0]
-    assert relay.simulate(config=str(written({"model_type": "llama", **sizes})), sequence=65, **options).notes == ()
-    assert "1024 learned positions" in relay.simulate("gpt2", sequence=1025, **options).notes[0]
+    assert relay.simulate(config=learned, seq=64, **options).notes == ()
+    assert "64 learned positions" in relay.simulate(config=learned, seq=65, **options).notes[0]
+    assert relay.simulate(config=str(written({"model_type": "llama", **sizes})), seq=65, **options).notes == ()
+    assert "1024 learned positions" in relay.simulate("gpt2", seq=1025, **options).notes[0]

@@ -25,7 +25,7 @@ CHOICES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_run_with_a_shared_host_state_gives_the_figures_of_a_run_alone(precision: str) -> None:
-    common: dict[str, Any] = {"device": "t4", "batch": 7, "microbatches": 2, "sequence": 16, "precision": precision}
+    common: dict[str, Any] = {"device": "t4", "batch": 7, "microbatches": 2, "seq": 16, "precision": precision}
     host_cache = HostCache()
     for choice in [*CHOICES, *reversed(CHOICES)]:
         alone = relay.simulate(SHAPE, **{**common, **choice}, record=True)
@@ -36,7 +36,7 @@ def test_a_run_with_a_shared_host_state_gives_the_figures_of_a_run_alone(precisi
 
 @pytest.mark.parametrize("stash", ["device", "host"])
 def test_a_run_gives_the_same_figures_whatever_was_simulated_before(stash: str) -> None:
-    common: dict[str, Any] = {"device": "t4", "sequence": 16, "microbatches": 2, "recompute": False, "stash": stash}
+    common: dict[str, Any] = {"device": "t4", "seq": 16, "microbatches": 2, "recompute": False, "stash": stash}
     even, ragged = {"batch": 4}, {"batch": 5}
     before = {number: relay.simulate(SHAPE, **common, **batch) for number, batch in enumerate((even, ragged))}
     for number, batch in enumerate((even, ragged)):

@@ -14,7 +14,7 @@ from relay.models import GPT
 from relay.simulation.report import as_text
 from tests.support.ideal_machines import ideal, run
 
-TINY: dict[str, Any] = {"layers": 3, "hidden": 64, "sequence": 32, "device": "t4", "precision": "fp32"}
+TINY: dict[str, Any] = {"layers": 3, "hidden": 64, "seq": 32, "device": "t4", "precision": "fp32"}
 
 
 def invoke(*arguments: str) -> Any:
@@ -25,7 +25,7 @@ def invoke(*arguments: str) -> Any:
 
 
 def test_launches_are_the_bottleneck_where_they_are_most_of_compute() -> None:
-    many: dict[str, Any] = {"layers": 40, "hidden": 256, "vocabulary": 256, "sequence": 128, "batch": 4}
+    many: dict[str, Any] = {"layers": 40, "hidden": 256, "vocabulary": 256, "seq": 128, "batch": 4}
     many["device"] = "rtx-4090"
     found = relay.simulate(**many, sensitivity=True)
     assert found.waterfall["launch"] > 0.6 * found.step_seconds
@@ -99,7 +99,7 @@ def test_a_simulation_and_a_plan_print_as_their_reports() -> None:
 
 
 def test_a_plan_says_how_much_a_printed_change_may_give_and_none_gives_more() -> None:
-    planned = relay.plan(**{**TINY, "sequence": 512}, batch=2)
+    planned = relay.plan(**{**TINY, "seq": 512}, batch=2)
     assert "the plainest within 2% of the fastest is chosen, so a change may give up to +2%" in planned.reasons[1]
     gains = [float(reason.split("give ")[1].rstrip("%")) for reason in planned.reasons[2:] if "give" in reason]
     assert len(gains) > 3
@@ -111,11 +111,17 @@ def test_a_plan_says_how_much_a_printed_change_may_give_and_none_gives_more() ->
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("vocab", "vocabulary"), ("seq", "sequence"), ("clip", "clip_grad_norm"), ("micro_batches", "microbatches")],
+    [("vocab", "vocabulary"), ("micro_batches", "microbatches")],
 )
 def test_an_unknown_keyword_is_refused_with_the_one_it_resembles(name: str, hint: str) -> None:
     with pytest.raises(TypeError, match=rf"relay.simulate\(\) takes no '{name}'. Did you mean '{hint}'"):
         relay.simulate(**TINY, **{name: 1})
+
+
+@pytest.mark.parametrize(("former", "present"), [("sequence", "seq"), ("clip", "clip_grad_norm")])
+def test_a_former_keyword_is_refused_with_its_present_name(former: str, present: str) -> None:
+    with pytest.raises(TypeError, match=rf"relay.simulate\(\) takes no '{former}'. It is called '{present}' now"):
+        relay.simulate(layers=2, hidden=64, **{former: 1})
 
 
 @pytest.mark.parametrize(
@@ -127,7 +133,7 @@ def test_an_unknown_keyword_is_refused_with_the_one_it_resembles(name: str, hint
         ({"state_dtypes": "fp32"}, TypeError, r"give a list, such as \['fp32'\]"),
         ({"slots": 2}, TypeError, r"give a list, such as \[2\]"),
         ({"slots": ()}, ValueError, "none were: slots="),
-        ({"stashes": ["disk"]}, ValueError, "stash='disk' is not one of"),
+        ({"stashes": ["disk"]}, ValueError, "stash='disk' must be one of"),
     ],
 )
 def test_a_plan_asked_wrongly_says_so_in_its_own_name(

@@ -69,7 +69,7 @@ def test_the_worked_case_of_fifty_billion_parameters() -> None:
     machine = machine.with_values("host", optimizer_bandwidth=3.9e9 * update, bandwidth_achieved=FAST, memory=1e12)
     parameters = 12 * 8192 * 8192
     for batch in (1, 4, 8):
-        options: dict[str, Any] = {"stash": "host", "microbatches": batch, "batch": batch, "sequence": 1024}
+        options: dict[str, Any] = {"stash": "host", "microbatches": batch, "batch": batch, "seq": 1024}
         found = relay.simulate(layers=62, hidden=8192, device=machine, precision="fp16", loss_scale="fixed", **options)
         tokens = 1024 * batch
         attention = 4 * 1024 * 8192 * tokens * (1 + 128 / 1024) / 2  # what is masked is left out, tile by tile
@@ -207,7 +207,7 @@ def test_simulated_memory_is_that_of_a_real_run() -> None:
     trainer = relay.Trainer(model, device="cpu:discrete", microbatches=2, stash="host")
     metrics = trainer.step(reference.text_batches(1, batch=4)[0])
     found = relay.simulate(
-        ModelShape(3, 32, 2, 64), device="generic", sequence=12, batch=4, microbatches=2, precision="fp32", stash="host"
+        ModelShape(3, 32, 2, 64), device="generic", seq=12, batch=4, microbatches=2, precision="fp32", stash="host"
     )
     trainer.close()
     assert found.memory.device_total == metrics.device_peak_bytes

@@ -24,7 +24,7 @@ def test_a_module_on_the_meta_device_is_simulated_as_its_shape_is() -> None:
     options: dict[str, Any] = {"device": "rtx-4090", "microbatches": 4}
     found = relay.simulate(module, example=example, **options)
     shape = ModelShape(5, 64, 2, 256, tied=True)
-    same = relay.simulate(shape, batch=8, sequence=32, **options)
+    same = relay.simulate(shape, batch=8, seq=32, **options)
     assert found.step_seconds == pytest.approx(same.step_seconds, rel=0.02)
     assert found.memory.parameters == same.memory.parameters
     assert all(parameter.is_meta for parameter in module.parameters())
@@ -58,7 +58,7 @@ def test_positions_of_an_encoder_see_those_after_them(
     path.write_text(json.dumps(config))
     shape = read_configuration(path).shape
     assert shape.causal == causal
-    options: dict[str, Any] = {"device": "rtx-4090", "sequence": 4096, "software": "fused"}
+    options: dict[str, Any] = {"device": "rtx-4090", "seq": 4096, "software": "fused"}
     other = replace(shape, causal=not causal)
     seconds = {one.causal: relay.simulate(one, **options).step_seconds for one in (shape, other)}
     assert seconds[True] < seconds[False]
@@ -88,7 +88,7 @@ def test_a_configuration_has_as_many_parameters_as_the_model_built_from_it(
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     count = sum(parameter.numel() for parameter in model.parameters())
-    found = relay.simulate(config=str(tmp_path / "config.json"), sequence=128, device="rtx-4090")
+    found = relay.simulate(config=str(tmp_path / "config.json"), seq=128, device="rtx-4090")
     # GPT-2's layer stands for MPT's too, which has no biases and no table of positions.
     slack = 128 * 64 + 3 * 13 * 64 if name == "Mpt" else 600
     assert count - 600 <= found.memory.parameters <= count + slack
@@ -165,7 +165,7 @@ def test_what_the_trainer_refuses_is_refused_in_the_same_words(option: dict[str,
     assert str(simulated.value) == str(trained.value)
 
 
-@pytest.mark.parametrize("option", [{"sequence": 0}, {"batch": 0}, {"batch": True}], ids=str)
+@pytest.mark.parametrize("option", [{"seq": 0}, {"batch": 0}, {"batch": True}], ids=str)
 def test_a_step_has_at_least_one_token(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be a whole number of at least 1"):
         relay.simulate(layers=1, hidden=32, heads=2, microbatches=1, **option)
