@@ -114,7 +114,7 @@ def test_a_plan_says_how_much_a_printed_change_may_give_and_none_gives_more() ->
     [("vocab", "vocabulary"), ("micro_batches", "microbatches")],
 )
 def test_an_unknown_keyword_is_refused_with_the_one_it_resembles(name: str, hint: str) -> None:
-    with pytest.raises(TypeError, match=rf"relay.simulate\(\) takes no '{name}'. Did you mean '{hint}'"):
+    with pytest.raises(TypeError, match=rf"simulate\(\) takes no '{name}'\. .*'{hint}'"):
         relay.simulate(**TINY, **{name: 1})
 
 
@@ -127,9 +127,9 @@ def test_a_former_keyword_is_refused_with_its_present_name(former: str, present:
 @pytest.mark.parametrize(
     ("more", "error", "message"),
     [
-        ({"vocab": 256}, TypeError, r"relay.plan\(\) takes no 'vocab'. Did you mean 'vocabulary'"),
+        ({"vocab": 256}, TypeError, r"plan\(\) takes no 'vocab'\. Did you mean 'vocabulary'"),
         ({"state_dtype": "fp32"}, TypeError, "Did you mean 'state_dtypes'"),
-        ({"quality": 3}, TypeError, r"relay.plan\(\) takes no 'quality'. It takes model, device"),
+        ({"quality": 3}, TypeError, r"plan\(\) takes no 'quality'\. It takes model, device"),
         ({"state_dtypes": "fp32"}, TypeError, r"give a list, such as \['fp32'\]"),
         ({"slots": 2}, TypeError, r"give a list, such as \[2\]"),
         ({"slots": ()}, ValueError, "none were: slots="),
