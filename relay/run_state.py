@@ -7,9 +7,10 @@ extends it, does. Invariant: a call that raises has changed nothing, or later ca
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import nn
@@ -33,6 +34,7 @@ from relay.optim.loss_scale import LossScale
 from relay.optim.optimizers import RelayOptimizer
 from relay.options import TrainOptions, fixed_scale
 from relay.partition.edit_layers import edit_blocks, inserted, names_by_tensor, removed, renames, reordered, replaced
+from relay.processes import refuse_copy, refuse_in_child
 from relay.runtime.compiler import ModelCompiler
 from relay.runtime.grad_mode import as_if_alone
 from relay.runtime.session import Session
@@ -78,6 +80,14 @@ class RunState:
         self._step = 0
         self._saving: Saving | None = None
         self._last_saved = ""
+        self._process = os.getpid()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copy(
+            "A trainer",
+            "For its weights use trainer.state_dict(), or copy the model. For the run with its optimizer use "
+            "trainer.save(folder), and trainer.load(folder) in a trainer made there.",
+        )
 
     # -- changing the architecture ----------------------------------------------------------------------------
 
@@ -144,6 +154,7 @@ class RunState:
 
     def synchronize(self) -> None:
         """Wait for deferred updates of the last step (clipping by norm, dynamic loss scale). Raises their error."""
+        refuse_in_child(self._process)
         self._session.guard.synchronize()
 
     # -- checkpoints ------------------------------------------------------------------------------------------
@@ -205,6 +216,7 @@ class RunState:
         Raises CheckpointError if the checkpoint is damaged or is of another model or optimizer; nothing has changed
         then.
         """
+        refuse_in_child(self._process)
         try:
             self.wait_saved()
         except Exception as lost:  # the state is replaced in any case
@@ -274,6 +286,7 @@ class RunState:
         return self._session.device.info.name
 
     def _check_usable(self) -> None:
+        refuse_in_child(self._process)
         broken = self._session.guard.broken
         if broken is not None:
             raise InconsistentState(

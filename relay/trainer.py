@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import textwrap
 import warnings
 import weakref
@@ -34,6 +35,7 @@ from relay.optim.optimizers import AdamW, RelayOptimizer
 from relay.optim.param_groups import split_into_groups
 from relay.options import documentation, refuse_renamed, takes_train_options, train_options
 from relay.precision import COMPUTE
+from relay.processes import refuse_in_child, warn_if_alone
 from relay.run_state import RunState
 from relay.runtime import run_step
 from relay.runtime.compiler import ModelCompiler, PreparedBatch, list_of_modules
@@ -78,6 +80,7 @@ class Trainer(RunState):
         if isinstance(options.get("device"), torch.device):
             options["device"] = str(options["device"])
         chosen = train_options("Trainer", options)
+        warn_if_alone()
         modules = list_of_modules(model, loss)
         if chosen.shared_inputs and modules is not None:
             raise ValueError(
@@ -126,7 +129,7 @@ class Trainer(RunState):
         super().__init__(compiler, session, scheduled, grouping, scale, chosen)
         # The threads of a trainer's queues outlive a trainer that is dropped without close(). At the end of the
         # process they end by themselves (`hal.worker`).
-        weakref.finalize(self, _close_quietly, session).atexit = False
+        weakref.finalize(self, _close_quietly, session, os.getpid()).atexit = False
 
     # -- training ---------------------------------------------------------------------------------------------
 
@@ -235,6 +238,7 @@ class Trainer(RunState):
 
         Raises InconsistentState if the step that was lost had been applied in part; then load a checkpoint.
         """
+        refuse_in_child(self._process)
         session = self._session
         broken = session.guard.broken
         device = registry.open(self.options.device, session.capacity)
@@ -243,7 +247,12 @@ class Trainer(RunState):
         self._check_usable()
 
     def close(self) -> None:
-        """Finish what runs, stop the device's queues and free its memory. The weights stay in the model."""
+        """Finish what runs, stop the device's queues and free its memory. The weights stay in the model.
+
+        In a forked child, which has none of these, it does nothing.
+        """
+        if os.getpid() != self._process:
+            return
         try:
             self.wait_saved()
             self.synchronize()
@@ -271,7 +280,11 @@ class Trainer(RunState):
 Trainer.__doc__ = (Trainer.__doc__ or "").replace("{options}", textwrap.indent(documentation(), "    "))
 
 
-def _close_quietly(session: Session) -> None:
-    """Free what a trainer that was garbage-collected held. Errors are ignored, since no caller is left."""
-    with suppress(Exception):
-        session.close()
+def _close_quietly(session: Session, process: int) -> None:
+    """Free what a trainer that was garbage-collected held. Errors are ignored, since no caller is left.
+
+    A forked child of the trainer's `process` has nothing to free: the threads and the device are not its own.
+    """
+    if os.getpid() == process:
+        with suppress(Exception):
+            session.close()

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn, SupportsIndex
 
 import torch
 
 from relay.optim import fused
+from relay.processes import refuse_copy
 
 State = dict[str, Any]
 """A tensor's optimizer state by torch.optim's names: tensors, or Int8State."""
@@ -176,6 +177,13 @@ class RelayOptimizer(torch.optim.Optimizer):
     def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
         self._counting = False
         super().__init__(groups, defaults)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copy(
+            "A trainer's optimizer",
+            "Use optimizer.state_dict(), or trainer.save(folder) and trainer.load(folder), which hold the optimizer's "
+            "states too.",
+        )
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Called by the trainer for each applied step, for schedulers and step hooks. A user may not call it."""

@@ -27,7 +27,7 @@ TRACING = (
 
 LAYERS = (
     {"options", "errors", "metrics", "precision"},
-    {"graph"},
+    {"graph", "processes"},
     {"optim", "capture"},
     {"eps", "data"},
     {"checkpoint"},
