@@ -14,11 +14,15 @@ import difflib
 import functools
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, cast
 
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from hal import schema
 from hal.errors import HalError
 from hal.spec.units import BYTE_RATE, BYTES, FLOP_COUNT, FLOPS, RATIO, SECONDS, WATTS, parse_quantity
 
@@ -80,6 +84,50 @@ COLUMNS: dict[str, dict[str, Column]] = {
         "power_busy": Column(WATTS, 0.1, 5000, required=True),
     },
 }
+
+Quantity = str | float
+"""A figure as it is written: text with a unit, or a plain number."""
+
+
+class CellTable(msgspec.Struct, forbid_unknown_fields=True):
+    """A cell as a table: the figure, where it comes from, and whether it was read there."""
+
+    value: Quantity
+    source: Any = ""
+    verified: Any = False
+
+
+class Description(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the descriptions of all kinds may have besides their cells."""
+
+    name: str | UnsetType = UNSET
+    title: str | UnsetType = UNSET
+    link: str | UnsetType = UNSET
+    host: str | UnsetType = UNSET
+    unified: bool | UnsetType = UNSET
+    host_cores: bool | UnsetType = UNSET
+    notes: str | UnsetType = UNSET
+
+
+_CELL = Annotated[
+    Quantity | CellTable, Meta(description="a value such as '900GB/s', or a table of value, source and verified")
+]
+DESCRIPTIONS: dict[str, type[Description]] = {
+    kind: cast(
+        "type[Description]",
+        msgspec.defstruct(
+            kind,
+            [(name, _CELL) if each.required else (name, _CELL | UnsetType, UNSET) for name, each in columns.items()],
+            bases=(Description,),
+            tag_field="kind",
+            tag=kind,
+            kw_only=True,
+            forbid_unknown_fields=True,
+        ),
+    )
+    for kind, columns in COLUMNS.items()
+}
+"""The schema of a file by the kind of part: a cell for each column."""
 
 ACHIEVED_SHARE = 0.75
 """Of a dense peak, where there is no measurement: the middle of the 38 % (T4) to 97 % (Gaudi 2) that were."""
@@ -197,51 +245,43 @@ def parse_spec(text: str, origin: str) -> Spec:
     return spec_of(table, origin)
 
 
-def spec_of(table: dict[str, Any], origin: str) -> Spec:
-    """A description from its table, which is used up. Raises SpecError."""
-    kind = table.pop("kind", None)
-    if not isinstance(kind, str) or kind not in COLUMNS:
-        raise SpecError(f"{origin}: kind should be one of {', '.join(COLUMNS)}; received {kind!r}.")
-    columns = COLUMNS[kind]
-    plain: dict[str, Any] = {"name": Path(origin).stem, "title": Path(origin).stem}
-    known = {"name": str, "title": str, "link": str, "host": str, "unified": bool, "host_cores": bool, "notes": str}
-    for key, wanted in known.items():
-        if key in table:
-            value = table.pop(key)
-            if not isinstance(value, wanted):
-                raise SpecError(f"{origin}: {key} should be a {wanted.__name__}; received {value!r}.")
-            plain[key] = value
-    cells: dict[str, Cell] = {}
-    for key, entry in table.items():
-        if key not in columns:
-            near = difflib.get_close_matches(key, [*columns, *known], 1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise SpecError(f"{origin}: a {kind} has no {key!r}.{hint}")
-        cells[key] = _cell(entry, columns[key], f"{origin}: {key}")
-    missing = [key for key, column in columns.items() if column.required and key not in cells]
-    if missing:
-        raise SpecError(f"{origin}: a {kind} must say its {', '.join(missing)}.")
-    spec = Spec(kind, cells=cells, **plain)
+def spec_of(table: Mapping[str, Any], origin: str) -> Spec:
+    """A description from its table. Raises SpecError."""
+    kinds = DESCRIPTIONS["device"] | DESCRIPTIONS["link"] | DESCRIPTIONS["host"]
+    return _spec(schema.read(table, kinds, _refusal(origin)), origin)
+
+
+def _refusal(origin: str) -> Callable[[str, str], SpecError]:
+    """The error for a field of a file."""
+    return lambda field, message: SpecError(f"{origin}: {field}: {message}." if field else f"{origin}: {message}.")
+
+
+def _spec(description: Description, origin: str) -> Spec:
+    kind = type(description).__name__
+    cells = {
+        name: _cell(entry, column, f"{origin}: {name}")
+        for name, column in COLUMNS[kind].items()
+        if (entry := getattr(description, name)) is not UNSET
+    }
+    plain = {field: getattr(description, field) for field in Description.__struct_fields__}
+    stem = Path(origin).stem
+    spec = Spec(kind, cells=cells, **{"name": stem, "title": stem} | {k: v for k, v in plain.items() if v is not UNSET})
     _check_together(spec, origin)
     return spec
 
 
-def _cell(entry: Any, column: Column, where: str) -> Cell:
-    if not isinstance(entry, dict):
-        entry = {"value": entry}
-    extra = set(entry) - {"value", "source", "verified"}
-    if extra or "value" not in entry:
-        raise SpecError(f"{where} should be a value, or a table of value, source and verified; received {entry!r}.")
+def _cell(entry: CellTable | Quantity, column: Column, where: str) -> Cell:
+    table = entry if isinstance(entry, CellTable) else CellTable(entry)
     try:
-        value = parse_quantity(entry["value"], column.dimension)
+        value = parse_quantity(table.value, column.dimension)
     except ValueError as wrong:
         raise SpecError(f"{where}: {wrong}") from wrong
     if not column.low <= value <= column.high:
         raise SpecError(
-            f"{where} = {entry['value']} is out of bounds: expected {column.low:g} to {column.high:g} "
+            f"{where} = {table.value} is out of bounds: expected {column.low:g} to {column.high:g} "
             f"{column.dimension}. Is the unit right?"
         )
-    return Cell(value, str(entry.get("source", "")), bool(entry.get("verified", False)))
+    return Cell(value, str(table.source), bool(table.verified))
 
 
 def _check_together(spec: Spec, origin: str) -> None:
@@ -271,13 +311,12 @@ def load(kind: str, name: str) -> Spec:
     if name.endswith(".json"):
         try:
             tables = json.loads(Path(name).read_text(encoding="utf-8"))
-            return spec_of({"kind": kind, **tables[kind]}, name)
         except OSError as failure:
             raise SpecError(f"The calibration {name!r} cannot be read: {failure.strerror}.") from failure
-        except SpecError:
-            raise
-        except (ValueError, KeyError, TypeError, RecursionError) as wrong:
-            raise SpecError(f"{name} is not a calibration with a {kind}: {type(wrong).__name__}: {wrong}") from wrong
+        except (ValueError, RecursionError) as wrong:
+            raise SpecError(f"{name} is not JSON: {wrong}") from wrong
+        calibration = msgspec.defstruct("calibration", [(kind, DESCRIPTIONS[kind])])
+        return _spec(getattr(schema.read(tables, calibration, _refusal(name)), kind), name)
     if name.endswith(".toml"):
         try:
             spec = parse_spec(Path(name).read_text(encoding="utf-8"), name)

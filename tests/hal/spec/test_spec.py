@@ -93,10 +93,13 @@ def test_a_quantity_in_another_unit_is_an_error(text: str, dimension: str) -> No
         (LINK.replace('"31GB/s"', '"31GB"'), "peak: '31GB' is in bytes"),
         (LINK.replace('"25GB/s"', '"25PB/s"'), "out of bounds"),
         (LINK.replace('"25GB/s"', '"32GB/s"'), "is above peak"),
-        (LINK.replace("up", "upwards"), "has no 'upwards'"),
-        (LINK.replace('up = "25GB/s"\n', ""), "must say its up"),
-        (LINK.replace('"link"', '"cable"'), "kind should be one of"),
-        (LINK + 'latency = { value = "9us", origin = "x" }\n', "table of value, source and verified"),
+        (LINK.replace("up", "upwards"), "the key 'upwards' is unknown"),
+        (LINK.replace('up = "25GB/s"\n', ""), "up: expected a value such as .* but it is missing"),
+        (LINK.replace('"link"', '"cable"'), "kind: expected one of device, link, host, received 'cable'"),
+        (
+            LINK + 'latency = { value = "9us", origin = "x" }\n',
+            "latency: the key 'origin' is unknown. Known keys: value, source, verified",
+        ),
         ("kind =", "not valid TOML"),
     ],
 )
