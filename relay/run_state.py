@@ -157,6 +157,15 @@ class RunState:
         refuse_in_child(self._process)
         self._session.guard.synchronize()
 
+    def recompile(self) -> None:
+        """Forget all that was compiled, so that the next step traces the model's code anew.
+
+        A step notices by itself when something that the code reads has changed: attributes, hooks, functions,
+        containers, globals. Call this after a change that it cannot notice, such as one in a file, an environment
+        variable or a C extension, or in a tensor of more than a mebibyte that was written to through `.data`.
+        """
+        self._compiler.forget()
+
     # -- checkpoints ------------------------------------------------------------------------------------------
 
     @as_if_alone()

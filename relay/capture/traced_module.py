@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from relay.capture.guards.executed_code import recorded_code
 from relay.capture.guards.functional_call import carry_attributes
 from relay.capture.memory_order import Seeded, as_written, order_in_memory
 from relay.capture.request import CaptureRequest
@@ -55,7 +56,7 @@ class TracedModule(nn.Module):
             carry_attributes(attributes, getattr(self.module.get_submodule(owner), own_name))
         on_device = OnDevice(self.device) if self.device != CPU else contextlib.nullcontext()
         # The backward is traced outside of autocast, as PyTorch runs it outside of autocast.
-        with autocast(self.compute_dtype, self.device.type), on_device:
+        with autocast(self.compute_dtype, self.device.type), on_device, recorded_code():
             outputs: tuple[torch.Tensor, ...] = self.module(*inputs)
         self._copy_assigned_buffers(buffers)
         # An output that shares memory with an input or another output would get no gradient of its own.

@@ -21,6 +21,7 @@ from torch import nn
 
 from relay.capture import GuardTracer, as_fake, autocast, blocks_as_ops, call_with, run_fake, trace
 from relay.capture.guards.attribute_reads import Reads, recorded_reads
+from relay.capture.guards.executed_code import recorded_code
 from relay.capture.guards.plain_tensors import PlainTensors, constants_of
 from relay.capture.guards.unsupported import check_module, check_outside
 from relay.capture.memory_order import order_of
@@ -66,7 +67,7 @@ def partition_model(
     reads: Reads = {}
 
     def run(state: list[torch.Tensor], leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-        with recorded_reads(model) as seen:
+        with recorded_reads(model) as seen, recorded_code():
             output = call_with(model, states, state, (), tree.fill(leaves))
         reads.update(seen)
         loss = loss_of(output)

@@ -13,10 +13,11 @@ is ever that of another, later object. Invariant: `changed()` is empty only if a
 from __future__ import annotations
 
 import enum
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from types import CellType, FunctionType, MappingProxyType
 from typing import Any
 
@@ -66,11 +67,12 @@ class _Table:
     presence_alone: bool
 
     def changes(self) -> Iterable[tuple[str, Change]]:
-        names = self.names if self.names is not None else self.expected.keys() | self.entries.keys()
-        if self.names is None and list(self.entries) != list(self.expected) and len(self.entries) == len(names):
+        names = self.names if self.names is not None else self.expected.keys() | dict.keys(self.entries)
+        keys = _keys(self.entries)
+        if self.names is None and keys != list(self.expected) and len(keys) == len(names):
             yield f"the order of {self.path}", (self.entries, None)
         for name in names:
-            before, now = self.expected.get(name, ABSENT), self.entries.get(name, ABSENT)
+            before, now = self.expected.get(name, ABSENT), dict.get(self.entries, name, ABSENT)
             if self.presence_alone:
                 held = (before is ABSENT, before is None) == (now is ABSENT, now is None)
             else:
@@ -123,7 +125,8 @@ class CodeGuards:
         """A dict, or the `__dict__` of `owner`. Of its entries those in `names` count; with `presence_alone` only
         which names are there, and which of them are None."""
         chosen = None if names is None else frozenset(names)
-        expected = dict(entries) if chosen is None else {name: entries[name] for name in chosen if name in entries}
+        held = {name: dict.get(entries, name) for name in _keys(entries)}
+        expected = held if chosen is None else {name: held[name] for name in chosen if name in held}
         self._tables.append(_Table(path, owner, entries, chosen, expected, presence_alone))
 
     def add_empty(self, path: str, entries: dict[Any, Any]) -> None:
@@ -186,7 +189,7 @@ class CodeGuards:
         try:
             if self._passes is not None and all(one() for one in self._passes):
                 return ""
-        except (ValueError, RuntimeError, AttributeError, TypeError):
+        except (ValueError, RuntimeError, AttributeError, TypeError, KeyError):
             pass  # a cell that is empty now, a dict that another thread writes to: looked at one by one
         for path, _ in self._changes():
             return path
@@ -256,7 +259,7 @@ class CodeGuards:
         """Expect the objects that are there now, which are equal to those that were."""
         for table in self._tables:
             for name in table.expected:
-                table.expected[name] = table.entries.get(name, ABSENT)
+                table.expected[name] = dict.get(table.entries, name, ABSENT)
         self._lists = [(path, items, list(items)) for path, items, _ in self._lists]
         self._names = [(path, names, name, names.get(name, ABSENT)) for path, names, name, _ in self._names]
         self._functions = [(path, function, _FUNCTION(function)) for path, function, _ in self._functions]
@@ -265,14 +268,23 @@ class CodeGuards:
     def _compile(self) -> list[Callable[[], bool]]:
         """The passes, each of which goes over many guards without running Python code for any one of them.
 
-        A table is compared whole, names that do not count included: that is cheaper than to pick, and where one of
-        those differs all are looked at one by one, once.
+        Of tables of which names were chosen those are picked, and the names that were not there must not be there. The
+        others are compared whole, where only presence counts too: if a value differs all are looked at one by one.
         """
-        tables = [table.entries for table in self._tables]
-        keys, values = [*chain.from_iterable(tables)], [*chain.from_iterable(map(dict.values, tables))]
+        picked = [table for table in self._tables if len(table.expected) > 1 and table.names is not None]
+        pick = [itemgetter(*table.expected) for table in picked]
+        picked_from = [table.entries for table in picked]
+        picks = [*chain.from_iterable(table.expected.values() for table in picked)]
+        missing = [(table.entries, name) for table in picked for name in (table.names or ()) - table.expected.keys()]
+        missing_in, missing_names = [one for one, _ in missing], [name for _, name in missing]
+        chosen = {id(table) for table in picked}
+        tables = [table.entries for table in self._tables if id(table) not in chosen]
+        keys, values = [*chain.from_iterable(map(dict.keys, tables))], [*chain.from_iterable(map(dict.values, tables))]
+        ordered = [entries for entries in tables if isinstance(entries, OrderedDict)]
+        order = [*chain.from_iterable(map(OrderedDict.__iter__, ordered))]
         lists = [items for _, items, _ in self._lists]
         items = [*chain.from_iterable(before for _, _, before in self._lists)]
-        sizes = [*map(len, tables)], [len(before) for _, _, before in self._lists]
+        sizes = [*map(dict.__len__, tables)], [len(before) for _, _, before in self._lists]
         owners = [table.owner for table in self._tables if table.owner is not None]
         owned = [table.entries for table in self._tables if table.owner is not None]
         in_dicts = [one for one in self._names if isinstance(one[1], dict)]
@@ -297,9 +309,12 @@ class CodeGuards:
 
         return [
             lambda: not any(empty),
-            lambda: [*map(len, tables)] == sizes[0] and [*map(len, lists)] == sizes[1],
+            lambda: all(map(is_, chain.from_iterable(map(itemgetter.__call__, pick, picked_from)), picks)),
+            lambda: not any(map(dict.__contains__, missing_in, missing_names)),
+            lambda: [*map(dict.__len__, tables)] == sizes[0] and [*map(list.__len__, lists)] == sizes[1],
             lambda: all(map(is_, chain.from_iterable(map(dict.values, tables)), values)),
-            lambda: all(map(is_, chain.from_iterable(tables), keys)),
+            lambda: all(map(is_, chain.from_iterable(map(dict.keys, tables)), keys)),
+            lambda: all(map(is_, chain.from_iterable(map(OrderedDict.__iter__, ordered)), order)),
             lambda: all(map(is_, chain.from_iterable(lists), items)),
             lambda: all(map(is_, map(_DICT, owners), owned)),
             names_pass(dict.get, in_dicts),
@@ -323,10 +338,15 @@ _DICT = attrgetter("__dict__")
 
 def _as_before(table: _Table) -> bool:
     """Whether all entries of a table are there, in their order and by identity: the quick answer for most."""
-    entries, expected = table.entries, table.expected
-    return len(entries) == len(expected) and all(
-        map(is_, chain(entries, entries.values()), chain(expected, expected.values()))
+    keys, expected = _keys(table.entries), table.expected
+    return len(keys) == len(expected) and all(
+        map(is_, chain(keys, map(dict.get, repeat(table.entries), keys)), chain(expected, expected.values()))
     )
+
+
+def _keys(entries: dict[Any, Any]) -> list[Any]:
+    """The keys in their order, whatever a subclass makes of its methods; an OrderedDict keeps an order of its own."""
+    return [*(OrderedDict.__iter__(entries) if isinstance(entries, OrderedDict) else dict.__iter__(entries))]
 
 
 def _content(cell: CellType) -> Any:

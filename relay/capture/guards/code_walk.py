@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import inspect
 import logging
 import sys
 import types
@@ -27,11 +28,12 @@ from torch.nn.modules import module as module_globals
 
 from relay.capture.guards.attribute_reads import Reads
 from relay.capture.guards.code_guards import CodeGuards
+from relay.capture.guards.executed_code import has_run
 
 logger = logging.getLogger(__name__)
 
-LIMIT = 50_000
-"""Objects that are followed at most; a model whose code reaches more is said to."""
+LIMIT = 20_000
+"""Objects that are followed at most, the nearest first; what is reached beyond them is taken for constant."""
 
 HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
@@ -92,15 +94,18 @@ def reads_by_class(module: nn.Module, reads: Reads) -> dict[type, set[str] | Non
 
 
 class _Walk:
-    """One walk. Objects wait in `_waiting` with their paths; `_names` are all that code was seen to mention."""
+    """One walk, breadth first. Objects wait in `_waiting` with their paths, and whether they are reached from what the
+    backward calls, of which it is not known whether it ran. `_names` are all that code that ran mentions.
+    """
 
     def __init__(self, model: nn.Module, reads: Mapping[type, Collection[str] | None]) -> None:
         self.guards = CodeGuards()
         self._reads = reads
         self._seen: dict[int, Any] = {}
-        self._waiting: deque[tuple[Any, str]] = deque()
+        self._waiting: deque[tuple[Any, str, bool]] = deque()
+        self._in_backward = False
         self._names: set[str] = {"__call__", "__getattr__", "__getitem__"}
-        self._classes: dict[type, tuple[str, set[str]]] = {}
+        self._of_objects: dict[type, str] = {}
         self._looked_up: set[tuple[int, str]] = set()
         self._own_tensors = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
         self._tagged: list[tuple[str, torch.Tensor]] = []
@@ -122,21 +127,20 @@ class _Walk:
         followed: dict[type, int] = {}
         while True:
             while self._waiting:
+                value, path, self._in_backward = self._waiting.popleft()
                 if len(self._seen) > LIMIT:
-                    logger.warning(
-                        "The model's code reaches more than %d objects (%s is one), and changes of the others are not "
-                        "seen: call trainer.recompile() after one.", LIMIT, self._waiting[0][1],
-                    )  # fmt: skip
-                    self._waiting.clear()
-                    break
-                self._follow(*self._waiting.popleft())
-            pending = [kind for kind in self._classes if followed.get(kind) != len(self._names)]
+                    logger.debug("%s and what it reaches are taken for constant", path)
+                    continue
+                self._follow(value, path)
+            pending = [kind for kind in self._of_objects if followed.get(kind) != len(self._names)]
             if not pending:
                 break
             for kind in pending:
                 followed[kind] = len(self._names)
-                path, names = self._classes[kind]
-                self._class_names(kind, path, names | self._names)
+                path, named = self._of_objects[kind], self._names
+                if issubclass(kind, nn.Module):  # what else of it was read has been seen: only constants of the class
+                    named = {name for name in self._names if _is_data(inspect.getattr_static(kind, name, None))}
+                self._class_names(kind, path, named | _SPECIAL)
         for name, parameter in self._tagged:
             self.guards.add_table(name, vars(parameter), parameter, self._names & vars(parameter).keys() or None)
 
@@ -144,7 +148,7 @@ class _Walk:
         """Follow an object later, once."""
         if not isinstance(value, _IMMUTABLE) and id(value) not in self._seen:
             self._seen[id(value)] = value
-            self._waiting.append((value, path))
+            self._waiting.append((value, path, self._in_backward))
 
     def _follow(self, value: Any, path: str) -> None:
         if isinstance(value, torch.Tensor):
@@ -200,7 +204,9 @@ class _Walk:
         self.guards.add_type(path or "the model", module)
         for name in HOOKS:
             if attributes.get(name):
+                self._in_backward = "backward" in name
                 self._table(f"{dot}{name}", attributes[name])
+                self._in_backward = False
             else:
                 self.guards.add_empty(f"{dot}{name}", attributes.get(name, {}))
         self.guards.add_table(f"{dot}_modules", attributes["_modules"])
@@ -217,11 +223,14 @@ class _Walk:
                     self.value(tensor, f"{dot}{name}")
         for name, child in module._modules.items():
             self.value(child, f"{dot}{name}")
-        self._class(kind, kind.__qualname__, counting - attributes.keys() | {"forward", "__call__", "__getattr__"})
+        self._class_names(kind, path, counting - attributes.keys() | {"forward", "__call__", "__getattr__"})
+        self._of_objects[kind] = path
 
     # -- code -------------------------------------------------------------------------------------------------
 
     def _function(self, function: types.FunctionType, path: str) -> None:
+        if not (has_run(function.__code__) or self._in_backward):
+            return
         for cell in function.__closure__ or ():
             self.guards.add_cell(f"a variable in the closure of {path}", cell)
             try:
@@ -260,8 +269,8 @@ class _Walk:
             self._looked_up.add((id(names), name))
             self._seen[id(names)] = names
             self.guards.add_name(path, names, name)
-        if name in names:
-            self._mentioned(names[name], path, mentioned)
+        value = names.get(name)
+        self._mentioned(value, path, mentioned)
 
     def _mentioned(self, value: Any, path: str, mentioned: Collection[str]) -> None:
         """What a name stands for; of a module or class count the names that the code mentions."""
@@ -288,14 +297,11 @@ class _Walk:
     # -- classes and objects ----------------------------------------------------------------------------------
 
     def _class(self, kind: type, path: str, names: Iterable[str]) -> None:
-        """A class: of its names those count that code mentions, and those given."""
-        if not issubclass(kind, nn.Module):
-            # What operators, calls and the making of an object look up, without naming it.
-            names = {*names, *_SPECIAL, *(name for one in kind.__mro__[:-1] for name in vars(one) if _is_special(name))}
-        known = self._classes.setdefault(kind, (path, set()))
-        known[1].update(names)
-        if not _is_opaque(kind) or issubclass(kind, nn.Module):
-            self._class_names(kind, path, set(names))
+        """A class that code mentions: the names that the code mentions count, and those that make an object."""
+        names = {*names, "__init__", "__new__", "__post_init__"}
+        if issubclass(kind, torch.autograd.Function):
+            self._in_backward, names = True, {*names, "forward", "backward", "setup_context", "jvp"}
+        self._class_names(kind, path, names)
 
     def _class_names(self, kind: type, path: str, names: Collection[str]) -> None:
         of_module = issubclass(kind, nn.Module)
@@ -309,6 +315,9 @@ class _Walk:
             if defining[0] is nn.Module and name not in ("forward", "__call__"):
                 first = 0  # a subclass that takes the place of such a method is another class
             for one in [*kind.__mro__[:first], *defining]:
+                if (id(one), name) in self._looked_up:
+                    continue
+                self._looked_up.add((id(one), name))
                 if not _is_opaque(one) or issubclass(one, nn.Module):
                     self._name(vars(one), name, f"{one.__qualname__}.{name}", ())
 
@@ -329,7 +338,7 @@ class _Walk:
                 self.value(getattr(value, name, None), f"{path}.{name}")
         if not _is_opaque(kind):
             self.guards.add_type(path, value)
-            self._class(kind, kind.__qualname__, ())
+            self._of_objects[kind] = path
 
     def _table(self, path: str, entries: dict[Any, Any], owner: Any = None) -> None:
         self._seen[id(entries)] = entries
@@ -368,12 +377,13 @@ def _is_a_modules_code(function: types.FunctionType) -> bool:
     return str(function.__module__).startswith("torch.nn.modules.")
 
 
+def _is_data(held: Any) -> bool:
+    """Whether what a class holds is a constant, and no code."""
+    return held is not None and not callable(held) and not hasattr(type(held), "__get__")
+
+
 def _is_slot(held: Any) -> bool:
     return isinstance(held, types.MemberDescriptorType)
-
-
-def _is_special(name: str) -> bool:
-    return name.startswith("__") and name not in ("__dict__", "__doc__", "__module__", "__weakref__", "__annotations__")
 
 
 def _is_array(value: Any) -> bool:
