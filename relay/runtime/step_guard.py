@@ -6,8 +6,12 @@ Invariant: after a pass has failed, either nothing of it was applied and the buf
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any
 
 import torch
 
@@ -19,12 +23,14 @@ from relay.eps.server import ParameterServer
 from relay.eps.step_record import SubmittedStep
 from relay.eps.store import LayerStore
 from relay.errors import RelayError
-from relay.runtime.interrupts import DeferredInterrupt
 from relay.runtime.memory_plan import with_advice
 from relay.runtime.schedule import PreparedStep
 from relay.runtime.watchdog import Watchdog, waited_for
 
 QUEUES = ("compute", "load", "drain", "stash in", "stash out")
+
+PATIENCE = 3
+"""At this many Ctrl-C the step is abandoned, and the state can no longer be trusted."""
 
 
 class StepGuard:
@@ -156,3 +162,38 @@ def wait_all(events: Sequence[Event]) -> BaseException | None:
 
 def _nothing() -> None:
     """A host task that ends when all tasks before it have ended."""
+
+
+class DeferredInterrupt:
+    """A context that defers Ctrl-C until the step has ended. `count` is how many came.
+
+    A step that is interrupted while it is submitted would leave some layers updated and others not. Outside the main
+    thread, or where SIGINT is ignored or handled outside Python, nothing is deferred. The previous handler is restored
+    afterwards, and an interrupt is never lost.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._before: Any = None
+
+    def __enter__(self) -> DeferredInterrupt:
+        handler = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread() and callable(handler):
+            self._before = handler
+            signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        if self.count >= PATIENCE:
+            self._before(number, frame)
+
+    def deliver(self) -> None:
+        """Call the previous handler for an interrupt that was deferred."""
+        if self.count and self._before is not None:
+            self.count = 0
+            self._before(signal.SIGINT, None)

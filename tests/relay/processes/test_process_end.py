@@ -14,7 +14,7 @@ import pytest
 from relay.checkpoint.format import Checkpoint
 from tests.support.devices import probes
 
-SCRIPT = Path(__file__).parents[1] / "support" / "processes" / "unclosed.py"
+SCRIPT = Path(__file__).parents[2] / "support" / "processes" / "unclosed.py"
 LOST = ("failing to save", "failing unseen")
 TRAINING = ("cpu", "cpu:discrete")
 

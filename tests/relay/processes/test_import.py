@@ -9,7 +9,7 @@ import pytest
 
 import relay
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def import_relay(folder: Path) -> subprocess.CompletedProcess[str]:
