@@ -23,8 +23,8 @@ class Metrics:
         device_peak_bytes: the peak of the device memory in use.
         host_bytes: all bytes in the host's ledger.
         compute_seconds, transfer_seconds, optimizer_seconds: sums over the calls of each kind. They overlap, so they
-            may add up to more than `seconds`. With deferred updates (clipping by norm, a dynamic loss scale)
-            `optimizer_seconds` is that of the step before.
+            may add up to more than `seconds`. With `defer_updates=True` and clipping by norm or a
+            dynamic loss scale, `optimizer_seconds` is that of the step before.
         weight_bytes: the bytes of weights that were sent to the device.
         skipped: True if nothing of the step was applied, since its loss was not finite, or, under clipping by norm or a
             dynamic loss scale, its gradients were not.

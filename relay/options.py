@@ -107,6 +107,14 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     clip_grad_value: Annotated[
         Positive | None, Meta(description="Clip each gradient element to this absolute value.")
     ] = None
+    defer_updates: Annotated[
+        bool,
+        Meta(
+            description="Let updates that wait for the gradient norm (clip_grad_norm, a dynamic loss scale) run under "
+            "the next step's forward. Read the model between steps only after `synchronize()` then. Without it `step` "
+            "returns when all updates are applied."
+        ),
+    ] = False
     param_groups: Annotated[
         PythonObject,
         Meta(
@@ -166,8 +174,8 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class Option(typing.NamedTuple):
     """One option as commands, files and documents use it.
 
-    `kind` is "choice", "count" (whole numbers), "number", "size", "loss scale", "recompute", "seed", "text", "names" or
-    "object" (Python only). `allowed` describes the values in words.
+    `kind` is "choice", "count" (whole numbers), "number", "flag" (True or False), "size", "loss scale", "recompute",
+    "seed", "text", "names" or "object" (Python only). `allowed` describes the values in words.
     """
 
     name: str
@@ -249,7 +257,7 @@ def _option(name: str, annotation: Any, default: Any) -> Option:
     elif kind == "number":
         allowed = "a number" if found["above"] is None else f"a number above {found['above']:g}"
     else:
-        allowed = {"text": "a string", "names": "a list of names", "object": "an object"}[kind]
+        allowed = {"flag": "True or False", "text": "a string", "names": "a list of names", "object": "an object"}[kind]
     allowed += ", or None" if found["none"] else ""
     bounds = {"least": found["least"], "above": found["above"]}
     return Option(name, annotation, kind, default, found["help"], allowed, choices, **bounds)

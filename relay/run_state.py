@@ -28,7 +28,7 @@ from relay.checkpoint.saving import (
     start,
     states_of,
 )
-from relay.errors import InconsistentState
+from relay.errors import InconsistentState, RelayError
 from relay.models.huggingface import save_pretrained
 from relay.optim.loss_scale import LossScale
 from relay.optim.optimizers import RelayOptimizer
@@ -79,6 +79,7 @@ class RunState:
         self._fixed_scale = fixed_scale(options.loss_scale) if options.precision == "fp16" else 1.0
         self._step = 0
         self._saving: Saving | None = None
+        self._closed = False
         self._last_saved = ""
         self._process = os.getpid()
 
@@ -153,7 +154,11 @@ class RunState:
         save_pretrained(self._model, self.state_dict(), folder, shard_size)
 
     def synchronize(self) -> None:
-        """Wait for deferred updates of the last step (clipping by norm, dynamic loss scale). Raises their error."""
+        """Wait for the updates of the last step that still run. Raises their error.
+
+        Only with `defer_updates=True` does `step` return before its updates have ended. Call this before you read or
+        write the model's tensors then; `state_dict`, `save`, `evaluate` and `predict` wait by themselves.
+        """
         refuse_in_child(self._process)
         self._session.guard.synchronize()
 
@@ -226,6 +231,7 @@ class RunState:
         then.
         """
         refuse_in_child(self._process)
+        self._check_open()
         try:
             self.wait_saved()
         except Exception as lost:  # the state is replaced in any case
@@ -294,8 +300,13 @@ class RunState:
         """The device's string."""
         return self._session.device.info.name
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RelayError("This trainer is closed. Its model is usable; to train it further build a new trainer.")
+
     def _check_usable(self) -> None:
         refuse_in_child(self._process)
+        self._check_open()
         broken = self._session.guard.broken
         if broken is not None:
             raise InconsistentState(

@@ -123,6 +123,7 @@ class Trainer(RunState):
             whole, opened, host, store, server, chosen.slots, chosen.stash, chosen.capacity, build, chosen.precision,
             chosen.state_dtype,
         )  # fmt: skip
+        session.guard.defer_updates = chosen.defer_updates
         session.guard.stall_timeout = chosen.stall_timeout
         compiler.device, (compiler.lowering, compiler.traced_for) = opened.info.name, graphs_for(opened.info)
         scheduled = RelayOptimizer(groups, defaults)
@@ -247,9 +248,11 @@ class Trainer(RunState):
         self._check_usable()
 
     def close(self) -> None:
-        """Finish what runs, stop the device's queues and free its memory. The weights stay in the model.
+        """Finish what runs, stop the device's queues and free its memory.
 
-        In a forked child, which has none of these, it does nothing.
+        The weights stay in the model: each of its tensors has memory of its own again. They are moved layer by layer,
+        so the host holds one layer more than while training. In a forked child, which has none of these, it does
+        nothing.
         """
         if os.getpid() != self._process:
             return
@@ -258,6 +261,8 @@ class Trainer(RunState):
             self.synchronize()
         finally:
             self._session.close()
+            self._session.store.give_back()
+            self._closed = True
 
     def __enter__(self) -> Trainer:
         return self
@@ -288,3 +293,4 @@ def _close_quietly(session: Session, process: int) -> None:
     if os.getpid() == process:
         with suppress(Exception):
             session.close()
+            session.store.give_back()

@@ -43,6 +43,8 @@ def type_of(option: Option) -> click.ParamType:
         return click.FloatRange(min=option.above, min_open=option.above is not None)
     if option.kind == "seed":
         return click.IntRange(0, 2**63 - 1)
+    if option.kind == "flag":
+        return click.BOOL
     if option.kind == "size":
         return Size()
     return click.STRING if option.kind == "text" else OptionType(option)
@@ -59,7 +61,10 @@ def training_option(name: str, default: Any = ..., because: str = "", **settings
         default = "all" if default else "none"
     text = f"{option.help} {because}".rstrip()
     shown = {"default": default, "show_default": True} if default is not None else {}
-    return click.option(f"--{name.replace('_', '-')}", type=type_of(option), help=text, **{**shown, **settings})
+    flag = f"--{name.replace('_', '-')}"
+    if option.kind == "flag":
+        flag = f"{flag}/--no-{flag.removeprefix('--')}"
+    return click.option(flag, type=type_of(option), help=text, **{**shown, **settings})
 
 
 COMMAND_LINE = tuple(name for name, option in OPTIONS.items() if option.kind not in ("object", "names"))

@@ -24,6 +24,11 @@ else:
     import tomli as tomllib
 
 SAMPLE_BYTES = 300
+OWN_DEFAULTS: dict[str, dict[str, Any]] = {
+    "defer_updates": {"default": True, "because": "On here, since relay train does not read the model between steps."}
+}
+"""Defaults that differ from those of `relay.Trainer`, and why."""
+
 _DEFAULT = " (the default)"
 BY_DEFAULT = click.core.ParameterSource.DEFAULT
 
@@ -55,7 +60,7 @@ BY_DEFAULT = click.core.ParameterSource.DEFAULT
     type=click.FloatRange(0, 1, max_open=True),
     help="Probability of dropout.",
 )
-@together(*map(training_option, COMMAND_LINE))
+@together(*[training_option(name, **OWN_DEFAULTS.get(name, {})) for name in COMMAND_LINE])
 @click.option("--out", default=DEFAULT_FOLDER, show_default=True, type=click.Path(), help="The folder of the run.")
 @click.option(
     "--trace",

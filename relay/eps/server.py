@@ -9,8 +9,8 @@ Updates run in one of two modes:
 * *Eager*, without global clipping and without a loss scale: a layer is updated during backward, as soon as its
   gradients are complete.
 * *Deferred*: gradients stay on the host until the last has arrived. Then the global norm is known, one decision (the
-  clipping factor, or to skip the step) is made for all layers, and the layers are updated in forward order while the
-  next step's forward already runs. The load of a layer waits for the update of that layer.
+  clipping factor, or to skip the step) is made for all layers, and the layers are updated in forward order. With
+  `defer_updates=True` the next step's forward already runs meanwhile: the load of a layer waits for its update.
 
 In both modes every update waits for the check of the loss, so a step whose loss is refused changes nothing. The server
 decides no order of layers, and reaches the device only through the slot that it is given.

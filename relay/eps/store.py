@@ -196,15 +196,43 @@ class LayerStore:
         self.updated.clear()
         self._contents.clear()
         self._names_of.clear()
-        for flat in self._home_flats:
-            self._host.free(flat, GRADIENTS)
-        self._home_flats.clear()
-        self._homes.clear()
+        self._free_homes()
         living = {stored.flat.data_ptr() for stored in self._stored.values()}
         for flat, state in self._regions:
             if flat.data_ptr() not in living:
                 self._host.free(flat, state)
         self._regions = [(flat, state) for flat, state in self._regions if flat.data_ptr() in living]
+
+    def give_back(self) -> None:
+        """Give the model's tensors memory of their own, one region after another, and free the store's.
+
+        Nothing may be running. The host holds one region more at most. Tensors that the store does not hold any more
+        stay as they are.
+        """
+        self.updated.clear()
+        self._contents.clear()
+        self._names_of.clear()
+        self._free_homes()
+        homes = {name: self._stored.pop((name, dtype)) for name, dtype in self._master.items()}
+        self._stored.clear()
+        self._copies.clear()
+        self._regions.reverse()  # popped from the end
+        while self._regions:
+            flat, state = self._regions.pop()
+            here = [name for name, home in homes.items() if home.flat.data_ptr() == flat.data_ptr()]
+            for name in here:
+                tensor, home = self._seen.pop(name)[0], homes.pop(name).tensor
+                if tensor.data_ptr() == home.data_ptr() and tensor.dtype == home.dtype:
+                    tensor.data = home.clone()
+            self._host.free(flat, state)
+        self._master.clear()
+        self._complete = False
+
+    def _free_homes(self) -> None:
+        for flat in self._home_flats:
+            self._host.free(flat, GRADIENTS)
+        self._home_flats.clear()
+        self._homes.clear()
 
     def content(
         self, name: str, tensors: Sequence[Wanted], gradients: Sequence[GradientField], keeps_gradients: bool

@@ -40,6 +40,7 @@ class StepGuard:
         broken: the error that left some layers updated and others not; None while the state can be trusted.
         pending: deferred updates of the latest step, which may still run.
         transfers: the stash's transfers of the latest pass.
+        defer_updates: whether updates that wait for the gradient norm may still run when a pass has ended.
         stall_timeout: seconds after which a pass that has not ended is described in the log; None for never.
     """
 
@@ -47,6 +48,7 @@ class StepGuard:
         self.broken: BaseException | None = None
         self.pending: list[Event] = []
         self.transfers: list[Event] = []
+        self.defer_updates = False
         self.stall_timeout: float | None = None
         self._host = host
         self._store = store
@@ -77,7 +79,8 @@ class StepGuard:
             except BaseException as failure:
                 error = failure
             try:
-                error = error or wait_all([*first, *submitted.required(), *stash.transfers])
+                updates = () if self._outlive else submitted.updates
+                error = error or wait_all([*first, *submitted.required(), *stash.transfers, *updates])
                 if error is not None:
                     # If submitting failed, some of what was submitted may be noted nowhere.
                     self._drain_queues(prepared, device)
@@ -101,7 +104,7 @@ class StepGuard:
             earlier = wait_all(pending)
             if earlier is not None or submitted.result.updating:
                 self.broken = earlier or error
-        if error is not None or not self._server.deferred:
+        if error is not None or not self._outlive:
             # All updates have ended; one that failed must not fail the next step too.
             self._store.updated.clear()
         if error is not None:
@@ -112,10 +115,15 @@ class StepGuard:
 
     def note_updates(self, submitted: SubmittedStep) -> None:
         """After a training step: deferred updates become pending, and those of the step before have ended."""
-        if self._server.deferred:
+        if self._outlive:
             submitted.ended_updates, self.pending = self.pending, list(submitted.updates)
         else:
             submitted.ended_updates = submitted.updates
+
+    @property
+    def _outlive(self) -> bool:
+        """Whether updates may still run when their step has returned."""
+        return self.defer_updates and self._server.deferred
 
     def deliver_interrupts(self) -> None:
         """Deliver a Ctrl-C that came during the last pass. Call it when the caller's own state is complete."""

@@ -158,6 +158,7 @@ class SimulatedRun:
         state = self._state
         parts = state.model, self._device, state.host, state.store, state.server
         self._session = Session(*parts, run.slots, run.stash, None)
+        self._session.guard.defer_updates = True
         self._prepared = self._session.prepare(self._compiled, state.groups, training=True)
         self._inputs = [_inputs(compiled) for compiled in self._compiled]
         self._weights = [size / sum(sizes) for size in sizes]

@@ -209,12 +209,13 @@ class Failing(torch.optim.SGD):
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
 @pytest.mark.parametrize("then", ["synchronize", "state_dict", "step"])
-def test_a_held_update_that_fails_surfaces_and_ends_the_training(build: Build, then: str, device: str) -> None:
+def test_a_deferred_update_that_fails_surfaces_and_ends_the_training(build: Build, then: str, device: str) -> None:
     Failing.calls = 0
     trainer = build(
         perceptron(count=4),
         loss=nn.functional.mse_loss,
         clip_grad_norm=0.1,
+        defer_updates=True,
         device=device,
         optimizer=functools.partial(Failing, lr=0.1),
     )

@@ -1,4 +1,4 @@
-"""With clipping, updates are deferred until the global norm is known, and run under the next forward, in its order."""
+"""With `defer_updates=True` clipped updates run under the next forward, in its order; what reads the model waits."""
 
 import copy
 import functools
@@ -64,6 +64,7 @@ def test_updates_run_in_forward_order_under_the_next_forward_and_each_load_waits
         loss=nn.functional.mse_loss,
         device="cpu:discrete",
         clip_grad_norm=0.1,
+        defer_updates=True,
         optimizer=functools.partial(Gated, lr=0.1),
     )
     first = trainer.start_trace()
@@ -101,7 +102,7 @@ def test_without_clipping_layers_are_updated_from_the_last_to_the_first_before_t
 def test_the_state_dict_right_after_a_clipped_step_is_that_of_after_the_step(build: Build, device: str) -> None:
     model, plain = gpt(), gpt()
     stepper = reference.adamw(list(plain.parameters()))
-    trainer = build(model, clip_grad_norm=NORM, device=device)
+    trainer = build(model, clip_grad_norm=NORM, defer_updates=True, device=device)
     for batch in reference.text_batches(3):
         mixed_reference.train(plain, [batch], optimizer=stepper, clip_norm=NORM)
         trainer.step(batch)
@@ -115,7 +116,7 @@ def test_evaluating_right_after_a_clipped_step_sees_the_updated_weights(build: B
     batches = [regression(seed=seed) for seed in range(3)]
     stepper = reference.adamw(list(reference.parameters_of(plain)))
     loss = nn.functional.mse_loss
-    trainer = build(modules, loss=loss, clip_grad_norm=0.1, device=device, microbatches=1)
+    trainer = build(modules, loss=loss, clip_grad_norm=0.1, defer_updates=True, device=device, microbatches=1)
     for batch in batches:
         mixed_reference.train(plain, [batch], 1, optimizer=stepper, clip_norm=0.1, loss=loss)
         trainer.step(batch)

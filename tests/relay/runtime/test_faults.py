@@ -81,8 +81,9 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 RUNS: dict[str, dict[str, Any]] = {
     "eager": {},
     "eager, discrete, streaming": {"device": "cpu:discrete", "stash": "host"},
-    "held, discrete": {"device": "cpu:discrete", "clip_grad_norm": 0.1, "slots": 3},
+    "clipped, discrete": {"device": "cpu:discrete", "clip_grad_norm": 0.1, "slots": 3},
     "fp16": {"precision": "fp16"},
+    "deferred, fp16": {"precision": "fp16", "defer_updates": True},
     "torch's Adam": {"device": "cpu:discrete", "optimizer": functools.partial(torch.optim.Adam, lr=0.01)},
 }
 
@@ -145,7 +146,7 @@ def test_a_fault_at_any_call_of_a_step_leaves_it_whole_or_undone_or_is_owned_up_
 def test_a_failed_update_that_runs_behind_is_not_forgotten_by_the_next_step(
     make: Make, faults: Faults, tmp_path: Path
 ) -> None:
-    trainer = make(clip_grad_norm=0.1, device="cpu:discrete")
+    trainer = make(clip_grad_norm=0.1, device="cpu:discrete", defer_updates=True)
     trainer.step(batch(0))
     trainer.synchronize()
     trainer.save(tmp_path / "c")
