@@ -168,7 +168,7 @@ class Trainer(RunState):
         # With a dynamic loss scale a loss that is not finite is an overflow like any other, and the step is skipped.
         on_nonfinite = self.options.on_nonfinite if self._scale is None else "apply"
         submitted = run_step.train_step(
-            session, prepared, prepared_batch.pieces.pieces, prepared_batch.weights, groups, self._seed, self._step,
+            session, prepared, prepared_batch.pieces.tensors, prepared_batch.weights, groups, self._seed, self._step,
             self.loss_scale, on_nonfinite,
         )  # fmt: skip
         skipped = submitted.result.skipped
@@ -189,7 +189,7 @@ class Trainer(RunState):
             prepared_batch = self._prepare_batch(batch, training=False, active_layers=active_layers)
             prepared = self._session.prepare(prepared_batch.compiled, self.param_groups, training=False)
             pieces, weights = prepared_batch.pieces, prepared_batch.weights
-            submitted = run_step.forward(self._session, prepared, pieces.pieces, weights, self._seed, self._step)
+            submitted = run_step.forward(self._session, prepared, pieces.tensors, weights, self._seed, self._step)
             return run_step.metrics_of(self._session, submitted, pieces, start)
 
     @as_if_alone()

@@ -20,7 +20,7 @@ from hal.errors import Unsupported
 from relay.capture import Lowering, ObservedGradientPresence, unlogged
 from relay.capture.guards.unsupported import watching_draws
 from relay.data.buckets import Buckets
-from relay.data.microbatches import Batch, take_apart, weigh, without_empty
+from relay.data.microbatches import Batch, Piece, take_apart, weigh
 from relay.errors import PartitionError
 from relay.partition import list_as_model, partition_list, partition_model
 from relay.partition.edit_layers import chosen_layers, layer_names
@@ -119,19 +119,17 @@ class ModelCompiler:
             raise ValueError(
                 "active_layers=[] leaves every module of the list out, so there is nothing to run. Name at least one."
             )
-        pieces = self.take_apart(batch, training, needs_targets=True)
+        pieces = self.take_apart(batch, needs_targets=True)
         state = self._code.current()
-        first = self.compiled(pieces, 0, training, False, chosen, state)
-        if not first.partition.has_loss:
+        compiled = [self.compiled(piece, training, False, chosen, state) for piece in pieces.pieces]
+        first = compiled[0].partition
+        if not first.has_loss:
             raise PartitionError(
                 f"The output of {type(self.model).__name__} has no loss for this batch. A whole model must return "
                 "an object with .loss: does the batch hold labels?"
             )
-        if first.partition.loss_doubt is not None and len(pieces.pieces) > 1:
-            self._doubt(first.partition.loss_doubt)
-        pieces, weights = without_empty(pieces, weigh(pieces, first.partition.loss_weight))
-        numbers = range(len(pieces.pieces))
-        compiled = [self.compiled(pieces, number, training, False, chosen, state) for number in numbers]
+        if first.loss_doubt is not None and len(compiled) > 1:
+            self._doubt(first.loss_doubt)
         for other in compiled[1:]:
             if other is not compiled[0] and other.signature() != compiled[0].signature():
                 raise PartitionError(
@@ -139,15 +137,20 @@ class ModelCompiler:
                     "different numbers in it), so they cannot share a step. Make the batch a multiple of "
                     "microbatches, or use microbatches=1."
                 )
-        return PreparedBatch(pieces, weights, compiled)
+        weights = weigh(pieces, [one.partition.loss_weight for one in compiled])
+        counting = [number for number, weight in enumerate(weights) if weight > 0]  # the mean of nothing is undefined
+        return PreparedBatch(
+            Batch([pieces.pieces[number] for number in counting]),
+            [weights[number] for number in counting],
+            [compiled[number] for number in counting],
+        )
 
     def prepare_outputs(self, batch: Any) -> PreparedBatch:
         """The same for a forward pass in eval mode that returns the model's outputs. The batch needs no targets."""
-        pieces = self.take_apart(batch, training=False, needs_targets=False)
-        compiled = [self.compiled(pieces, number, False, True) for number in range(len(pieces.pieces))]
-        partition = compiled[0].partition
-        weights = weigh(pieces, partition.loss_weight if partition.has_loss else None)
-        return PreparedBatch(pieces, weights, compiled)
+        pieces = self.take_apart(batch, needs_targets=False)
+        compiled = [self.compiled(piece, False, True) for piece in pieces.pieces]
+        counted = [one.partition.loss_weight if one.partition.has_loss else None for one in compiled]
+        return PreparedBatch(pieces, weigh(pieces, counted), compiled)
 
     def _doubt(self, why: str) -> None:
         """Warn once that the loss of a batch in micro-batches may differ from the loss of the whole batch."""
@@ -161,33 +164,28 @@ class ModelCompiler:
                 stacklevel=4,
             )
 
-    def take_apart(self, batch: Any, training: bool, needs_targets: bool) -> Batch:
-        """The batch cut into micro-batches. Outside of training it may be smaller than the number of micro-batches."""
-        pieces = self._microbatches
-        if not training:
-            whole = take_apart(batch, self.whole, 1, needs_targets, self._shared_inputs)
-            pieces = min(pieces, whole.sizes[0])
-        return take_apart(batch, self.whole, pieces, needs_targets, self._shared_inputs)
+    def take_apart(self, batch: Any, needs_targets: bool) -> Batch:
+        """The batch cut into micro-batches; into fewer than asked where it has fewer samples."""
+        return take_apart(batch, self.whole, self._microbatches, needs_targets, self._shared_inputs)
 
     def compiled(
         self,
-        batch: Batch,
-        number: int,
+        piece: Piece,
         training: bool,
         results: bool,
         active: tuple[str, ...] | None = None,
         state: CodeState | None = None,
     ) -> CompiledModel:
-        """The compiled model for one micro-batch of a batch, from the cache or compiled now.
+        """The compiled model for one micro-batch, from the cache or compiled now.
 
         `state` is that of the code, found once for all micro-batches.
         """
         state = state or self._code.current()
-        key = (batch.signature(number), training, results, active, state)
-        compiled = self.cache.find(key, batch.pieces[number])
+        key = (piece.signature(), training, results, active, state)
+        compiled = self.cache.find(key, piece.tensors)
         if compiled is None:
             with self._code.capturing(state) as captured:
-                compiled = self._compile(batch, batch.pieces[number], training, results, active)
+                compiled = self._compile(piece, training, results, active)
                 captured.append((self.model, compiled.partition.reads))
                 captured += [(one.segment.module, one.captured.reads or {}) for one in compiled.stages]
             self.cache.add(key, compiled)
@@ -204,23 +202,23 @@ class ModelCompiler:
 
     def _compile(
         self,
-        batch: Batch,
-        tensors: list[torch.Tensor],
+        piece: Piece,
         training: bool,
         results: bool,
         active: tuple[str, ...] | None,
     ) -> CompiledModel:
         """Partition and capture for the shapes of one micro-batch. Tracing cannot run in several threads at once."""
+        tensors = piece.tensors
         shapes = ", ".join("x".join(map(str, tensor.shape)) or "1" for tensor in tensors)
         purpose = "training" if training else "evaluation"
         logger.info("compiling for %s on micro-batches of %s", purpose, shapes, extra={"event": "compile"})
         with _COMPILING, undisturbed(self.model), watching_draws(), unlogged():
             if self.modules is None:
-                partition = partition_model(self.model, tensors, batch.tree, self._compute, active)
+                partition = partition_model(self.model, tensors, piece.tree, self._compute, active)
             else:
-                inputs, targets = tensors[: batch.input_count], tensors[batch.input_count :]
+                inputs, targets = tensors[: piece.input_count], tensors[piece.input_count :]
                 partition = partition_list(
-                    self.modules, self._loss, inputs, batch.tree, targets, batch.target_tree, self._compute, active
+                    self.modules, self._loss, inputs, piece.tree, targets, piece.target_tree, self._compute, active
                 )
             partition = merge_layers(partition, self._layers_per_slot)
             try:

@@ -143,7 +143,7 @@ def outputs(
                 access = prepared.stash.access(Key(value.index, False), microbatch, False)
                 submitted.reads.append(prepared.scheduler.drain_queue.read(target, access.view, access.waits))
 
-    forward(session, prepared, batch.pieces, weights, seed, number, read_back)
+    forward(session, prepared, batch.tensors, weights, seed, number, read_back)
     values = [[model.partition.values[value] for value in model.partition.results] for model in compiled]
     written = [
         [as_written(target, value.order) for value, target in zip(*pair, strict=True)]

@@ -39,11 +39,6 @@ def test_a_batch_of_scalars_is_refused(build: Build) -> None:
         build(gpt()).step({"input_ids": torch.tensor(3)})
 
 
-def test_a_batch_smaller_than_the_number_of_micro_batches_is_refused_with_both_numbers(build: Build) -> None:
-    with pytest.raises(BatchError, match=r"(?s)batch of 3 .* 4 micro-batches.*microbatches=3"):
-        build(gpt(), microbatches=4).step(text(3))
-
-
 @pytest.mark.parametrize("batch", [list(text().values()), text()["input_ids"], None, "text"])
 def test_a_whole_model_wants_a_mapping(build: Build, batch: Any) -> None:
     with pytest.raises(BatchError, match="mapping"):
@@ -56,9 +51,9 @@ def test_a_list_of_modules_wants_a_pair(build: Build, batch: Any) -> None:
         build(a_list(), loss=nn.functional.mse_loss).step(batch)
 
 
-def test_inputs_and_targets_of_unequal_lengths_are_refused_with_their_shapes(build: Build) -> None:
+def test_inputs_and_targets_of_unequal_lengths_are_refused_with_shape_and_length(build: Build) -> None:
     inputs, targets = list_batch()
-    with pytest.raises(BatchError, match=r"\(8, 4\).*\(7, 2\)"):
+    with pytest.raises(BatchError, match=r"targets .*\(7, 2\).* 8 samples"):
         build(a_list(), loss=nn.functional.mse_loss).step((inputs, targets[:7]))
 
 
@@ -84,7 +79,7 @@ def test_a_refused_batch_changes_nothing_and_training_goes_on(build: Build) -> N
     found = []
     for batch in batches:
         with pytest.raises(BatchError):
-            trainer.step(text(3))
+            trainer.step(text(0))
         with pytest.raises(BatchError):
             trainer.step({})
         found.append(trainer.step(batch).loss)
