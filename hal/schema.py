@@ -113,7 +113,7 @@ def _parts(raw: Any, schema: Any) -> Iterator[tuple[str, Any, Any]]:
             yield from (
                 (f".{each.encode_name}", raw[each.encode_name], each.type) for each in fields if each.encode_name in raw
             )
-        elif isinstance(raw, (list, tuple)):
+        elif isinstance(raw, (list, tuple)) and _config(struct).array_like:
             yield from (
                 (f"[{number}]", part, each.type) for number, (part, each) in enumerate(zip(raw, fields, strict=False))
             )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, SupportsIndex
 
+import msgspec
 import torch
 from torch import nn
 
@@ -252,7 +253,7 @@ class RunState:
                 restore_optimizer(checkpoint, self._model, optimizer, self.param_groups)
                 self._step, self._seed = manifest.step, manifest.seed
                 if self._scale is not None and manifest.loss_scale is not None:
-                    self._scale.restore(manifest.loss_scale)
+                    self._scale.restore(msgspec.structs.asdict(manifest.loss_scale))
         except BaseException as failure:
             session.guard.broken = failure
             raise

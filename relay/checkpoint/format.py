@@ -18,14 +18,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import safetensors
 import torch
+from msgspec import UNSET
 
 from relay.checkpoint.manifest import (
     MANIFEST,
+    LossScaleEntry,
     Manifest,
     OptimizerEntry,
     ParameterEntry,
+    ParameterGroup,
     ShardEntry,
     TensorEntry,
     read_manifest,
@@ -53,7 +57,7 @@ class Progress:
     seed: int
     loss_scale: dict[str, float] | None
     optimizer: str
-    groups: list[tuple[list[str], dict[str, Any]]]
+    groups: list[ParameterGroup]
     options: dict[str, Any]
     user: dict[str, Any] = field(default_factory=dict)
 
@@ -147,7 +151,7 @@ class Checkpoint:
 
     def weight(self, name: str) -> torch.Tensor:
         """A parameter or buffer, mapped from the file."""
-        return self._tensor(self.manifest.parameters[name].tensor.shard, weight_key(name))
+        return self._tensor(self.manifest.parameters[name].shard, weight_key(name))
 
     def state(self, name: str) -> State:
         """A parameter's optimizer state, as `BoundOptimizer.restore` takes it; tensors are mapped from the file."""
@@ -155,9 +159,9 @@ class Checkpoint:
         result: State = dict(entry.values)
         for label, state in entry.states.items():
             tensor = self._tensor(state.shard, state_key(label, name))
-            if state.shard_of_scales is not None:
+            if state.shard_of_scales is not UNSET:
                 scales = self._tensor(state.shard_of_scales, scales_key(label, name))
-                result[label] = Int8State(tensor.view(-1), scales, state.signed)
+                result[label] = Int8State(tensor.view(-1), scales, state.signed is True)
             else:
                 result[label] = tensor
         return result
@@ -239,7 +243,7 @@ def _write_folder(
     manifest = Manifest(
         step=progress.step,
         seed=progress.seed,
-        loss_scale=progress.loss_scale,
+        loss_scale=None if progress.loss_scale is None else msgspec.convert(progress.loss_scale, LossScaleEntry),
         optimizer=OptimizerEntry(progress.optimizer, progress.groups),
         options=progress.options,
         user=progress.user,
@@ -269,7 +273,8 @@ class _ShardPlan:
 
     def add(self, name: str, record: Record, buffer: bool) -> None:
         """Add a record to the plan."""
-        entry = ParameterEntry(self._entry(name, record.weight), buffer)
+        weight = self._entry(name, record.weight)
+        entry = ParameterEntry(weight.shard, weight.dtype, weight.shape, buffer=buffer)
         for label, value in record.states.items():
             if isinstance(value, Int8State):
                 codes, scales = self._shard(1), self._shard(4)

@@ -1,8 +1,9 @@
 """The manifest of a checkpoint: one JSON file with its content and the checksums of its shards.
 
 A manifest is untrusted input: every field is checked for its type and bounds before it is used, and errors name file
-and field. No shard is opened here. Invariant: a `Manifest` that `read_manifest` returns is consistent (its own checksum
-matches, every tensor is in a shard that it lists, and no name can leave the folder).
+and field. The Structs here are the schema of the file. No shard is opened here. Invariant: a `Manifest` that
+`read_manifest` returns is consistent (its own checksum matches, every tensor is in a shard that it lists, and no name
+can leave the folder).
 """
 
 from __future__ import annotations
@@ -10,84 +11,128 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from hal import schema
 from relay.checkpoint import plain_values
 from relay.checkpoint.shards import DTYPES, TensorPlan
 from relay.errors import CheckpointError
 from relay.optim.int8_state import group_count
 
 MANIFEST = "manifest.json"
-FORMAT = "relay checkpoint"
 VERSION = 1
 LARGEST = 256 * 2**20
 """The most bytes that a manifest may have."""
 
-_SHARD_NAME = re.compile(r"shard-\d{5,9}\.safetensors")
-_LABEL = re.compile(r"[A-Za-z0-9_.]{1,100}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_LARGEST_STEP = 2**63
-WHOLE = 2**53
+_LARGEST_TENSOR = 2**53
+_Whole = Annotated[int, Meta(ge=0)]
+_Text = Annotated[str, Meta(max_length=1000, description="a string of at most 1000 characters")]
+_ShardName = Annotated[
+    str,
+    Meta(
+        pattern=r"\Ashard-\d{5,9}\.safetensors\Z",
+        description="a name like shard-00000.safetensors, of a file in this folder",
+    ),
+]
+_Label = Annotated[
+    str,
+    Meta(pattern=r"\A[A-Za-z0-9_.]{1,100}\Z", description="the name of a state, of letters, digits, '_' and '.'"),
+]
+_Dtype = Annotated[str, Meta(pattern=rf"\A({'|'.join(DTYPES)})\Z", description=f"one of {', '.join(DTYPES)}")]
 
 
-@dataclass(frozen=True)
-class ShardEntry:
+class ShardEntry(msgspec.Struct, frozen=True):
     """A shard: file name, bytes, sha256 in hexadecimal."""
 
-    file: str
-    size: int
-    sha256: str
+    file: _ShardName
+    size: Annotated[int, Meta(ge=0, le=2**53)] = msgspec.field(name="bytes")
+    sha256: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z", description="64 hexadecimal digits")]
 
 
-@dataclass(frozen=True)
-class TensorEntry:
+class TensorEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     """A stored tensor: the shard (an index into the list), dtype in safetensors' names, shape.
 
     With `shard_of_scales` it is an 8-bit state: codes here, their scales there, `signed` as in Int8State.
     """
 
-    shard: int
-    dtype: str
-    shape: tuple[int, ...]
-    shard_of_scales: int | None = None
-    signed: bool = False
+    shard: _Whole
+    dtype: _Dtype
+    shape: Annotated[
+        tuple[_Whole, ...], Meta(max_length=32, description="a list of at most 32 whole numbers of at least 0")
+    ]
+    shard_of_scales: _Whole | UnsetType = msgspec.field(default=UNSET, name="scales")
+    signed: bool | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        if math.prod(max(extent, 1) for extent in self.shape) > _LARGEST_TENSOR:
+            raise ValueError(f"the shape {list(self.shape)!r:.80} is larger than any tensor can be")
+        if self.signed is UNSET and self.shard_of_scales is UNSET:
+            return
+        if UNSET in (self.signed, self.shard_of_scales) or self.dtype != "U8" or len(self.shape) != 1:
+            raise ValueError("expected 'scales' and 'signed' together, for codes of dtype U8 with one dimension")
 
 
-@dataclass
-class ParameterEntry:
+class ParameterEntry(TensorEntry, frozen=True, omit_defaults=True):
     """A parameter or buffer with its optimizer states; `values` are the states that are no tensors."""
 
-    tensor: TensorEntry
-    buffer: bool
-    states: dict[str, TensorEntry] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
+    buffer: bool = False
+    states: dict[_Label, TensorEntry] = {}
+    values: dict[_Label, Any] = {}
 
 
-@dataclass
-class OptimizerEntry:
-    """The optimizer: its kind, and for each parameter group the names in it and its hyperparameters."""
+class ParameterGroup(msgspec.Struct, frozen=True):
+    """A parameter group of the optimizer: the names of its parameters, and its hyperparameters."""
 
-    kind: str
-    groups: list[tuple[list[str], dict[str, Any]]]
+    names: list[str]
+    values: dict[str, Any]
 
 
-@dataclass
-class Manifest:
+class OptimizerEntry(msgspec.Struct, frozen=True):
+    """The optimizer: its kind and its parameter groups."""
+
+    kind: _Text
+    groups: list[ParameterGroup]
+
+
+class LossScaleEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The state of a dynamic loss scale, as `LossScale.state` returns it."""
+
+    value: Annotated[float, Meta(gt=0, le=2.0**127)]
+    good_steps: _Whole
+    growth_interval: _Whole
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint holds. `loss_scale` is None without one; `user` is what the caller gave to be kept."""
 
-    step: int
-    seed: int
-    loss_scale: dict[str, float] | None
+    step: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    seed: Annotated[int, Meta(ge=0, description="a whole number from 0 to 2**64 - 1")]
+    loss_scale: LossScaleEntry | None = None
     optimizer: OptimizerEntry
     options: dict[str, Any]
     user: dict[str, Any]
     parameters: dict[str, ParameterEntry]
     shards: list[ShardEntry]
-    software: str = ""
+    software: _Text
+
+
+class _Head(msgspec.Struct, frozen=True):
+    """What is checked before the rest of the file is believed."""
+
+    format: Annotated[
+        Literal["relay checkpoint"],
+        Meta(description="'relay checkpoint'", extra={"advice": "This is no manifest of a checkpoint"}),
+    ]
+    version: Annotated[
+        Literal[1],
+        Meta(description=str(VERSION), extra={"advice": "Read it with the version of Relay that wrote it"}),
+    ]
+    sha256: str
 
 
 def weight_key(name: str) -> str:
@@ -107,10 +152,10 @@ def scales_key(label: str, name: str) -> str:
 
 def tensors_of(name: str, entry: ParameterEntry) -> list[tuple[int, TensorPlan]]:
     """All tensors of a parameter with their shards, in the order in which they are stored."""
-    result = [(entry.tensor.shard, TensorPlan(weight_key(name), entry.tensor.dtype, entry.tensor.shape))]
+    result = [(entry.shard, TensorPlan(weight_key(name), entry.dtype, entry.shape))]
     for label, state in entry.states.items():
         result.append((state.shard, TensorPlan(state_key(label, name), state.dtype, state.shape)))
-        if state.shard_of_scales is not None:
+        if state.shard_of_scales is not UNSET:
             groups = group_count(math.prod(state.shape))
             result.append((state.shard_of_scales, TensorPlan(scales_key(label, name), "F32", (groups,))))
     return result
@@ -118,25 +163,8 @@ def tensors_of(name: str, entry: ParameterEntry) -> list[tuple[int, TensorPlan]]
 
 def write_manifest(path: Path, manifest: Manifest) -> bytes:
     """The manifest as the bytes of its file. ValueError for user values that are not plain."""
-    body = {
-        "format": FORMAT,
-        "version": VERSION,
-        "software": manifest.software,
-        "step": manifest.step,
-        "seed": manifest.seed,
-        "loss_scale": manifest.loss_scale,
-        "options": plain_values.encode(manifest.options, "options"),
-        "user": plain_values.encode(manifest.user, "user"),
-        "optimizer": {
-            "kind": manifest.optimizer.kind,
-            "groups": [
-                {"names": names, "values": plain_values.encode(values, f"parameter group {number}")}
-                for number, (names, values) in enumerate(manifest.optimizer.groups)
-            ],
-        },
-        "shards": [{"file": one.file, "bytes": one.size, "sha256": one.sha256} for one in manifest.shards],
-        "parameters": {name: _parameter_text(name, entry) for name, entry in manifest.parameters.items()},
-    }
+    plain = _with_values(manifest, plain_values.encode)
+    body = {"format": "relay checkpoint", "version": VERSION, **msgspec.to_builtins(plain)}
     text = json.dumps({"sha256": _own_hash(body), **body}, indent=1, allow_nan=False) + "\n"
     data = text.encode()
     if len(data) > LARGEST:
@@ -160,188 +188,73 @@ def read_manifest(folder: Path) -> Manifest:
         raw = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as wrong:
         raise CheckpointError(f"the file is not JSON: {wrong}", file=str(path)) from wrong
-    return _Reader(str(path)).manifest(raw)
 
+    def refuse(field: str, message: str) -> CheckpointError:
+        return CheckpointError(message, file=str(path), field=field)
 
-class _Reader:
-    """Checks one manifest field by field."""
+    head = schema.read(raw, _Head, refuse)
+    try:
+        fits = head.sha256 == _own_hash({key: value for key, value in raw.items() if key != "sha256"})
+    except (ValueError, RecursionError):
+        fits = False
+    if not fits:
+        raise refuse("sha256", "the manifest does not fit its own checksum: it was changed or damaged")
+    manifest = schema.read(raw, Manifest, refuse)
+    _check_together(manifest, refuse)
 
-    def __init__(self, file: str) -> None:
-        self._file = file
-
-    def fail(self, name: str, message: str) -> CheckpointError:
-        return CheckpointError(message, file=self._file, field=name)
-
-    def manifest(self, raw: Any) -> Manifest:
-        if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-            raise self.fail("format", f"expected {FORMAT!r}; this is no manifest of a checkpoint")
-        version = raw.get("version")
-        if version != VERSION or type(version) is not int:
-            raise self.fail(
-                "version", f"expected {VERSION}, received {version!r:.40}. Read it with the version that wrote it."
-            )
-        body = {key: value for key, value in raw.items() if key != "sha256"}
+    def decoded(values: dict[str, Any], field: str) -> dict[str, Any]:
         try:
-            fits = raw.get("sha256") == _own_hash(body)
-        except (ValueError, RecursionError):
-            fits = False
-        if not fits:
-            raise self.fail("sha256", "the manifest does not fit its own checksum: it was changed or damaged")
-        shards = [self._shard(number, one) for number, one in enumerate(self._list(raw, "shards"))]
-        if len({one.file for one in shards}) != len(shards):
-            raise self.fail("shards", "a file is listed twice")
-        parameters = {
-            name: self._parameter(name, one, len(shards)) for name, one in self._dict(raw, "parameters").items()
-        }
-        return Manifest(
-            step=self._int(raw, "step", _LARGEST_STEP),
-            seed=self._int(raw, "seed", 2**64 - 1),
-            loss_scale=self._loss_scale(raw),
-            optimizer=self._optimizer(self._dict(raw, "optimizer"), parameters),
-            options=self._plain_dict(raw, "options"),
-            user=self._plain_dict(raw, "user"),
-            parameters=parameters,
-            shards=shards,
-            software=self._text(raw, "software", "software"),
-        )
-
-    def _shard(self, number: int, raw: Any) -> ShardEntry:
-        where = f"shards[{number}]"
-        if not isinstance(raw, dict):
-            raise self.fail(where, "expected an object")
-        name, sha256 = raw.get("file"), raw.get("sha256")
-        if not isinstance(name, str) or not _SHARD_NAME.fullmatch(name):
-            raise self.fail(
-                f"{where}.file", f"expected a name like shard-00000.safetensors in this folder, received {name!r:.80}"
-            )
-        if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
-            raise self.fail(f"{where}.sha256", f"expected 64 hexadecimal digits, received {sha256!r:.80}")
-        return ShardEntry(name, self._int(raw, "bytes", WHOLE, where), sha256)
-
-    def _parameter(self, name: str, raw: Any, shards: int) -> ParameterEntry:
-        where = f"parameters[{name!r:.200}]"
-        if not isinstance(raw, dict):
-            raise self.fail(where, "expected an object")
-        buffer = raw.get("buffer", False)
-        if not isinstance(buffer, bool):
-            raise self.fail(f"{where}.buffer", f"expected true or false, received {buffer!r:.40}")
-        entry = ParameterEntry(self._tensor(raw, where, shards), buffer)
-        for label, state in self._dict(raw, "states", where, optional=True).items():
-            here = f"{where}.states[{label!r:.100}]"
-            self._label(label, here)
-            if not isinstance(state, dict):
-                raise self.fail(here, "expected an object")
-            entry.states[label] = self._tensor(state, here, shards)
-        for label, value in self._dict(raw, "values", where, optional=True).items():
-            here = f"{where}.values[{label!r:.100}]"
-            self._label(label, here)
-            entry.values[label] = self._plain(value, here)
-        return entry
-
-    def _label(self, label: str, where: str) -> None:
-        if not _LABEL.fullmatch(label):
-            raise self.fail(where, "expected a state's name of letters, digits, '_' and '.'")
-
-    def _tensor(self, raw: dict[str, Any], where: str, shards: int) -> TensorEntry:
-        dtype, shape = raw.get("dtype"), raw.get("shape")
-        if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise self.fail(f"{where}.dtype", f"expected one of {', '.join(DTYPES)}, received {dtype!r:.40}")
-        if not isinstance(shape, list) or len(shape) > 32 or not all(type(one) is int and one >= 0 for one in shape):
-            raise self.fail(f"{where}.shape", f"expected a list of whole numbers, received {shape!r:.80}")
-        if math.prod(max(one, 1) for one in shape) > WHOLE:
-            raise self.fail(f"{where}.shape", f"{shape!r:.80} is larger than any tensor can be")
-        shard = self._int(raw, "shard", shards - 1, where)
-        if "scales" not in raw and "signed" not in raw:
-            return TensorEntry(shard, dtype, tuple(shape))
-        signed = raw.get("signed")
-        if not isinstance(signed, bool) or dtype != "U8" or len(shape) != 1:
-            raise self.fail(f"{where}.signed", f"expected true or false beside flat U8 codes, received {signed!r:.40}")
-        return TensorEntry(shard, dtype, tuple(shape), self._int(raw, "scales", shards - 1, where), signed)
-
-    def _optimizer(self, raw: dict[str, Any], parameters: Mapping[str, ParameterEntry]) -> OptimizerEntry:
-        groups = []
-        seen: set[str] = set()
-        for number, one in enumerate(self._list(raw, "groups", "optimizer")):
-            where = f"optimizer.groups[{number}]"
-            if not isinstance(one, dict):
-                raise self.fail(where, "expected an object")
-            names = self._list(one, "names", where)
-            for name in names:
-                if not isinstance(name, str) or name not in parameters or name in seen:
-                    raise self.fail(f"{where}.names", f"{name!r:.200} is no parameter, or in two groups")
-                seen.add(name)
-            groups.append((names, self._plain_dict(one, "values", where)))
-        return OptimizerEntry(self._text(raw, "kind", "optimizer.kind"), groups)
-
-    def _loss_scale(self, raw: dict[str, Any]) -> dict[str, float] | None:
-        scale = raw.get("loss_scale")
-        if scale is None:
-            return None
-        expected = {"value", "good_steps", "growth_interval"}
-        if not isinstance(scale, dict) or set(scale) != expected:
-            raise self.fail("loss_scale", f"expected null or {sorted(expected)}")
-        for key, value in scale.items():
-            if type(value) not in (int, float) or not 0 <= value <= 2.0**127:
-                raise self.fail(f"loss_scale.{key}", f"expected a number from 0, received {value!r:.40}")
-        if scale["value"] <= 0:
-            raise self.fail("loss_scale.value", f"expected a number above 0, received {scale['value']!r}")
-        return scale
-
-    def _plain(self, raw: Any, where: str) -> Any:
-        try:
-            return plain_values.decode(raw, where)
+            value = plain_values.decode(values, field)
         except (ValueError, RecursionError) as wrong:
-            raise self.fail(where, str(wrong)) from wrong
-
-    def _plain_dict(self, raw: dict[str, Any], key: str, where: str = "") -> dict[str, Any]:
-        name = f"{where}.{key}" if where else key
-        value = self._plain(self._dict(raw, key, where), name)
-        if not isinstance(value, dict) or not all(isinstance(one, str) for one in value):
-            raise self.fail(name, "expected an object with names as keys")
+            raise refuse(field, str(wrong)) from wrong
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            raise refuse(field, "expected a mapping with names as keys")
         return value
 
-    def _int(self, raw: dict[str, Any], key: str, largest: int, where: str = "") -> int:
-        value = raw.get(key)
-        name = f"{where}.{key}" if where else key
-        if type(value) is not int or not 0 <= value <= largest:
-            raise self.fail(name, f"expected a whole number from 0 to {largest:,}, received {value!r:.40}")
-        return value
-
-    def _text(self, raw: dict[str, Any], key: str, where: str) -> str:
-        value = raw.get(key)
-        if not isinstance(value, str) or len(value) > 1000:
-            raise self.fail(where, f"expected a short text, received {value!r:.80}")
-        return value
-
-    def _list(self, raw: dict[str, Any], key: str, where: str = "") -> list[Any]:
-        value = raw.get(key)
-        if not isinstance(value, list):
-            raise self.fail(f"{where}.{key}" if where else key, f"expected a list, received {value!r:.80}")
-        return value
-
-    def _dict(self, raw: dict[str, Any], key: str, where: str = "", optional: bool = False) -> dict[str, Any]:
-        value = raw.get(key, {}) if optional else raw.get(key)
-        if not isinstance(value, dict):
-            raise self.fail(f"{where}.{key}" if where else key, f"expected an object, received {value!r:.80}")
-        return value
+    return _with_values(manifest, decoded)
 
 
-def _parameter_text(name: str, entry: ParameterEntry) -> dict[str, Any]:
-    text: dict[str, Any] = _tensor_text(entry.tensor)
-    if entry.buffer:
-        text["buffer"] = True
-    if entry.states:
-        text["states"] = {label: _tensor_text(state) for label, state in entry.states.items()}
-    if entry.values:
-        text["values"] = plain_values.encode(entry.values, f"the optimizer's state of {name}")
-    return text
+def _check_together(manifest: Manifest, refuse: Callable[[str, str], CheckpointError]) -> None:
+    """Raise an error for fields that contradict each other."""
+    if manifest.seed >= 2**64:
+        raise refuse("seed", f"expected a whole number from 0 to 2**64 - 1, received {manifest.seed!r:.40}")
+    if len({shard.file for shard in manifest.shards}) != len(manifest.shards):
+        raise refuse("shards", "a file is listed twice")
+    for name, entry in manifest.parameters.items():
+        for label, tensor in {"": entry, **entry.states}.items():
+            field = f"parameters[{name!r}]" + (f".states[{label!r}]" if label else "")
+            for key, shard in (("shard", tensor.shard), ("scales", tensor.shard_of_scales)):
+                if shard is not UNSET and shard >= len(manifest.shards):
+                    raise refuse(
+                        f"{field}.{key}",
+                        f"expected the index of one of {len(manifest.shards)} shards, received {shard}",
+                    )
+    seen: set[str] = set()
+    for number, group in enumerate(manifest.optimizer.groups):
+        for name in group.names:
+            if name not in manifest.parameters or name in seen:
+                raise refuse(f"optimizer.groups[{number}].names", f"{name!r:.200} is no parameter, or in two groups")
+            seen.add(name)
 
 
-def _tensor_text(entry: TensorEntry) -> dict[str, Any]:
-    text: dict[str, Any] = {"dtype": entry.dtype, "shape": list(entry.shape), "shard": entry.shard}
-    if entry.shard_of_scales is not None:
-        text["scales"], text["signed"] = entry.shard_of_scales, entry.signed
-    return text
+def _with_values(manifest: Manifest, change: Callable[[dict[str, Any], str], dict[str, Any]]) -> Manifest:
+    """The manifest with its plain values encoded or decoded. `change` is given the values and their field."""
+    replaced = msgspec.structs.replace
+    groups = [
+        replaced(group, values=change(group.values, f"optimizer.groups[{number}].values"))
+        for number, group in enumerate(manifest.optimizer.groups)
+    ]
+    parameters = {
+        name: replaced(entry, values=change(entry.values, f"parameters[{name!r}].values"))
+        for name, entry in manifest.parameters.items()
+    }
+    return replaced(
+        manifest,
+        options=change(manifest.options, "options"),
+        user=change(manifest.user, "user"),
+        optimizer=replaced(manifest.optimizer, groups=groups),
+        parameters=parameters,
+    )
 
 
 def _own_hash(body: dict[str, Any]) -> str:

@@ -10,14 +10,17 @@ JSON's own kinds stand for themselves. Everything else is an object with one key
 from __future__ import annotations
 
 import base64
-import binascii
 import math
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 import torch
+from msgspec import Meta
+
+from hal import schema
 
 DEEPEST = 64
 LARGEST_TENSOR = 64 * 2**20
@@ -30,13 +33,10 @@ _DTYPES = {
         *(torch.int8, torch.int16, torch.int32, torch.int64),
     )
 }
-_ARRAYS = {
-    "float64",
-    "float32",
-    "float16",
-    "bool",
-    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
-}
+_ARRAYS = (
+    *("float64", "float32", "float16", "bool", "int8", "int16", "int32", "int64"),
+    *("uint8", "uint16", "uint32", "uint64"),
+)
 
 
 def encode(value: Any, what: str = "value", depth: int = 0) -> Any:
@@ -91,76 +91,75 @@ def decode(value: Any, what: str = "value", depth: int = 0) -> Any:
         return {key: decode(item, f"{what}[{key!r}]", depth + 1) for key, item in value.items()}
     if len(value) != 1 or marks[0] not in _READERS:
         raise ValueError(f"{what} has the keys {sorted(value)[:5]}; expected one of {', '.join(_READERS)} alone")
-    content = value[marks[0]]
+    mark = marks[0]
+    form, make = _READERS[mark]
+
+    def refuse(field: str, message: str) -> ValueError:
+        return ValueError(f"{what} is not a {mark[1:]}: {field + ': ' if field else ''}{message}")
+
     try:
-        return _READERS[marks[0]](content, what, depth + 1)
-    except (TypeError, KeyError, OverflowError, binascii.Error, RuntimeError) as wrong:
-        raise ValueError(f"{what} is not a {marks[0][1:]}: {wrong}") from wrong
+        return make(schema.read(value[mark], form, refuse), what, depth + 1)
+    except (TypeError, OverflowError, RuntimeError) as wrong:
+        raise ValueError(f"{what} is not a {mark[1:]}: {wrong}") from wrong
 
 
-def _tuple(content: Any, what: str, depth: int) -> Any:
-    if not isinstance(content, list):
-        raise TypeError("expected a list of its items")
-    return tuple(decode(content, what, depth))
+_Shape = Annotated[list[Annotated[int, Meta(ge=0, lt=2**40)]], Meta(max_length=32)]
 
 
-def _dict(content: Any, what: str, depth: int) -> Any:
-    if not isinstance(content, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in content):
-        raise TypeError("expected a list of pairs")
-    return {decode(key, f"a key of {what}", depth): decode(item, what, depth) for key, item in content}
+class _Tensor(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A tensor as it is stored: a list of its dtype, shape and bytes."""
+
+    dtype: Annotated[str, Meta(pattern=rf"\A({'|'.join(_DTYPES)})\Z", description=f"one of {', '.join(_DTYPES)}")]
+    shape: _Shape
+    raw: bytes = msgspec.field(name="bytes")
+
+    def __post_init__(self) -> None:
+        _check_filled(self.shape, _DTYPES[self.dtype].itemsize, self.raw)
 
 
-def _float(content: Any, what: str, depth: int) -> Any:
-    if content not in ("inf", "-inf", "nan"):
-        raise TypeError(f"expected inf, -inf or nan, received {content!r:.40}")
-    return float(content)
+class _Array(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """An array or a scalar of numpy as it is stored: a list of its dtype, shape and bytes."""
+
+    dtype: Annotated[str, Meta(pattern=rf"\A({'|'.join(_ARRAYS)})\Z", description=f"one of {', '.join(_ARRAYS)}")]
+    shape: _Shape
+    raw: bytes = msgspec.field(name="bytes")
+
+    def __post_init__(self) -> None:
+        _check_filled(self.shape, np.dtype(self.dtype).itemsize, self.raw)
 
 
-def _tensor(content: Any, what: str, depth: int) -> Any:
-    dtype, shape, raw = _parts(content, _DTYPES, lambda name: _DTYPES[name].itemsize)
-    flat = torch.frombuffer(raw, dtype=_DTYPES[dtype]) if raw else torch.empty(0, dtype=_DTYPES[dtype])
-    return flat.reshape(shape)
+def _check_filled(shape: list[int], itemsize: int, raw: bytes) -> None:
+    if math.prod(shape) * itemsize != len(raw):
+        raise ValueError(f"{len(raw)} bytes do not fill a shape of {shape!r:.40}")
 
 
-def _array(content: Any, what: str, depth: int) -> Any:
-    dtype, shape, raw = _parts(content, _ARRAYS, lambda name: np.dtype(name).itemsize)
-    return (np.frombuffer(raw, dtype=dtype) if raw else np.empty(0, dtype=dtype)).reshape(shape)
+def _dict(pairs: list[tuple[Any, Any]], what: str, depth: int) -> dict[Any, Any]:
+    return {decode(key, f"a key of {what}", depth): decode(item, what, depth) for key, item in pairs}
 
 
-def _scalar(content: Any, what: str, depth: int) -> Any:
-    return _array(content, what, depth)[()]
+def _tensor(stored: _Tensor, what: str, depth: int) -> torch.Tensor:
+    dtype = _DTYPES[stored.dtype]
+    flat = torch.frombuffer(bytearray(stored.raw), dtype=dtype) if stored.raw else torch.empty(0, dtype=dtype)
+    return flat.reshape(stored.shape)
 
 
-_READERS: dict[str, Callable[[Any, str, int], Any]] = {
-    "!float": _float,
-    "!bytes": lambda content, what, depth: bytes(_raw(content)),
-    "!tuple": _tuple,
-    "!dict": _dict,
-    "!counter": lambda content, what, depth: Counter(_dict(content, what, depth)),
-    "!tensor": _tensor,
-    "!array": _array,
-    "!scalar": _scalar,
+def _array(stored: _Array, what: str, depth: int) -> np.ndarray[Any, Any]:
+    dtype = stored.dtype
+    flat = np.frombuffer(bytearray(stored.raw), dtype=dtype) if stored.raw else np.empty(0, dtype=dtype)
+    return flat.reshape(stored.shape)
+
+
+_READERS: dict[str, tuple[Any, Callable[[Any, str, int], Any]]] = {
+    "!float": (Literal["inf", "-inf", "nan"], lambda text, what, depth: float(text)),
+    "!bytes": (bytes, lambda raw, what, depth: raw),
+    "!tuple": (list[Any], lambda items, what, depth: tuple(decode(items, what, depth))),
+    "!dict": (list[tuple[Any, Any]], _dict),
+    "!counter": (list[tuple[Any, Any]], lambda pairs, what, depth: Counter(_dict(pairs, what, depth))),
+    "!tensor": (_Tensor, _tensor),
+    "!array": (_Array, _array),
+    "!scalar": (_Array, lambda stored, what, depth: _array(stored, what, depth)[()]),
 }
-
-
-def _parts(content: Any, dtypes: Any, itemsize: Callable[[str], int]) -> tuple[str, list[int], bytearray]:
-    if not isinstance(content, list) or len(content) != 3:
-        raise TypeError("expected its dtype, shape and bytes")
-    dtype, shape, text = content
-    if not isinstance(dtype, str) or dtype not in dtypes:
-        raise TypeError(f"{dtype!r:.40} is not a dtype")
-    if not isinstance(shape, list) or not all(type(extent) is int and 0 <= extent < 2**40 for extent in shape):
-        raise TypeError(f"{shape!r:.40} is not a shape")
-    raw = _raw(text)
-    if math.prod(shape) * itemsize(dtype) != len(raw) or len(shape) > 32:
-        raise TypeError(f"{len(raw)} bytes do not fill a shape of {shape!r:.40}")
-    return dtype, shape, raw
-
-
-def _raw(text: Any) -> bytearray:
-    if not isinstance(text, str):
-        raise TypeError("expected bytes in base 64")
-    return bytearray(base64.b64decode(text, validate=True))
+"""For each mark the schema of what is stored under it, and the function that makes the value of that."""
 
 
 def _text(raw: bytes) -> str:

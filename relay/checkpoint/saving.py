@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import UNSET
 from torch import nn
 
 from hal.event import Event
 from hal.host import Host
 from relay.checkpoint import plain_values
 from relay.checkpoint.format import Checkpoint, Progress, write_checkpoint
+from relay.checkpoint.manifest import ParameterGroup
 from relay.checkpoint.shards import DTYPES
 from relay.eps.optimizer_state import BoundOptimizer
 from relay.eps.server import ParameterServer
@@ -126,11 +128,11 @@ def start(
     return saving
 
 
-def group_names(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[tuple[list[str], dict[str, Any]]]:
+def group_names(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[ParameterGroup]:
     """Parameter groups, with names instead of parameters."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [
-        (
+        ParameterGroup(
             [names[id(parameter)] for parameter in group["params"] if id(parameter) in names],
             states_of({key: value for key, value in group.items() if key not in ("params", "param_names")}),
         )
@@ -171,7 +173,7 @@ def check_fits(
             field="parameters",
         )
     for name, tensor in tensors.items():
-        entry = manifest.parameters[name].tensor
+        entry = manifest.parameters[name]
         if entry.shape != tuple(tensor.shape) or DTYPES[entry.dtype] is not tensor.dtype:
             raise CheckpointError(
                 f"the model has {tensor.dtype}{list(tensor.shape)}, the checkpoint {entry.dtype}{list(entry.shape)}",
@@ -195,15 +197,16 @@ def check_fits(
             field="optimizer.kind",
         )
     own = group_names(model, groups)
-    if [sorted(names) for names, _ in own] != [sorted(names) for names, _ in manifest.optimizer.groups]:
+    if [sorted(group.names) for group in own] != [sorted(group.names) for group in manifest.optimizer.groups]:
         raise CheckpointError(
-            f"its parameter groups are of {[len(names) for names, _ in manifest.optimizer.groups]} parameters, the "
-            f"trainer's of {[len(names) for names, _ in own]}, or of others. Build the trainer with the same "
+            f"its parameter groups are of {[len(group.names) for group in manifest.optimizer.groups]} parameters, the "
+            f"trainer's of {[len(group.names) for group in own]}, or of others. Build the trainer with the same "
             "param_groups, or load with weights_only=True.",
             file=file,
             field="optimizer.groups",
         )
-    for number, ((_, values), (_, theirs)) in enumerate(zip(own, manifest.optimizer.groups, strict=True)):
+    for number, (ours, stored) in enumerate(zip(own, manifest.optimizer.groups, strict=True)):
+        values, theirs = ours.values, stored.values
         for key, value in theirs.items():
             # Schedules keep numbers of their own there, such as initial_lr.
             if key not in values and (key in ("params", "param_names") or type(value) not in (int, float, bool)):
@@ -221,7 +224,7 @@ def check_fits(
                 )
     for name, entry in manifest.parameters.items():
         for label, state in entry.states.items():
-            flat = state.shard_of_scales is not None
+            flat = state.shard_of_scales is not UNSET
             whole = (tensors[name].numel(),) if flat else tuple(tensors[name].shape)
             if not optimizer.kind.startswith("torch.") and state.shape not in (whole, ()):
                 raise CheckpointError(
@@ -248,8 +251,8 @@ def restore_optimizer(
     """Load the optimizer's states, and the hyperparameters of the parameter groups."""
     for name, _ in model.named_parameters():
         optimizer.restore(name, checkpoint.state(name))
-    for group, (_, values) in zip(groups, checkpoint.manifest.optimizer.groups, strict=True):
-        for key, value in values.items():
+    for group, stored in zip(groups, checkpoint.manifest.optimizer.groups, strict=True):
+        for key, value in stored.values.items():
             if isinstance(group.get(key), torch.Tensor):
                 group[key].fill_(value)
             else:

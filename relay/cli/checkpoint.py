@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from hal.spec.units import format_size
 from relay.cli.console import json_option, print_json
@@ -130,13 +131,13 @@ def _describe(checkpoint: Checkpoint, verified: bool) -> dict[str, Any]:
         "step": manifest.step,
         "seed": manifest.seed,
         "verified": verified,
-        "parameters": sum(math.prod(entry.tensor.shape) for entry in manifest.parameters.values() if not entry.buffer),
+        "parameters": sum(math.prod(entry.shape) for entry in manifest.parameters.values() if not entry.buffer),
         "optimizer": manifest.optimizer.kind,
         "groups": [
-            {"parameters": len(names), **{key: repr(value) for key, value in values.items()}}
-            for names, values in manifest.optimizer.groups
+            {"parameters": len(group.names), **{key: repr(value) for key, value in group.values.items()}}
+            for group in manifest.optimizer.groups
         ],
-        "loss_scale": manifest.loss_scale,
+        "loss_scale": msgspec.to_builtins(manifest.loss_scale),
         "options": {
             key: value if isinstance(value, (int, float, str)) else repr(value)
             for key, value in manifest.options.items()
