@@ -51,7 +51,7 @@ from relay.capture.native.dropout_scale import correct_dropout_scale
 from relay.capture.native.kernel_strides import KernelStrides
 from relay.capture.native.python_kernels import own_kernels
 from relay.capture.norm_dtypes import correct_statistics
-from relay.capture.random_ops import draws_by_itself
+from relay.capture.random_ops import draws_by_itself, has_keyed_form
 from relay.capture.request import CaptureRequest
 from relay.capture.trace_for_device import CPU, fakes_on, missing, spell_out
 from relay.capture.traced_module import TracedModule
@@ -154,6 +154,8 @@ def _trace(request: CaptureRequest) -> tuple[fx.GraphModule, Reads, PlainTensors
         reads = stack.enter_context(recorded_reads(module))
         joint = aot_export_joint_with_descriptors(stack, traced, inputs, {}, decompositions=table)
         _refuse_undescribed(joint.graph_module.graph)
+        if request.lowering is not Lowering.CORE:
+            _refuse_unkeyed(joint.graph_module.graph)
         if device != CPU:
             spell_out(joint.graph_module.graph)
         return joint.graph_module, reads, plain
@@ -167,6 +169,14 @@ def _refuse_undescribed(graph: fx.Graph) -> None:
             raise NotAGraph(str(node.args[1]), "has an effect besides its result (an assertion on data, for example)")
         if node.target is torch.ops.aten.mkldnn_rnn_layer.default:
             raise NotAGraph(str(node.target), "has a workspace whose length only its kernel knows")
+
+
+def _refuse_unkeyed(graph: fx.Graph) -> None:
+    """Raise NotAGraph for random ops without a counter-based form: run eagerly, they draw from a generator that is
+    seeded from the key. Attention that drops is traced again as matrix products instead."""
+    for node in graph.nodes:
+        if draws_by_itself(node) and not has_keyed_form(node) and "attention" not in str(node.target):
+            raise NotAGraph(str(node.target), "draws random numbers and has no counter-based form")
 
 
 def _trace_for_device(request: CaptureRequest) -> tuple[fx.GraphModule, Reads, PlainTensors]:

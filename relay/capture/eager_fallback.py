@@ -2,7 +2,7 @@
 
 Each program is a graph of one node, a call of Python (`relay.capture.eager_call`). Devices that execute PyTorch can
 compile it; others report the call as an op that they lack. Shapes inside the module may depend on data. The shapes of
-its outputs must not: they are found by running the module once on made-up numbers. Invariant: the ports are those that
+its outputs must not: they are found by running the module once on made-up inputs. Invariant: the ports are those that
 a traced segment of the same module would have.
 """
 
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hal.program import Port, Program, Role
 from relay.capture.eager_call import EagerCall, EagerLayouts, EagerSegment
+from relay.capture.fake_tensors import is_fake
 from relay.capture.guards.functional_call import call_with
 from relay.capture.guards.messages import changed_parameter, explain, name_of_program
 from relay.capture.guards.unsupported import hooks_wait
@@ -48,16 +49,28 @@ class EagerPrograms:
 
 
 def made_up(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Real tensors of these shapes and dtypes: small random numbers for floating-point dtypes, zeros for others."""
+    """Real tensors of these shapes and dtypes: small random numbers, and zeros where they are no floats."""
     generator = torch.Generator().manual_seed(0)
     made = []
     for tensor in tensors:
         shape, dtype = tuple(tensor.shape), tensor.dtype
-        if dtype.is_floating_point:
-            made.append(torch.randn(shape, generator=generator).mul_(0.1).to(dtype))
+        if dtype.is_floating_point or dtype.is_complex:
+            drawn = torch.float32 if dtype.is_floating_point else torch.complex64
+            made.append(torch.randn(shape, generator=generator, dtype=drawn).mul_(0.1).to(dtype))
         else:
             made.append(torch.zeros(shape, dtype=dtype))
     return made
+
+
+def as_they_are(states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of parameters or buffers, made-up numbers for fake ones.
+
+    Shapes and checks inside a module may depend on its own state, as on a buffer of sizes.
+    """
+    return [
+        made_up([state])[0] if is_fake(state) or state.is_meta else state.detach().to("cpu", copy=True)
+        for state in states
+    ]
 
 
 def run_made_up(module: nn.Module, forward: Callable[..., Any], fill: Callable[[Any], Any], inputs: Any) -> Any:
@@ -69,7 +82,7 @@ def run_made_up(module: nn.Module, forward: Callable[..., Any], fill: Callable[[
     with _disable_current_modes(), torch.random.fork_rng(devices=()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         originals = [*module.parameters(), *module.buffers()]
-        states = made_up(originals)
+        states = as_they_are(originals)
         args, kwargs = fill(made_up(inputs))
 
         class Shell(nn.Module):
@@ -104,10 +117,11 @@ def eager_programs(request: CaptureRequest) -> EagerPrograms:
             for tensor, like in zip(made_up(request.inputs), request.inputs, strict=True)
         ]
         leaves = [
-            tensor.requires_grad_(wanted) for tensor, wanted in zip(made_up(parameters), segment.trainable, strict=True)
+            tensor.requires_grad_(wanted)
+            for tensor, wanted in zip(as_they_are(parameters), segment.trainable, strict=True)
         ]
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            before = made_up(buffers)
+            before = as_they_are(buffers)
             written = [leaf._version for leaf in leaves]
             outputs, after = segment.run(leaves, values, before)
             for leaf, version, names in zip(leaves, written, segment.parameters, strict=True):

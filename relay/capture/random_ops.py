@@ -80,7 +80,7 @@ def copy_nodes(
             environment[node] = _keyed_dropout(graph, environment[node.args[0]], node, key, number)
         elif draws and target is aten.bernoulli.p:
             environment[node] = _keyed_bernoulli(graph, node, key, number)
-        elif draws and target in _RANDOM and node.meta["val"].dtype is torch.float32:
+        elif draws and target in _RANDOM and has_keyed_form(node):
             drawn = graph.call_function(_RANDOM[target], (key, number, tuple(node.meta["val"].shape)))
             drawn.meta = {"val": node.meta["val"]}
             environment[node] = drawn
@@ -93,6 +93,13 @@ def copy_nodes(
             )
         else:
             environment[node] = graph.node_copy(node, environment.__getitem__)
+
+
+def has_keyed_form(node: fx.Node) -> bool:
+    """Whether `copy_nodes` can replace an op that draws by a counter-based one."""
+    if node.target in (aten.native_dropout.default, aten.bernoulli.p):
+        return True
+    return node.target in _RANDOM and node.meta["val"].dtype is torch.float32
 
 
 def draws_by_itself(node: fx.Node) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
@@ -52,8 +53,15 @@ def hooks_wait() -> Iterator[None]:
 
 
 def check_module(model: nn.Module) -> None:
-    """Raise PartitionError for gradient hooks of parameters, compiled modules, and tensors made in inference mode."""
+    """Raise PartitionError for what no trace can hold: gradient hooks of parameters, compiled modules, tensors made in
+    inference mode, and parameters and buffers without a shape."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+            layer = name.rpartition(".")[0]
+            raise PartitionError(
+                f"layer {layer!r} is a lazy module whose {name.rpartition('.')[2]!r} has no shape yet. Call the model "
+                "once on a sample, under torch.no_grad(), before it is trained."
+            )
         if tensor.is_inference():
             raise PartitionError(
                 f"{name!r} was made under torch.inference_mode, so it cannot be trained. Build the model, or load its "
