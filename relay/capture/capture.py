@@ -48,7 +48,7 @@ from relay.capture.guards.plain_tensors import PlainTensors, UsedTensors, consta
 from relay.capture.joint_graph import Extraction
 from relay.capture.memory_order import Order
 from relay.capture.native.dropout_scale import correct_dropout_scale
-from relay.capture.native.kernel_strides import KernelStrides
+from relay.capture.native.kernel_strides import kernel_strides_mode
 from relay.capture.native.python_kernels import own_kernels
 from relay.capture.norm_dtypes import correct_statistics
 from relay.capture.random_ops import draws_by_itself, has_keyed_form
@@ -138,7 +138,7 @@ def _trace(request: CaptureRequest) -> tuple[fx.GraphModule, Reads, PlainTensors
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore")
         # Tensors of the module that are neither parameters nor buffers stay real beside the fake ones.
-        mode = KernelStrides(allow_non_fake_inputs=True, static_shapes=True)
+        mode = kernel_strides_mode(allow_non_fake_inputs=True, static_shapes=True)
         stack.enter_context(tracing(TracingContext(mode)))
         stack.enter_context(own_kernels(native=request.lowering is not Lowering.CORE))
         table = None

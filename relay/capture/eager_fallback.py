@@ -29,6 +29,7 @@ from relay.capture.guards.unsupported import hooks_wait
 from relay.capture.memory_order import Order, as_written, order_of, stored, stored_shape
 from relay.capture.request import CaptureRequest
 from relay.capture.traced_module import autocast
+from relay.errors import CaptureError
 
 _numbers = itertools.count()
 
@@ -124,6 +125,7 @@ def eager_programs(request: CaptureRequest) -> EagerPrograms:
             before = as_they_are(buffers)
             written = [leaf._version for leaf in leaves]
             outputs, after = segment.run(leaves, values, before)
+            _refuse_sparse(outputs, name)
             for leaf, version, names in zip(leaves, written, segment.parameters, strict=True):
                 if leaf._version != version:
                     raise changed_parameter(name, names[0])
@@ -203,6 +205,16 @@ def eager_programs(request: CaptureRequest) -> EagerPrograms:
         "joint": program("joint") if ends_in_loss else None,
     }
     return EagerPrograms(segment, programs, wants, saved_bytes, copies, layouts)
+
+
+def _refuse_sparse(outputs: Sequence[torch.Tensor], name: str) -> None:
+    for output in outputs:
+        if output.layout is not torch.strided:
+            raise CaptureError(
+                f"layer {name!r} returns a tensor of layout {output.layout}. Layers may use sparse tensors inside, and "
+                "hand on dense ones: return its to_dense().",
+                layer=name,
+            )
 
 
 def _layouts_of(

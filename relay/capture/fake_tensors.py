@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from relay.capture.native.kernel_strides import KernelStrides
+from relay.capture.native.kernel_strides import kernel_strides_mode
 
 FakeMode = AbstractContextManager[Any]
 """A context in which every new tensor is fake. Fake tensors of one mode work with each other only."""
@@ -33,7 +33,7 @@ def is_fake(tensor: object) -> bool:
 
 def as_fake(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Fake tensors of the same shapes, dtypes and devices, all of one new mode that also takes real parameters."""
-    mode = KernelStrides(allow_non_fake_inputs=True)
+    mode = kernel_strides_mode(allow_non_fake_inputs=True)
     return [mode.from_tensor(tensor) for tensor in tensors]
 
 

@@ -29,7 +29,7 @@ from relay.capture.guards.messages import explain
 from relay.capture.guards.mutated_arguments import call_observed, write_back
 from relay.capture.guards.plain_tensors import PlainTensors
 from relay.capture.guards.unsupported import hooks_wait, inside_layer, refusing
-from relay.capture.native.kernel_strides import KernelStrides
+from relay.capture.native.kernel_strides import kernel_strides_mode
 from relay.capture.traced_module import autocast
 from relay.errors import PartitionError, RelayError
 from relay.graph.pytree import TensorTree, is_taken_apart, tensor_leaves
@@ -220,7 +220,7 @@ def trace(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # Without symbolic shapes an op whose shape depends on data raises at once. Fake arguments keep their mode.
-            mode = detect_fake_mode(arguments) or KernelStrides(allow_non_fake_inputs=True)
+            mode = detect_fake_mode(arguments) or kernel_strides_mode(allow_non_fake_inputs=True)
             fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, tuple(arguments))
             with refusing() as unseen, inference_as_no_grad():
                 traced = make_fx(guarded, tracing_mode="fake", pre_dispatch=True)(*fakes)

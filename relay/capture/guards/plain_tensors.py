@@ -73,6 +73,6 @@ class UsedTensors(TorchDispatchMode):
 
 def _address(tensor: Any) -> int:
     """The address of a tensor's memory, or the id of an object without memory."""
-    if type(tensor) is torch.Tensor and tensor.numel() and tensor.device.type != "meta":
+    if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta:
         return tensor.data_ptr()
     return id(tensor)

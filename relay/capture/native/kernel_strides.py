@@ -70,29 +70,54 @@ MISTAKEN = frozenset(
 """Found by holding every op of PyTorch's own samples against its kernel (`tests/relay/capture/sweep`)."""
 
 
-class KernelStrides(FakeTensorMode):
-    """PyTorch's mode of fake tensors, with the strides of the CPU's kernels."""
+MAKES_SPARSE = frozenset(
+    {
+        aten._to_sparse,
+        aten._to_sparse_csr,
+        aten._to_sparse_csc,
+        aten._to_sparse_bsr,
+        aten._to_sparse_bsc,
+        aten._sparse_coo_tensor_with_dims_and_tensors,
+        aten._sparse_compressed_tensor_unsafe,
+        aten.sparse_sampled_addmm,
+    }
+)
+"""Ops whose fake results autograd cannot record. For compressed layouts it ends the process, for coordinates it loses
+the gradient."""
 
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What an op gives for fake tensors."""
-        foretold = super().dispatch(func, types, args, kwargs or {})
-        if func not in MISTAKEN:
-            return foretold
-        given, structure = pytree.tree_flatten((args, kwargs or {}))
-        tensors = [one for one in given if isinstance(one, torch.Tensor)]
-        if any(one.device.type != "cpu" for one in tensors) or all(one.is_contiguous() for one in tensors):
-            return foretold
-        described = tuple(_Zeros.like(one) if isinstance(one, torch.Tensor) else one for one in given)
-        found = iter(_strides_of_results(func, described, structure))
 
-        def relaid(result: FakeTensor) -> torch.Tensor:
-            strides = next(found)
-            if strides == tuple(result.stride()):
-                return result
-            with self:
-                return torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device)
+def kernel_strides_mode(**options: Any) -> FakeTensorMode:
+    """A FakeTensorMode with the strides of the CPU's kernels, made with PyTorch's own options.
 
-        return pytree.tree_map_only(torch.Tensor, relaid, foretold)
+    PyTorch looks rules up by the exact class of a mode, so this is an instance with one method of its own.
+    """
+    mode = FakeTensorMode(**options)
+    mode.dispatch = functools.partial(_dispatch, mode, mode.dispatch)  # type: ignore[method-assign]
+    return mode
+
+
+def _dispatch(mode: FakeTensorMode, foretell: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """What an op gives for fake tensors; `foretell` is PyTorch's own answer."""
+    foretold = foretell(func, types, args, kwargs or {})
+    if getattr(func, "overloadpacket", None) in MAKES_SPARSE:
+        raise NotImplementedError(f"{func} makes a sparse tensor of a dense one, which traces cannot differentiate")
+    if func not in MISTAKEN:
+        return foretold
+    given, structure = pytree.tree_flatten((args, kwargs or {}))
+    tensors = [one for one in given if isinstance(one, torch.Tensor)]
+    if any(one.device.type != "cpu" for one in tensors) or all(one.is_contiguous() for one in tensors):
+        return foretold
+    described = tuple(_Zeros.like(one) if isinstance(one, torch.Tensor) else one for one in given)
+    found = iter(_strides_of_results(func, described, structure))
+
+    def relaid(result: FakeTensor) -> torch.Tensor:
+        strides = next(found)
+        if strides == tuple(result.stride()):
+            return result
+        with mode:
+            return torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device)
+
+    return pytree.tree_map_only(torch.Tensor, relaid, foretold)
 
 
 class _Zeros(tuple[Any, ...]):

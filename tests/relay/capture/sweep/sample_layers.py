@@ -1,8 +1,8 @@
 """PyTorch's own samples of operators and modules, each as a layer.
 
-A layer is given one tensor: the sample's first that requires a gradient. Other tensors that require one are its
-parameters, the rest its buffers. It returns all tensors that the operator returns. What a sample is called names it
-for good: `add/1`, `add_/0` (in place), `nn.Linear/2`.
+A layer is given one tensor: the sample's first dense one that requires a gradient. Other dense tensors that require one
+are its parameters, the rest its buffers. It returns all tensors that the operator returns. Samples have fixed names:
+`add/1`, `add_/0` (in place), `nn.Linear/2`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,16 @@ OPERATOR_SAMPLES = 2
 """How many samples of each operator are layers: the first, and one from the middle."""
 
 
+class Constant:
+    """A sparse tensor among the arguments. Copies of the layer share it, since PyTorch does not copy all layouts."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __deepcopy__(self, memo: Any) -> Constant:
+        return self
+
+
 class Operator(nn.Module):
     """A function of several arguments as a layer of one."""
 
@@ -34,18 +44,18 @@ class Operator(nn.Module):
         self.value = _first_trained(self.given)
         self.names: dict[int, str] = {}
         for place, one in enumerate(self.given):
-            if isinstance(one, torch.Tensor) and place != self.value:
-                self.names[place] = name = f"argument_{place}"
-                held = one.detach().clone(memory_format=torch.contiguous_format) if _is_dense(one) else one.detach()
-                if one.requires_grad:
-                    self.register_parameter(name, nn.Parameter(held))
-                else:
-                    self.register_buffer(name, held)
-                self.given[place] = None
-
-    def example(self) -> torch.Tensor:
-        """What the layer is given."""
-        return self._example
+            if not isinstance(one, torch.Tensor) or place == self.value:
+                continue
+            if one.layout is not torch.strided:
+                self.given[place] = Constant(one.detach())
+                continue
+            self.names[place] = name = f"argument_{place}"
+            held = one.detach().clone(memory_format=torch.contiguous_format)
+            if one.requires_grad:
+                self.register_parameter(name, nn.Parameter(held))
+            else:
+                self.register_buffer(name, held)
+            self.given[place] = None
 
     def take_example(self) -> torch.Tensor:
         """What the layer is given, and holds no longer."""
@@ -54,7 +64,7 @@ class Operator(nn.Module):
         return given
 
     def forward(self, value: torch.Tensor) -> Any:
-        given = list(self.given)
+        given = [one.tensor if isinstance(one, Constant) else one for one in self.given]
         for place, name in self.names.items():
             given[place] = getattr(self, name)
         given[self.value] = value
@@ -84,14 +94,10 @@ def tensors_of(result: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _first_trained(given: list[Any]) -> int:
-    trained = [place for place, one in enumerate(given) if isinstance(one, torch.Tensor) and one.requires_grad]
-    if not trained:
-        raise NotASample("no tensor of it requires a gradient")
-    return trained[0]
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided
+    for place, one in enumerate(given):
+        if isinstance(one, torch.Tensor) and one.requires_grad and one.layout is torch.strided:
+            return place
+    raise NotASample("no dense tensor of it requires a gradient")
 
 
 class NotASample(Exception):
@@ -119,7 +125,7 @@ def operator_samples(part: slice = slice(None)) -> Iterator[Sample]:
 
 
 def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
-    def on_a_copy(value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def on_a_copy(value: torch.Tensor, /, *args: Any, **kwargs: Any) -> Any:
         return function(value.clone(), *args, **kwargs)
 
     return on_a_copy
@@ -132,7 +138,11 @@ def _operator(info: Any, function: Callable[..., Any], number: int) -> tuple[nn.
     if number and place == 0:
         raise NotASample("the operator has one sample")
     sample = samples[place]
-    layer = Operator(function, ((sample.input, *sample.args), sample.kwargs))
+    # What a loss may depend on of a result that is not unique, such as eigenvectors.
+    process = sample.output_process_fn_grad
+    layer = Operator(
+        lambda *args, **kwargs: process(function(*args, **kwargs)), ((sample.input, *sample.args), sample.kwargs)
+    )
     return layer, layer.take_example()
 
 
@@ -144,6 +154,7 @@ def module_samples(part: slice = slice(None)) -> Iterator[Sample]:
             yield Sample(f"{info.name}/{number}", functools.partial(_module, info, number))
 
 
+@functools.lru_cache(maxsize=1)
 def _module_inputs(info: Any) -> list[Any]:
     torch.manual_seed(0)
     with warnings.catch_warnings():
@@ -160,6 +171,15 @@ def _module(info: Any, number: int) -> tuple[nn.Module, torch.Tensor]:
     return layer, layer.take_example()
 
 
-def all_samples() -> Iterator[Sample]:
-    """Those of operators, then those of modules."""
-    return itertools.chain(operator_samples(), module_samples())
+def all_samples(part: slice = slice(None)) -> Iterator[Sample]:
+    """Those of part of the operators, then those of that part of the modules."""
+    return itertools.chain(operator_samples(part), module_samples(part))
+
+
+def sample_named(name: str) -> Sample:
+    """The sample of that name."""
+    family, _, number = name.rpartition("/")
+    for info in module_db:
+        if info.name == family:
+            return Sample(name, functools.partial(_module, info, int(number)))
+    return next(sample for sample in operator_samples() if sample.name == name)

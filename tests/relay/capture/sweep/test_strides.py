@@ -18,7 +18,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 import relay
-from relay.capture.native.kernel_strides import MISTAKEN, KernelStrides
+from relay.capture.native.kernel_strides import MISTAKEN, kernel_strides_mode
 from relay.capture.native.python_kernels import own_kernels
 from tests.relay.capture.sweep.op_calls import Call, layouts, recorded_calls
 from tests.support import reference
@@ -35,7 +35,7 @@ def lies(tensor: Tensor) -> Any:
     return tuple(tensor.shape), tensor.dtype, strides if tensor.numel() else []
 
 
-def mistakes(calls: list[Call], kind: type[FakeTensorMode]) -> Iterator[tuple[Any, str]]:
+def mistakes(calls: list[Call], kind: Callable[..., FakeTensorMode]) -> Iterator[tuple[Any, str]]:
     """The ops whose results lie otherwise in a trace with fake tensors of that kind, and how."""
     for call in calls:
         for given in layouts(call):
@@ -64,7 +64,7 @@ EAGER = {torch.ops.aten.mkldnn_rnn_layer.default}
 def test_results_in_a_trace_lie_as_the_kernels_have_them(part: slice) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = [text for op, text in mistakes(recorded_calls(part), KernelStrides) if op not in EAGER]
+        found = [text for op, text in mistakes(recorded_calls(part), kernel_strides_mode) if op not in EAGER]
     assert found == []
 
 
