@@ -29,9 +29,7 @@ WRONG: dict[str, Any] = {
 
 
 def command_options(command: str) -> dict[str, click.Option]:
-    return {
-        str(option.name): option for option in main.commands[command].params if isinstance(option, click.Option)
-    }
+    return {str(option.name): option for option in main.commands[command].params if isinstance(option, click.Option)}
 
 
 def defaults(command: str) -> dict[str, Any]:

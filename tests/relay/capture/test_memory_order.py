@@ -151,6 +151,7 @@ SEQUENCES = functools.partial(drawn, 7, 5, WIDTH)
 PICTURES = functools.partial(drawn, 5, 4, 6, 6)
 LAST = (0, 2, 3, 1)
 
+
 def the_same_twice() -> nn.Module:
     inner = nn.Linear(WIDTH, WIDTH)
     return nn.Sequential(inner, nn.Tanh(), inner)

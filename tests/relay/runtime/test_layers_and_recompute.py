@@ -27,7 +27,6 @@ from tests.support.zoo.plain_models import Build
 STEPS = 3
 
 
-
 def gpt(**changes: Any) -> GPT:
     torch.manual_seed(0)
     settings = {"vocabulary": 64, "layers": 4, "hidden": 16, "heads": 2, "sequence": 12, "tied": False}
@@ -267,9 +266,7 @@ def test_simulated_memory_is_that_of_a_real_run(build: Build, options: dict[str,
 
 def test_a_ragged_batch_leaves_the_memory_of_even_ones_as_it_was(build: Build) -> None:
     trainer = build(gpt(layers=3), recompute=False, stash="host", device="cpu:discrete", microbatches=2)
-    even, ragged, again = (
-        trainer.step(reference.text_batches(1, batch=batch)[0]).host_bytes for batch in (4, 5, 4)
-    )
+    even, ragged, again = (trainer.step(reference.text_batches(1, batch=batch)[0]).host_bytes for batch in (4, 5, 4))
     assert again == even < ragged
 
 

@@ -152,9 +152,7 @@ def test_a_type_that_is_no_row_of_equal_layers_is_refused(kind: str, written: An
         ({"vocab_size": True}, "whole numbers for sizes"),
     ],
 )
-def test_what_cannot_be_counted_is_refused_and_asked_wrongly(
-    more: dict[str, Any], message: str, written: Any
-) -> None:
+def test_what_cannot_be_counted_is_refused_and_asked_wrongly(more: dict[str, Any], message: str, written: Any) -> None:
     path = written({"model_type": "llama", **SMALL, **more})
     with pytest.raises(ShapeError, match=message):
         read_configuration(path)

@@ -21,7 +21,7 @@ REFUSED: dict[str, str] = {
     "nn.LazyConvTranspose1d": LAZY,
     "nn.LazyConvTranspose2d": LAZY,
     "nn.LazyConvTranspose3d": LAZY,
-    "to_sparse": SPARSE,
+    "sparse.sampled_addmm": SPARSE,
 }
 
 

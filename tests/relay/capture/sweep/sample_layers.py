@@ -35,13 +35,18 @@ class Constant:
 
 
 class Operator(nn.Module):
-    """A function of several arguments as a layer of one."""
+    """A function of several arguments as a layer of one.
 
-    def __init__(self, function: Callable[..., Any], arguments: Any) -> None:
+    One with parameters of its own is `trained`, and may have arguments that are none: it is given a one, unused.
+    """
+
+    def __init__(self, function: Callable[..., Any], arguments: Any, trained: bool = False) -> None:
         super().__init__()
         self.function = function
         self.given, self.structure = pytree.tree_flatten(arguments)
         self.value = _first_trained(self.given)
+        if self.value is None and not trained:
+            raise NotASample("no dense tensor of it requires a gradient")
         self.names: dict[int, str] = {}
         for place, one in enumerate(self.given):
             if not isinstance(one, torch.Tensor) or place == self.value:
@@ -59,6 +64,8 @@ class Operator(nn.Module):
 
     def take_example(self) -> torch.Tensor:
         """What the layer is given, and holds no longer."""
+        if self.value is None:
+            return torch.ones(1)
         given = self.given[self.value].detach().clone(memory_format=torch.contiguous_format)
         self.given[self.value] = None
         return given
@@ -67,7 +74,8 @@ class Operator(nn.Module):
         given = [one.tensor if isinstance(one, Constant) else one for one in self.given]
         for place, name in self.names.items():
             given[place] = getattr(self, name)
-        given[self.value] = value
+        if self.value is not None:
+            given[self.value] = value
         args, kwargs = pytree.tree_unflatten(given, self.structure)
         return tensors_of(self.function(*args, **kwargs))
 
@@ -78,7 +86,7 @@ class Module(nn.Module):
     def __init__(self, module: nn.Module, arguments: Any) -> None:
         super().__init__()
         self.module = module
-        self.operator = Operator(lambda *args, **kwargs: module(*args, **kwargs), arguments)
+        self.operator = Operator(lambda *args, **kwargs: module(*args, **kwargs), arguments, True)
 
     def take_example(self) -> torch.Tensor:
         return self.operator.take_example()
@@ -93,11 +101,11 @@ def tensors_of(result: Any) -> tuple[torch.Tensor, ...]:
     return tuple(one for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor))
 
 
-def _first_trained(given: list[Any]) -> int:
+def _first_trained(given: list[Any]) -> int | None:
     for place, one in enumerate(given):
         if isinstance(one, torch.Tensor) and one.requires_grad and one.layout is torch.strided:
             return place
-    raise NotASample("no dense tensor of it requires a gradient")
+    return None
 
 
 class NotASample(Exception):

@@ -9,12 +9,15 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from tests.relay.capture.sweep.comparison import verdict
 from tests.relay.capture.sweep.refusals import REFUSED, refusal_of
-from tests.relay.capture.sweep.sample_layers import Sample, all_samples, sample_named
+from tests.relay.capture.sweep.sample_layers import Operator, Sample, all_samples, sample_named
 
 FULL = os.environ.get("RELAY_FULL_SWEEP") == "1"
 PARTS = 60
@@ -26,7 +29,8 @@ FIXED = (
     "nn.functional.interpolate.bicubic/1", "nn.functional.max_unpool1d.grad/0", "nn.functional.rrelu/0",
     "norm.fro/1", "normal/0", "sort/1", "tensor_split/0", "to_sparse/0", "unsqueeze_/0", "var_mean/1",
     "view_as_complex/0", "nn.BatchNorm2d/0", "nn.CrossEntropyLoss/7", "nn.LayerNorm/1", "nn.LazyConv2d/0",
-    "nn.LSTM/3", "nn.MultiheadAttention/5", "nn.PReLU/1", "nn.TransformerEncoderLayer/2",
+    "nn.LinearCrossEntropyLoss/215", "nn.LSTM/3", "nn.MultiheadAttention/5", "nn.PReLU/1",
+    "nn.TransformerEncoderLayer/2", "sparse.sampled_addmm/1",
 )  # fmt: skip
 """Some of each kind: in place, by data, complex, sparse, random, with state, lazy, recurrent."""
 
@@ -68,3 +72,23 @@ def test_at_least_94_of_100_samples_are_not_on_the_list() -> None:
     assert len(refused) <= 0.06 * len(names)
     known = set(itertools.chain(names, (name.rpartition("/")[0] for name in names)))
     assert set(REFUSED) <= known
+
+
+SPARSE_INSIDE = {
+    "made from a dense one": lambda value: (value.to_sparse() * 2).to_dense(),
+    "compressed rows": lambda value: value.to_sparse_csr().to_dense(),
+    "compressed blocks": lambda value: value.to_sparse_bsr((2, 2)).to_dense(),
+    "product with a constant": lambda value: torch.sparse.mm((torch.eye(4) * 2).to_sparse_csr(), value),
+    "product": lambda value: torch.sparse.mm(value.to_sparse_csr(), torch.ones(4, 4)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:Sparse BSR")
+@pytest.mark.parametrize("function", SPARSE_INSIDE.values(), ids=list(SPARSE_INSIDE))
+def test_layers_that_are_sparse_inside_train_as_in_pytorch(function: Callable[[Tensor], Tensor]) -> None:
+    def make() -> tuple[nn.Module, Tensor]:
+        torch.manual_seed(0)
+        layer = Operator(function, ((torch.randn(4, 4, requires_grad=True),), {}))
+        return layer, layer.take_example()
+
+    assert verdict(Sample("sparse", make)).kind == "equal"
