@@ -6,7 +6,8 @@ They are read from events that have ended. Nothing here waits or measures.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from hal.event import Event
 
@@ -28,6 +29,8 @@ class Metrics:
         weight_bytes: the bytes of weights that were sent to the device.
         skipped: True if nothing of the step was applied, since its loss was not finite, or, under clipping by norm or a
             dynamic loss scale, its gradients were not.
+        outputs: for each micro-batch, in order, the outputs that `step(outputs=[...])` names, detached and by name;
+            None for one that did not run, since all of its targets are masked. Empty if none are asked for.
     """
 
     loss: float
@@ -41,6 +44,7 @@ class Metrics:
     optimizer_seconds: float
     weight_bytes: int
     skipped: bool = False
+    outputs: list[dict[str, Any] | None] = field(default_factory=list)
 
     @property
     def tokens_per_second(self) -> float:

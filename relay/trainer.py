@@ -13,7 +13,7 @@ import os
 import textwrap
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from time import perf_counter
 from typing import Any
@@ -25,6 +25,7 @@ from hal import registry
 from hal.errors import DeviceLost
 from hal.host import Host
 from relay.capture import graphs_for
+from relay.data.batch_gradients import refuse_own_parameters
 from relay.eps.optimizer_state import as_spec, bind
 from relay.eps.server import Clipping, ParameterServer
 from relay.eps.store import LayerStore
@@ -136,40 +137,72 @@ class Trainer(RunState):
 
     @refuse_renamed("Trainer.step")
     @as_if_alone()
-    def step(self, batch: Any, active_layers: Sequence[int | str] | None = None) -> Metrics:
+    def step(
+        self,
+        batch: Any = None,
+        active_layers: Sequence[int | str] | None = None,
+        *,
+        pieces: Sequence[Any] | None = None,
+        weights: Sequence[float] | None = None,
+        outputs: Sequence[str] | None = None,
+    ) -> Metrics:
         """One optimizer step on a batch: `(inputs, targets)` for a list of modules, a mapping for a whole model.
 
-        With `active_layers` (indices or names) only those layers take part: repeated blocks of a whole model, or
-        modules of a list. Each of the others returns its input unchanged and has no gradient.
+        Tensors of the batch that require a gradient get it, as from `loss.backward()` in plain PyTorch.
+
+        Args:
+            batch: what is cut into micro-batches.
+            active_layers: indices or names of the layers that take part: repeated blocks of a whole model, or modules
+                of a list. Each of the others returns its input unchanged and has no gradient.
+            pieces: batches that are the micro-batches, instead of `batch`: each may have shapes of its own.
+            weights: what each piece's loss is multiplied by. Without it the pieces count as if they were cut from one
+                batch: by their samples or targets, or fully if the loss is a sum.
+            outputs: names of outputs (attributes or keys of what the model returns, such as "logits") that
+                `metrics.outputs` gives for each micro-batch, as the training forward computed them, detached. For a
+                list of modules "output" is all that the last one returns.
 
         Raises BatchError, PartitionError, CaptureError or OutOfMemory before anything runs, and NonFiniteLoss after the
         forward, with nothing applied. After any other error the step is applied completely or not at all, or else the
         next call raises InconsistentState. Ctrl-C takes effect when the step has ended.
         """
+        if (batch is None) == (pieces is None):
+            raise TypeError("relay.Trainer.step() takes a batch, or pieces=[batch, ...], and not both.")
+        if weights is not None and pieces is None:
+            raise TypeError("weights= are the weights of pieces=[batch, ...]. A batch that is cut has none.")
+        if isinstance(outputs, str):
+            raise TypeError(f"outputs={outputs!r} must be a list of names: outputs=[{outputs!r}].")
+        for name, given in (("pieces", pieces), ("weights", weights)):
+            if given is not None and not isinstance(given, (list, tuple)):
+                raise TypeError(f"{name}= must be a list; got {type(given).__name__}.")
+        asked = {"pieces": pieces, "weights": weights, "outputs": tuple(outputs or ())}
         try:
-            return self._one_step(batch, active_layers)
+            return self._one_step(batch, active_layers, asked)
         except DeviceLost:
             if self.options.on_device_lost != "retry" or self._session.guard.broken is not None:
                 raise
             self.reopen()
-            return self._one_step(batch, active_layers)
+            return self._one_step(batch, active_layers, asked)
 
-    def _one_step(self, batch: Any, active_layers: Sequence[int | str] | None) -> Metrics:
+    def _one_step(self, batch: Any, active_layers: Sequence[int | str] | None, asked: Mapping[str, Any]) -> Metrics:
         self._check_usable()
         start = perf_counter()
         session = self._session
         if active_layers is not None and not session.knows_every_layer:
             # Every layer gets its memory in the store, laid out as it is without `active_layers`.
-            session.take_over(self._prepare_batch(batch).compiled, self.param_groups, training=True)
-        prepared_batch = self._prepare_batch(batch, active_layers=active_layers)
+            session.take_over(self._prepare_batch(batch, **asked).compiled, self.param_groups, training=True)
+        prepared_batch = self._prepare_batch(batch, active_layers=active_layers, **asked)
+        pieces = prepared_batch.pieces
+        refuse_own_parameters(pieces.pieces, self._model)
         session.knows_every_layer = True
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         prepared = session.prepare(prepared_batch.compiled, groups, training=True)
         # With a dynamic loss scale a loss that is not finite is an overflow like any other, and the step is skipped.
         on_nonfinite = self.options.on_nonfinite if self._scale is None else "apply"
+        reads = run_step.TrainingReads(prepared, pieces.pieces)
+        scale = self.loss_scale
         submitted = run_step.train_step(
-            session, prepared, prepared_batch.pieces.tensors, prepared_batch.weights, groups, self._seed, self._step,
-            self.loss_scale, on_nonfinite,
+            session, prepared, pieces.tensors, prepared_batch.weights, groups, self._seed, self._step, scale,
+            on_nonfinite, reads.submit,
         )  # fmt: skip
         skipped = submitted.result.skipped
         self._step += 1
@@ -177,8 +210,15 @@ class Trainer(RunState):
             self.optimizer.count_step()
         if self._scale is not None:
             (self._scale.overflowed if skipped else self._scale.succeeded)()
+        if not skipped:
+            reads.pass_gradients_on(1.0 / scale, were_cut=asked["pieces"] is None)
+        outputs: list[dict[str, Any] | None] = []
+        if asked["outputs"]:
+            outputs = [None] * prepared_batch.count
+            for number, found in zip(prepared_batch.numbers, reads.outputs(), strict=True):
+                outputs[number] = found
         session.guard.deliver_interrupts()
-        return run_step.metrics_of(session, submitted, prepared_batch.pieces, start)
+        return run_step.metrics_of(session, submitted, pieces, start, outputs)
 
     @refuse_renamed("Trainer.evaluate")
     @as_if_alone()
@@ -215,10 +255,14 @@ class Trainer(RunState):
         self._session.prepare(self._prepare_batch(batch).compiled, self.param_groups, training=True)
 
     def _prepare_batch(
-        self, batch: Any, training: bool = True, active_layers: Sequence[int | str] | None = None
+        self,
+        batch: Any,
+        training: bool = True,
+        active_layers: Sequence[int | str] | None = None,
+        **asked: Any,
     ) -> PreparedBatch:
-        """The batch cut into micro-batches, with the compiled model for each."""
-        prepared_batch = self._compiler.prepare(batch, training, active_layers)
+        """The batch cut into micro-batches, with the compiled model for each. `asked` is what else a step is given."""
+        prepared_batch = self._compiler.prepare(batch, training, active_layers, **asked)
         if training and not self.baseline_device_bytes:
             self.baseline_device_bytes = self._compiler.baseline_device_bytes(prepared_batch.compiled[0])
         return prepared_batch

@@ -109,7 +109,7 @@ def capture(request: CaptureRequest) -> Captured:
         if request.device == CPU:
             correct_dropout_scale(traced.graph)
     extraction = Extraction(request, traced)
-    return _cut(extraction, reads, request.ends_in_loss, name, request.gradient_orders, request.save)
+    return _cut(extraction, reads, request.ends_in_loss, name, request.gradient_orders, request.save, request.shown)
 
 
 def _is_recurrent(module: nn.Module) -> bool:
@@ -123,9 +123,10 @@ def _cut(
     name: str,
     gradient_orders: Mapping[int, Order],
     save: bool,
+    shown: frozenset[int],
 ) -> Captured:
     """Cut the programs of one segment out of a trace, which stays as it is."""
-    captured = extraction.named(name).captured(gradient_orders, ends_in_loss, save and not ends_in_loss)
+    captured = extraction.named(name).captured(gradient_orders, ends_in_loss, save and not ends_in_loss, shown)
     return replace(captured, reads=reads, recut=functools.partial(_cut, extraction, reads, ends_in_loss))
 
 

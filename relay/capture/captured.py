@@ -39,7 +39,7 @@ class Captured:
     """For a segment that ends in the loss: the loss and the new values of buffers alone."""
 
     joint: Program | None
-    """For a segment that ends in the loss: what `loss` gives and the gradients, in one run."""
+    """For a segment that ends in the loss: what `loss` gives, the `shown` outputs and the gradients, in one run."""
 
     output_requires_grad: tuple[bool, ...]
     """For each output, whether a gradient flows back through it."""
@@ -67,6 +67,6 @@ class Captured:
     gradient_orders: Mapping[int, Order] = field(default_factory=dict)
     """The memory orders of gradients of inputs, by number of the input."""
 
-    recut: Callable[[str, Mapping[int, Order], bool], Captured] | None = None
-    """Cuts the programs out of the same trace for another (name, gradient_orders, save), as `capture` would for such a
-    request. None if the trace has not been kept."""
+    recut: Callable[[str, Mapping[int, Order], bool, frozenset[int]], Captured] | None = None
+    """Cuts the programs out of the same trace for another (name, gradient_orders, save, shown), as `capture` would for
+    such a request. None if the trace has not been kept."""

@@ -110,7 +110,8 @@ class EagerCall:
     Attributes are numbers of parameters, buffers, inputs or outputs, and are filled in by
     `relay.capture.eager_fallback`: `updates` (buffers that are written back), `saved_buffers` (buffers copied for the
     backward), `seeded` (outputs with a seed), `gradients` and `value_gradients` (parameters and inputs to differentiate
-    by), `differentiated` (inputs that require a gradient). `shapes` are those expected of the outputs.
+    by), `differentiated` (inputs that require a gradient), `shown` (outputs that are returned). `shapes` are those
+    expected of the outputs.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class EagerCall:
         self.gradients: list[int] = []
         self.value_gradients: list[int] = []
         self.differentiated: list[int] = []
+        self.shown: list[int] = []
         self.training = True
         self.name = name
         self.__name__ = self.__qualname__ = f"eager_{kind}"
@@ -160,9 +162,8 @@ class EagerCall:
         with torch.set_grad_enabled(self.training), nullcontext() if self.training else hooks_wait():
             outputs, after = self.segment.run(*self._leaves(parameters, values), buffers)
         self._check(outputs)
-        shown = outputs if self.kind == "forward" else outputs[:1]
         copies = [buffers[number].clone() for number in self.saved_buffers] if self.kind == "forward" else []
-        return (*self._stored(shown), *copies, *(after[number] for number in self.updates))
+        return (*self._stored(outputs), *copies, *(after[number] for number in self.updates))
 
     def _leaves(
         self, parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
@@ -209,10 +210,10 @@ class EagerCall:
             made[index] = stored(made[index], self.layouts.gradients.get(number, ()))
         if self.kind == "backward":
             return tuple(made)
-        return (outputs[0].detach(), *(after[number] for number in self.updates), *made)
+        return (*self._stored(outputs), *(after[number] for number in self.updates), *made)
 
     def _stored(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [stored(output.detach(), self.layouts.outputs.get(number, ())) for number, output in enumerate(outputs)]
+        return [stored(outputs[number].detach(), self.layouts.outputs.get(number, ())) for number in self.shown]
 
     def _check(self, outputs: Sequence[torch.Tensor]) -> None:
         shapes = [tuple(output.shape) for output in outputs]

@@ -166,8 +166,10 @@ def eager_programs(request: CaptureRequest) -> EagerPrograms:
         call.shapes = [tuple(output.shape) for output in outputs]
         call.differentiated = [number for number, value in enumerate(values) if value.requires_grad]
         call.training = training
-        shown = list(enumerate(outputs)) if kind == "forward" else [(0, outputs[0])] if kind != "backward" else []
-        results = [stored_port(Role.VALUE, number, value, layouts.outputs) for number, value in shown]
+        if kind != "backward":
+            chosen = {0, *request.shown} if kind == "joint" else {0}
+            call.shown = [number for number in range(len(outputs)) if kind == "forward" or number in chosen]
+        results = [stored_port(Role.VALUE, number, outputs[number], layouts.outputs) for number in call.shown]
         if kind in ("forward", "backward"):
             call.saved_buffers = saved_buffers
         if kind == "forward":

@@ -142,8 +142,13 @@ class Extraction:
         other.name = name
         return other
 
-    def captured(self, asked: Mapping[int, Order], ends_in_loss: bool, save: bool) -> Captured:
-        """Cut out the programs. `asked` maps inputs to the memory orders in which their gradients are wanted."""
+    def captured(
+        self, asked: Mapping[int, Order], ends_in_loss: bool, save: bool, shown: frozenset[int] = frozenset()
+    ) -> Captured:
+        """Cut out the programs. `asked` maps inputs to the memory orders in which their gradients are wanted.
+
+        `shown` are outputs that the joint program returns besides the loss.
+        """
         self.asked_orders = asked
         outputs = [(node, self._stored_port(Role.VALUE, index, node)) for index, node in sorted(self.outputs.items())]
         updates = self._buffer_updates()
@@ -157,6 +162,7 @@ class Extraction:
             results = [node for nodes in wanted for node in nodes]
             saved = nodes_to_save(self.traced.graph, forward, results, set(self.seeds.values()), states)
             saved = self._read_of(saved, seeds, gradients)
+        others = [output for number, output in enumerate(outputs) if number in shown]
         own = [(node, port) for node, port in outputs if node in saved]
         inner = [node for node in saved if not any(node is output for output, _ in own)]
         copies = [] if ends_in_loss else self._buffers_to_save(wanted, set(saved))
@@ -173,7 +179,9 @@ class Extraction:
             if gradients and not ends_in_loss
             else None,
             loss=self._program("loss", [], outputs[:1] + updates) if ends_in_loss else None,
-            joint=self._program("joint", seeds, outputs[:1] + updates + gradients) if ends_in_loss else None,
+            joint=self._program("joint", seeds, [*outputs[:1], *others, *updates, *gradients])
+            if ends_in_loss
+            else None,
             output_requires_grad=tuple(index in self.seeds for index in sorted(self.outputs)),
             saved=tuple(port for _, port in [*own, *extra]),
             saved_bytes=saved_bytes(self.traced.graph, forward, ancestors(wanted), states),

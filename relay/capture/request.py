@@ -71,6 +71,9 @@ class CaptureRequest:
     """Outputs to which no gradient comes back. As in plain PyTorch, what only they depend on has no gradient then,
     rather than a gradient of zeros."""
 
+    shown: frozenset[int] = frozenset()
+    """Outputs besides the loss that the joint program of a segment that ends in the loss returns too."""
+
     @property
     def wants_gradients(self) -> bool:
         """Whether there is a parameter or an input that requires a gradient."""

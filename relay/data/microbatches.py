@@ -11,6 +11,7 @@ Micro-batches are views of the batch; only tensors made under torch.inference_mo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,6 +90,21 @@ def take_apart(
     starts = range(0, size, step)
     made = cut(content, size, [slice(start, min(start + step, size)) for start in starts], shared, whole_model)
     return Batch([_piece(each, min(step, size - start)) for each, start in zip(made, starts, strict=True)])
+
+
+def join(batches: Sequence[Batch]) -> Batch:
+    """The micro-batches of several batches as those of one."""
+    return Batch([piece for batch in batches for piece in batch.pieces])
+
+
+def check_weights(weights: Sequence[float], count: int) -> list[float]:
+    """Weights that a caller gives for `count` micro-batches. Raises ValueError."""
+    found = [float(weight) for weight in weights]
+    if len(found) != count:
+        raise ValueError(f"weights= has {len(found)} entries for {count} pieces. Give one for each piece.")
+    if not all(math.isfinite(weight) for weight in found):
+        raise ValueError(f"weights={found!r} must be finite numbers.")
+    return found
 
 
 def _content_of(batch: Any, whole_model: bool, needs_targets: bool) -> Content:

@@ -26,7 +26,7 @@ class Value:
 
     `order` and `gradient_order` are the orders of dimensions in which the tensor and its gradient lie in memory
     (`relay.capture.memory_order`). A value with `parts` holds the tensors that a segment's forward saves for its own
-    backward: several tensors in one block of memory.
+    backward: several tensors in one block of memory. A tensor of the batch that `requires_grad` gets a gradient.
     """
 
     index: int
@@ -37,6 +37,7 @@ class Value:
     parts: tuple[Field, ...] = ()
     order: Order = ()
     gradient_order: Order = ()
+    requires_grad: bool = False
 
     def fields(self, gradient: bool = False) -> tuple[Field, ...]:
         """The tensors in the memory of the value, or of its gradient: the tensor itself, or the parts."""
@@ -72,6 +73,14 @@ class Segment:
             self.layer_index = self.index
 
 
+@dataclass(frozen=True, eq=False)
+class NamedOutput:
+    """A part of a model's output: the numbers of its tensors among the results, and how they are nested."""
+
+    numbers: tuple[int, ...]
+    tree: TensorTree
+
+
 @dataclass(eq=False)
 class Partition:
     """A model cut into segments for batches of one shape. `inputs` are the values of the batch's tensors, in order.
@@ -80,7 +89,8 @@ class Partition:
     outputs; `result_tree` nests them as the model does. `guards` are the conditions on the batch under which the model
     takes the traced path. `loss_doubt` is the reason why the losses of micro-batches may not add up to that of the
     batch, if there is one (`relay.partition.loss_forms`). `reads` are the attributes that the code around the layers
-    read.
+    read. `named_outputs` are the outputs
+    that a training step returns besides the loss.
     """
 
     segments: list[Segment]
@@ -93,3 +103,4 @@ class Partition:
     loss_doubt: str | None = None
     guards: tuple[Guard, ...] = ()
     reads: Reads = field(default_factory=dict)
+    named_outputs: dict[str, NamedOutput] = field(default_factory=dict)

@@ -20,12 +20,13 @@ from hal.errors import Unsupported
 from relay.capture import Lowering, ObservedGradientPresence, unlogged
 from relay.capture.guards.unsupported import watching_draws
 from relay.data.buckets import Buckets
-from relay.data.microbatches import Batch, Piece, take_apart, weigh
-from relay.errors import PartitionError
+from relay.data.microbatches import Batch, Piece, check_weights, join, take_apart, weigh
+from relay.errors import BatchError, PartitionError
 from relay.partition import list_as_model, partition_list, partition_model
 from relay.partition.edit_layers import chosen_layers, layer_names
 from relay.partition.find_blocks import undisturbed
 from relay.partition.merge_layers import merge_layers
+from relay.partition.named_outputs import named_outputs
 from relay.runtime.code_states import CodeState, CodeStates
 from relay.runtime.program_cache import ProgramCache
 from relay.runtime.stages import Captures, CompiledModel, build_compiled_model
@@ -36,11 +37,16 @@ logger = logging.getLogger("relay")
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """A batch cut into micro-batches, what each counts in the mean loss, and the compiled model for each."""
+    """A batch in micro-batches, what each counts in the mean loss, and the compiled model for each.
+
+    Micro-batches that count nothing are left out: these are numbers `numbers` of `count`.
+    """
 
     pieces: Batch
     weights: list[float]
     compiled: list[CompiledModel]
+    numbers: list[int]
+    count: int
 
 
 class ModelCompiler:
@@ -104,14 +110,19 @@ class ModelCompiler:
         self._code.clear()
 
     def prepare(
-        self, batch: Any, training: bool = True, active_layers: Sequence[int | str] | None = None
+        self,
+        batch: Any,
+        training: bool = True,
+        active_layers: Sequence[int | str] | None = None,
+        pieces: Sequence[Any] | None = None,
+        weights: Sequence[float] | None = None,
+        outputs: Sequence[str] = (),
     ) -> PreparedBatch:
-        """Cut a batch into micro-batches, and compile the model for each of their shapes.
+        """Cut a batch into micro-batches, or take those in `pieces`, and compile the model for each of their shapes.
 
+        `weights` are what the pieces count, if the loss is not to decide it; `outputs` the names of those to return.
         Raises BatchError, PartitionError or CaptureError.
         """
-        if self._buckets is not None and isinstance(batch, Mapping):
-            batch = self._buckets.pad(batch)
         chosen = None
         if active_layers is not None:
             chosen = chosen_layers(layer_names(self.model, self.modules or []), active_layers)
@@ -119,16 +130,18 @@ class ModelCompiler:
             raise ValueError(
                 "active_layers=[] leaves every module of the list out, so there is nothing to run. Name at least one."
             )
-        pieces = self.take_apart(batch, needs_targets=True)
+        given = self._as_given(pieces) if pieces is not None else self.take_apart(batch, needs_targets=True)
+        stated = check_weights(weights, len(given.pieces)) if weights is not None else None
         state = self._code.current()
-        compiled = [self.compiled(piece, training, False, chosen, state) for piece in pieces.pieces]
+        names = tuple(outputs)
+        compiled = [self.compiled(piece, training, False, chosen, state, names) for piece in given.pieces]
         first = compiled[0].partition
         if not first.has_loss:
             raise PartitionError(
                 f"The output of {type(self.model).__name__} has no loss for this batch. A whole model must return "
                 "an object with .loss: does the batch hold labels?"
             )
-        if first.loss_doubt is not None and len(compiled) > 1:
+        if first.loss_doubt is not None and len(compiled) > 1 and stated is None:
             self._doubt(first.loss_doubt)
         for other in compiled[1:]:
             if other is not compiled[0] and other.signature() != compiled[0].signature():
@@ -137,12 +150,17 @@ class ModelCompiler:
                     "different numbers in it), so they cannot share a step. Make the batch a multiple of "
                     "microbatches, or use microbatches=1."
                 )
-        weights = weigh(pieces, [one.partition.loss_weight for one in compiled])
-        counting = [number for number, weight in enumerate(weights) if weight > 0]  # the mean of nothing is undefined
+        count = len(compiled)
+        if stated is not None:
+            return PreparedBatch(given, stated, compiled, list(range(count)), count)
+        shares = weigh(given, [one.partition.loss_weight for one in compiled])
+        counting = [number for number, share in enumerate(shares) if share > 0]  # the mean of nothing is undefined
         return PreparedBatch(
-            Batch([pieces.pieces[number] for number in counting]),
-            [weights[number] for number in counting],
+            Batch([given.pieces[number] for number in counting]),
+            [shares[number] for number in counting],
             [compiled[number] for number in counting],
+            counting,
+            count,
         )
 
     def prepare_outputs(self, batch: Any) -> PreparedBatch:
@@ -150,7 +168,8 @@ class ModelCompiler:
         pieces = self.take_apart(batch, needs_targets=False)
         compiled = [self.compiled(piece, False, True) for piece in pieces.pieces]
         counted = [one.partition.loss_weight if one.partition.has_loss else None for one in compiled]
-        return PreparedBatch(pieces, weigh(pieces, counted), compiled)
+        count = len(compiled)
+        return PreparedBatch(pieces, weigh(pieces, counted), compiled, list(range(count)), count)
 
     def _doubt(self, why: str) -> None:
         """Warn once that the loss of a batch in micro-batches may differ from the loss of the whole batch."""
@@ -166,7 +185,20 @@ class ModelCompiler:
 
     def take_apart(self, batch: Any, needs_targets: bool) -> Batch:
         """The batch cut into micro-batches; into fewer than asked where it has fewer samples."""
+        if needs_targets:
+            batch = self._padded(batch)
         return take_apart(batch, self.whole, self._microbatches, needs_targets, self._shared_inputs)
+
+    def _as_given(self, pieces: Sequence[Any]) -> Batch:
+        """Batches of their own shapes, each as one micro-batch."""
+        if not pieces:
+            raise BatchError("pieces= is empty, so there is nothing to train on.")
+        padded = [self._padded(piece) for piece in pieces]
+        return join([take_apart(piece, self.whole, 1, True, self._shared_inputs) for piece in padded])
+
+    def _padded(self, batch: Any) -> Any:
+        """The batch with its sequences padded to the buckets, if there are any."""
+        return self._buckets.pad(batch) if self._buckets is not None and isinstance(batch, Mapping) else batch
 
     def compiled(
         self,
@@ -175,17 +207,18 @@ class ModelCompiler:
         results: bool,
         active: tuple[str, ...] | None = None,
         state: CodeState | None = None,
+        outputs: tuple[str, ...] = (),
     ) -> CompiledModel:
         """The compiled model for one micro-batch, from the cache or compiled now.
 
         `state` is that of the code, found once for all micro-batches.
         """
         state = state or self._code.current()
-        key = (piece.signature(), training, results, active, state)
+        key = (piece.signature(), training, results, active, state, outputs)
         compiled = self.cache.find(key, piece.tensors)
         if compiled is None:
             with self._code.capturing(state) as captured:
-                compiled = self._compile(piece, training, results, active)
+                compiled = self._compile(piece, training, results, active, outputs)
                 captured.append((self.model, compiled.partition.reads))
                 captured += [(one.segment.module, one.captured.reads or {}) for one in compiled.stages]
             self.cache.add(key, compiled)
@@ -206,9 +239,12 @@ class ModelCompiler:
         training: bool,
         results: bool,
         active: tuple[str, ...] | None,
+        outputs: tuple[str, ...],
     ) -> CompiledModel:
         """Partition and capture for the shapes of one micro-batch. Tracing cannot run in several threads at once."""
-        tensors = piece.tensors
+        tensors = list(piece.tensors)
+        for number in piece.sources if training else ():
+            tensors[number] = tensors[number].detach().requires_grad_()
         shapes = ", ".join("x".join(map(str, tensor.shape)) or "1" for tensor in tensors)
         purpose = "training" if training else "evaluation"
         logger.info("compiling for %s on micro-batches of %s", purpose, shapes, extra={"event": "compile"})
@@ -221,6 +257,9 @@ class ModelCompiler:
                     self.modules, self._loss, inputs, piece.tree, targets, piece.target_tree, self._compute, active
                 )
             partition = merge_layers(partition, self._layers_per_slot)
+            for value, tensor in zip(partition.inputs, tensors, strict=True):
+                partition.values[value].requires_grad = tensor.requires_grad
+            partition.named_outputs = named_outputs(partition, outputs, self.whole)
             try:
                 return build_compiled_model(
                     partition, training, results, self._compute, self._presences, self.lowering, self._captures,

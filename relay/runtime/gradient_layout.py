@@ -76,3 +76,5 @@ def settle_gradients(
             partition.values[segment.outputs[index]].gradient_order = order
         for index, order in captured.gradient_orders.items():
             settled.setdefault(segment.inputs[index], order)
+    for value in partition.inputs:
+        partition.values[value].gradient_order = settled.get(value, ())

@@ -120,8 +120,10 @@ def plan_for(models: Sequence[CompiledModel], stash: str, training: bool) -> Sta
         for key in keys:
             _use(lives, key, number, values[key.value], sizes[key.value], stash)
         most_streamed = max(most_streamed, sum(lives[key].streams and not lives[key].saved for key in keys))
-    for value in compiled.partition.results:
-        life = lives.get(Key(value, False))
+    read_back = [Key(value, False) for value in compiled.partition.results]
+    read_back += [Key(value, True) for value in compiled.partition.inputs]
+    for key in read_back:
+        life = lives.get(key)
         if life is not None:  # it is read back after the last visit
             life.last, life.streams = end, False
     return plan_stash(lives, most_streamed)

@@ -15,7 +15,7 @@ import torch
 
 from hal.event import Event
 from relay.capture.memory_order import as_written, stored, stored_shape
-from relay.data.microbatches import Batch, count_tokens
+from relay.data.microbatches import Batch, Piece, count_tokens
 from relay.eps.step_record import SubmittedStep
 from relay.errors import NonFiniteLoss
 from relay.metrics import Metrics, total_elapsed
@@ -36,6 +36,7 @@ def train_step(
     number: int,
     scale: float,
     on_nonfinite: str,
+    read_back: Callable[[SubmittedStep], None] | None = None,
 ) -> SubmittedStep:
     """Run a training step.
 
@@ -50,6 +51,7 @@ def train_step(
         scale: the loss scale; 1 for none.
         on_nonfinite: what a loss that is NaN or infinite does. "stop" applies nothing and raises NonFiniteLoss, "skip"
             applies nothing and logs a warning, "log" applies the step and logs a warning, "apply" applies it.
+        read_back: called when the kernels are submitted; it submits reads of further results.
 
     Returns:
         The submitted step, which has ended except for deferred updates.
@@ -79,6 +81,8 @@ def train_step(
             _write_inputs(prepared, inputs)
             step = TrainingStep(prepared, seed, number, session.trace, first[0], submit_verdict, groups, 1.0 / scale)
             scheduler.train(step, submitted)
+            if read_back is not None:
+                read_back(submitted)
     except NonFiniteLoss as problem:
         if on_nonfinite == "stop":
             raise
@@ -90,6 +94,71 @@ def train_step(
     if on_nonfinite == "log" and not bool(torch.isfinite(losses_on_host).all()):
         logger.warning("The loss of step %d is %s; the step is applied all the same.", number, submitted.result.loss)
     return submitted
+
+
+def read(prepared: PreparedStep, submitted: SubmittedStep, microbatch: int, key: Key) -> torch.Tensor:
+    """Submit the read of a value or of its gradient. The tensor holds it once the pass has ended."""
+    value = prepared.compiled[microbatch].partition.values[key.value]
+    order = value.gradient_order if key.gradient else value.order
+    target = torch.empty(stored_shape(value.shape, order), dtype=value.dtype)
+    access = prepared.stash.access(key, microbatch, False)
+    submitted.reads.append(prepared.scheduler.drain_queue.read(target, access.view, access.waits))
+    return as_written(target, order)
+
+
+class TrainingReads:
+    """What a caller gets of a training step besides its loss: outputs of the model, gradients of the batch's tensors.
+
+    What is read lives in the stash until the end of the pass (`relay.runtime.memory_plan`).
+    """
+
+    def __init__(self, prepared: PreparedStep, pieces: Sequence[Piece]) -> None:
+        self._prepared = prepared
+        self._pieces = pieces
+        self._results: list[dict[int, torch.Tensor]] = []
+        self._gradients: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+
+    def submit(self, submitted: SubmittedStep) -> None:
+        """Submit the reads, once the kernels are submitted."""
+        for microbatch, (model, piece) in enumerate(zip(self._prepared.compiled, self._pieces, strict=True)):
+            partition = model.partition
+            numbers = {number for output in partition.named_outputs.values() for number in output.numbers}
+            self._results.append(
+                {
+                    number: read(self._prepared, submitted, microbatch, Key(partition.results[number], False))
+                    for number in sorted(numbers)
+                }
+            )
+            reached = {value for stage in model.stages if stage.backward for value in stage.backward.value_gradients}
+            self._gradients.append(
+                [
+                    (source, read(self._prepared, submitted, microbatch, Key(partition.inputs[number], True)))
+                    for number, source in piece.sources.items()
+                    if partition.inputs[number] in reached
+                ]
+            )
+
+    def outputs(self) -> list[dict[str, Any]]:
+        """For each micro-batch the outputs that were asked for, by name, once the step has ended."""
+        return [
+            {
+                name: output.tree.fill([tensors[number] for number in output.numbers])
+                for name, output in model.partition.named_outputs.items()
+            }
+            for model, tensors in zip(self._prepared.compiled, self._results, strict=True)
+        ]
+
+    def pass_gradients_on(self, unscale: float, were_cut: bool) -> None:
+        """Let autograd take the gradients of the batch's tensors to where these come from, as `backward` would.
+
+        Micro-batches that `were_cut` from one batch have one backward: that of the batch. Others have one each.
+        """
+        passes = [[pair for row in self._gradients for pair in row]] if were_cut else self._gradients
+        passes = [row for row in passes if row]
+        for number, row in enumerate(passes):
+            gradients = [gradient if unscale == 1 else gradient * unscale for _, gradient in row]
+            sources = [source for source, _ in row]
+            torch.autograd.backward(sources, gradients, retain_graph=number < len(passes) - 1)
 
 
 def forward(
@@ -136,25 +205,22 @@ def outputs(
 
     def read_back(submitted: SubmittedStep) -> None:
         for microbatch, model in enumerate(compiled):
-            values = [model.partition.values[value] for value in model.partition.results]
-            row = [torch.empty(stored_shape(value.shape, value.order), dtype=value.dtype) for value in values]
-            rows.append(row)
-            for value, target in zip(values, row, strict=True):
-                access = prepared.stash.access(Key(value.index, False), microbatch, False)
-                submitted.reads.append(prepared.scheduler.drain_queue.read(target, access.view, access.waits))
+            results = model.partition.results
+            rows.append([read(prepared, submitted, microbatch, Key(value, False)) for value in results])
 
     forward(session, prepared, batch.tensors, weights, seed, number, read_back)
-    values = [[model.partition.values[value] for value in model.partition.results] for model in compiled]
-    written = [
-        [as_written(target, value.order) for value, target in zip(*pair, strict=True)]
-        for pair in zip(values, rows, strict=True)
-    ]
-    together = [_join(column, batch.sizes, weights) for column in zip(*written, strict=True)]
+    together = [_join(column, batch.sizes, weights) for column in zip(*rows, strict=True)]
     return compiled[0].partition.result_tree.fill(together)
 
 
-def metrics_of(session: Session, submitted: SubmittedStep, batch: Batch, start: float) -> Metrics:
-    """The figures of a pass that began at `start` (of `perf_counter`)."""
+def metrics_of(
+    session: Session,
+    submitted: SubmittedStep,
+    batch: Batch,
+    start: float,
+    outputs: Sequence[dict[str, Any] | None] = (),
+) -> Metrics:
+    """The figures of a pass that began at `start` (of `perf_counter`), with the outputs that were asked for."""
     transfers = [*submitted.loads, *submitted.reads, *submitted.drains, *session.guard.transfers]
     return Metrics(
         loss=submitted.result.loss,
@@ -168,6 +234,7 @@ def metrics_of(session: Session, submitted: SubmittedStep, batch: Batch, start: 
         optimizer_seconds=total_elapsed(submitted.ended_updates),
         weight_bytes=submitted.weight_bytes,
         skipped=submitted.result.skipped,
+        outputs=list(outputs),
     )
 
 

@@ -180,10 +180,11 @@ def build_compiled_model(
         save = training and not last and segment.index >= recomputing(recompute, count)
         examples = {index: _example(partition.values[segment.outputs[index]], seeds[index]) for index in seeds}
         described = [(tuple(x.shape), x.dtype, x.requires_grad, order_of(x)) for x in inputs]
-        traced, cut = [described, dict(seeds), unreached], (dict(gradients), save)
+        ends_in_loss = last and partition.has_loss
+        shows = shown if ends_in_loss and training else frozenset()
+        traced, cut = [described, dict(seeds), unreached], (dict(gradients), save, shows)
         captured = captures.find(segment, traced, cut)
         if captured is None:
-            ends_in_loss = last and partition.has_loss
             captured = capture(
                 CaptureRequest(
                     segment.module,
@@ -198,6 +199,7 @@ def build_compiled_model(
                     seeds=examples,
                     gradient_orders=gradients,
                     unreached=unreached,
+                    shown=shows,
                 )
             )
             if captured.eager is None:
@@ -206,7 +208,9 @@ def build_compiled_model(
                 captured.eager.presence = presences.setdefault(segment.name, captured.eager.presence)
         return captured
 
-    requires_grad: dict[int, bool] = {}
+    # The joint program of the last segment computes the loss, and of the other outputs those that are asked for.
+    shown = frozenset(number + 1 for output in partition.named_outputs.values() for number in output.numbers)
+    requires_grad = {value.index: value.requires_grad for value in partition.values}
     given: list[list[torch.Tensor]] = []
     found: list[Captured] = []
     for value in partition.values:

@@ -262,3 +262,123 @@ def test_an_epoch_of_a_data_loader_trains_to_its_end(build: Build) -> None:
     plain = perceptron()
     losses = reference.train(plain, list(loader), 4, loss=nn.functional.mse_loss)
     assert [trainer.step(batch).loss for batch in loader] == losses
+
+
+class Attends(nn.Module):
+    """A stack whose layers take what is shared between them as well: a gradient comes back to it from each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, inputs: Tensor, targets: Tensor, context: Tensor | None = None) -> Output:
+        value = inputs
+        for layer in self.layers:
+            value = value + torch.tanh(layer(value if context is None else value + context))
+        return output(value, targets)
+
+
+def attends() -> Attends:
+    torch.manual_seed(0)
+    return Attends()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"stash": "host", "device": "cpu:discrete"}, {"layers_per_slot": 2, "recompute": False}],
+    ids=["device", "host", "merged"],
+)
+def test_inputs_of_a_whole_model_that_require_a_gradient_get_it(build: Build, options: dict[str, Any]) -> None:
+    plain, ours = attends(), attends()
+    trainer = build(ours, microbatches=3, **options)
+    optimizer = reference.adamw(list(plain.parameters()))
+    mine, theirs = (
+        {
+            name: torch.randn(7, 5, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+            for seed, name in enumerate(("inputs", "context"))
+        }
+        for _ in range(2)
+    )
+    for batch in batches(2, rows=7):
+        targets = batch["targets"]
+        trainer.step(mine | {"targets": targets})
+        for start in (0, 3, 6):
+            piece = {name: value[start : start + 3] for name, value in (theirs | {"targets": targets}).items()}
+            (plain(**piece).loss * (len(piece["targets"]) / 7)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for name in mine:
+            assert torch.equal(mine[name].grad, theirs[name].grad)  # of both steps, added up
+    reference.assert_same_state(ours.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_what_the_inputs_of_a_list_were_computed_from_gets_its_gradient(build: Build, microbatches: int) -> None:
+    inputs, targets = regression(8)
+    mine, theirs = nn.Parameter(torch.zeros(6)), nn.Parameter(torch.zeros(6))
+    modules, plain = perceptron(), nn.Sequential(*perceptron())
+    build(modules, loss=nn.functional.mse_loss, microbatches=microbatches).step((inputs * 2 + mine, targets))
+    value = inputs * 2 + theirs
+    rows = value.split(8 // microbatches)
+    torch.stack(
+        [
+            nn.functional.mse_loss(plain(row), target) / microbatches
+            for row, target in zip(rows, targets.split(8 // microbatches), strict=True)
+        ]
+    ).sum().backward()
+    assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_an_input_that_the_loss_does_not_depend_on_has_no_gradient_and_evaluating_gives_none(build: Build) -> None:
+    class Detaches(Attends):
+        def forward(self, inputs: Tensor, targets: Tensor, context: Tensor | None = None) -> Output:
+            assert context is not None
+            return super().forward(inputs, targets, context.detach())
+
+    torch.manual_seed(0)
+    trainer = build(Detaches(), microbatches=2)
+    (batch,) = batches(1, rows=4)
+    given = {"inputs": batch["inputs"].requires_grad_(), "context": torch.randn(4, 5, WIDTH, requires_grad=True)}
+    trainer.evaluate(given | {"targets": batch["targets"]})
+    assert given["inputs"].grad is None
+    trainer.step(given | {"targets": batch["targets"]})
+    assert given["inputs"].grad is not None
+    assert given["context"].grad is None
+
+
+def test_a_shared_input_gets_the_gradients_of_all_micro_batches(build: Build) -> None:
+    class Shared(Attends):
+        def forward(self, inputs: Tensor, targets: Tensor, context: Tensor | None = None) -> Output:
+            return super().forward(inputs, targets, context)
+
+    torch.manual_seed(0)
+    ours = Shared()
+    torch.manual_seed(0)
+    plain = Shared()
+    mine, theirs = torch.zeros(5, WIDTH, requires_grad=True), torch.zeros(5, WIDTH, requires_grad=True)
+    (batch,) = batches(1, rows=8)
+    build(ours, microbatches=2, shared_inputs=["context"]).step(batch | {"context": mine})
+    for piece in reference.cut(batch, 2):
+        (plain(**piece, context=theirs).loss / 2).backward()
+    assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_the_gradient_of_an_input_has_no_loss_scale_in_it(build: Build) -> None:
+    inputs, targets = regression(8)
+    found = []
+    for scale in (1.0, 1024.0):
+        given = inputs.clone().requires_grad_()
+        options = {"precision": "fp16", "loss_scale": scale, "microbatches": 2}
+        build(perceptron(), loss=nn.functional.mse_loss, **options).step((given, targets))
+        found.append(given.grad)
+    assert torch.allclose(found[0], found[1], rtol=1e-2, atol=1e-5)
+    assert found[0].abs().max() > 1e-3
+
+
+def test_a_batch_computed_from_the_models_own_parameters_is_refused_by_name(build: Build) -> None:
+    modules = perceptron()
+    inputs, targets = regression(8)
+    trainer = build(modules, loss=nn.functional.mse_loss, microbatches=2)
+    with pytest.raises(BatchError, match=r"'0\.bias'.*detach"):
+        trainer.step((inputs + modules[0].bias.sum(), targets))
+    assert trainer.steps == 0
