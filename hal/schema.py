@@ -67,6 +67,11 @@ def read(raw: Any, schema: Any, refuse: Callable[[str, str], Exception]) -> Any:
         raise refuse(path.removeprefix("."), message) from wrong
 
 
+def located(path: str, message: str) -> str:
+    """The message of an error, after the path of its field if it has one."""
+    return f"{path}: {message}" if path else message
+
+
 def _explain(raw: Any, schema: Any, wrong: Exception) -> tuple[str, str]:
     """The path of the first field that is wrong, and what is wrong with it."""
     for step, part, its_schema in _parts(raw, schema):

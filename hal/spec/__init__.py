@@ -253,7 +253,7 @@ def spec_of(table: Mapping[str, Any], origin: str) -> Spec:
 
 def _refusal(origin: str) -> Callable[[str, str], SpecError]:
     """The error for a field of a file."""
-    return lambda field, message: SpecError(f"{origin}: {field}: {message}." if field else f"{origin}: {message}.")
+    return lambda field, message: SpecError(f"{origin}: {schema.located(field, message)}.")
 
 
 def _spec(description: Description, origin: str) -> Spec:

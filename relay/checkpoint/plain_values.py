@@ -95,7 +95,7 @@ def decode(value: Any, what: str = "value", depth: int = 0) -> Any:
     form, make = _READERS[mark]
 
     def refuse(field: str, message: str) -> ValueError:
-        return ValueError(f"{what} is not a {mark[1:]}: {field + ': ' if field else ''}{message}")
+        return ValueError(f"{what} is not a {mark[1:]}: {schema.located(field, message)}")
 
     try:
         return make(schema.read(value[mark], form, refuse), what, depth + 1)

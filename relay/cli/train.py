@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
+from msgspec import UNSET, UnsetType
 
+from hal import schema
 from relay.cli.console import RunStopped, Size, json_option, print_json
 from relay.cli.sample import DEFAULT_FOLDER
 from relay.cli.shared_options import AT_LEAST_ONE, COMMAND_LINE, OptionType, together, training_option
@@ -86,7 +89,7 @@ BY_DEFAULT = click.core.ParameterSource.DEFAULT
 @click.option("--plan", type=click.Path(path_type=Path), help="A run file that `relay plan --out` wrote.")
 @json_option
 @click.pass_context
-def train(context: click.Context, run_file: Path | None, plan: Path | None, as_json: bool, **options: Any) -> None:
+def train(context: click.Context, /, run_file: Path | None, plan: Path | None, as_json: bool, **options: Any) -> None:
     """Train a byte-level GPT on text, relaying its layers through a device.
 
     RUN.TOML may hold any of the options by name, such as `layers = 12`. Options on the command line take precedence.
@@ -139,17 +142,17 @@ def _from_file(
         for parameter in context.command.params
         if isinstance(parameter, click.Option) and parameter.name not in ("as_json", "plan")
     }
+    for key in given:
+        if RENAMED.get(key) in known:
+            raise click.UsageError(f"'{run_file}': the key '{key}' is called '{RENAMED[key]}' now.", context)
+
+    def refuse(field: str, message: str) -> click.UsageError:
+        return click.UsageError(f"'{run_file}': {schema.located(field, message)}.", context)
+
+    fields = [(str(name), _written(option) | UnsetType, UNSET) for name, option in known.items()]
+    read = schema.read(given, msgspec.defstruct("RunFile", fields, forbid_unknown_fields=True), refuse)
     chosen: dict[str, Any] = {}
-    for key, value in given.items():
-        if key not in known:
-            if RENAMED.get(key) in known:
-                raise click.UsageError(f"'{run_file}': the key '{key}' is called '{RENAMED[key]}' now.", context)
-            names = ", ".join(name for name in known if name)
-            raise click.UsageError(f"'{run_file}' has an unknown key '{key}'. Known keys: {names}.", context)
-        if not _is_of_kind(value, known[key].type):
-            raise click.UsageError(
-                f"'{run_file}': {key} should be a {known[key].type.name}; received {value!r}.", context
-            )
+    for key, value in msgspec.to_builtins(read).items():
         try:
             converted = known[key].process_value(context, value)
         except click.BadParameter as wrong:
@@ -169,19 +172,18 @@ def _caution_of(context: click.Context, run_file: Path, table: Any) -> Callable[
     return lambda options: caution(planned, options["layers"], options["hidden"], options["heads"])
 
 
-def _is_of_kind(value: Any, kind: click.ParamType) -> bool:
-    """Whether a TOML value has the type of the option: click alone would turn 4.5 layers into 4."""
+def _written(option: click.Option) -> Any:
+    """The type that an option has in a run file. Click then checks its range, but alone would turn 4.5 into 4."""
+    kind = option.type
     if isinstance(kind, OptionType):
-        return isinstance(value, (int, float, str)) and (kind.option.kind == "recompute" or not isinstance(value, bool))
-    if isinstance(kind, type(click.BOOL)):
-        return isinstance(value, bool)
-    if isinstance(kind, Size):
-        return isinstance(value, (int, str)) and not isinstance(value, bool)
-    if isinstance(kind, type(click.FLOAT)):
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if isinstance(kind, type(click.INT)):
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, str)
+        return int | float | str | bool if kind.option.kind == "recompute" else int | float | str
+    types = {
+        click.types.BoolParamType: bool,
+        Size: int | str,
+        click.types.FloatParamType: float,
+        click.types.IntParamType: int,
+    }
+    return next((written for each, written in types.items() if isinstance(kind, each)), str)
 
 
 def _check_together(options: dict[str, Any], origins: dict[str, str]) -> None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
+from msgspec import Meta
 
+from hal import schema
 from relay.errors import RelayError
-
-_LARGEST = 2**62
 
 
 class PositionError(RelayError, ValueError):
@@ -24,6 +25,14 @@ class PositionError(RelayError, ValueError):
 
     What to do: use the same data and batch size as when the position was saved.
     """
+
+
+class _Position(msgspec.Struct, forbid_unknown_fields=True):
+    """What `ResumableBatches.state_dict` returns."""
+
+    epoch: Annotated[int, Meta(ge=0, le=2**62)]
+    taken: Annotated[int, Meta(ge=0, le=2**62)]
+    source: Any
 
 
 class ResumableBatches:
@@ -78,15 +87,12 @@ class ResumableBatches:
 
         Raises PositionError for a malformed position; one that does not fit the data is found when iteration begins.
         """
-        if not isinstance(state, Mapping) or set(state) != {"epoch", "taken", "source"}:
-            raise PositionError(f"A position must be a mapping with epoch, taken and source; received {state!r:.200}.")
-        for key in ("epoch", "taken"):
-            if type(state[key]) is not int or not 0 <= state[key] <= _LARGEST:
-                raise PositionError(
-                    f"The position's {key} must be an integer of at least 0; received {state[key]!r:.40}."
-                )
-        self.epoch, self.taken = state["epoch"], state["taken"]
-        self._inner = state["source"]
+
+        def refuse(field: str, message: str) -> PositionError:
+            return PositionError(f"The saved position is malformed: {schema.located(field, message)}.")
+
+        position = schema.read(state, _Position, refuse)
+        self.epoch, self.taken, self._inner = position.epoch, position.taken, position.source
         self._iterable = None
 
     def _rest_of_epoch(self) -> Iterator[Any]:
@@ -100,8 +106,9 @@ class ResumableBatches:
                     "load_state_dict. Use the same kind of source."
                 )
             iterable.load_state_dict(inner)
-            return iter(iterable)
-        rest = iter(iterable)
+            restored: Iterator[Any] = iter(iterable)
+            return restored
+        rest: Iterator[Any] = iter(iterable)
         if self.taken:
             skipped = sum(1 for _ in islice(rest, self.taken))
             if skipped < self.taken:
@@ -114,7 +121,8 @@ class ResumableBatches:
     def _of_epoch(self) -> Any:
         if callable(self._source):
             return self._source(self.epoch)
-        for owner in (self._source, getattr(self._source, "sampler", None)):
+        owners: tuple[Any, ...] = (self._source, getattr(self._source, "sampler", None))
+        for owner in owners:
             if callable(getattr(owner, "set_epoch", None)):
                 owner.set_epoch(self.epoch)
         return self._source

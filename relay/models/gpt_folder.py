@@ -8,18 +8,36 @@ import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import safetensors
 import safetensors.torch
 import torch
+from msgspec import UNSET, Meta, UnsetType
 
+from hal import schema
 from relay.checkpoint.atomic_file import put_in_place, write_whole
 from relay.errors import RelayError
 from relay.models import GPT
 
 WEIGHTS = "model.safetensors"
 CONFIGURATION = "config.json"
+
+
+_Size = Annotated[int, Meta(ge=1)]
+
+
+class Configuration(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The schema of `config.json`: arguments of `GPT`. Those that are not there have GPT's own defaults."""
+
+    vocabulary: _Size | UnsetType = UNSET
+    layers: Annotated[int, Meta(ge=0)] | UnsetType = UNSET
+    hidden: _Size | UnsetType = UNSET
+    heads: _Size | UnsetType = UNSET
+    sequence: _Size | UnsetType = UNSET
+    dropout: Annotated[float, Meta(ge=0, le=1)] | UnsetType = UNSET
+    tied: bool | UnsetType = UNSET
 
 
 class RunFolderError(RelayError):
@@ -59,10 +77,13 @@ def load(folder: Path) -> GPT:
                 f"There is no trained model in '{folder}': {name} is missing. Train one with "
                 f"`relay train --out {folder}`, or use the folder of an earlier run."
             )
+    file = folder / CONFIGURATION
     try:
-        model = GPT(**json.loads((folder / CONFIGURATION).read_text(encoding="utf-8")))
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        configuration = schema.read(raw, Configuration, lambda *where: ValueError(schema.located(*where)))
+        model = GPT(**msgspec.to_builtins(configuration))
     except (ValueError, TypeError, RuntimeError) as wrong:
-        raise RunFolderError(f"'{folder / CONFIGURATION}' does not describe a GPT: {wrong}") from wrong
+        raise RunFolderError(f"'{file}' does not describe a GPT: {wrong}") from wrong
     try:
         state = safetensors.torch.load_file(folder / WEIGHTS)
         missing, unexpected = model.load_state_dict(state, strict=False)

@@ -7,14 +7,20 @@ read here. Invariant: both commands print the same text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, fields
-from typing import Any
+from dataclasses import asdict
+from typing import Any, get_type_hints
 
+import msgspec
+
+from hal import schema
 from relay.simulation.transformer_shape import BYTES, ModelShape
 
 TABLE = "planned"
 """The name of the table that holds the model in a run file."""
+
+
+_Planned = msgspec.defstruct("Planned", list(get_type_hints(ModelShape).items()), forbid_unknown_fields=True)
+"""The schema of the table: every size of the model must be there."""
 
 
 def as_table(shape: ModelShape) -> dict[str, Any]:
@@ -24,11 +30,11 @@ def as_table(shape: ModelShape) -> dict[str, Any]:
 
 def from_table(table: Any) -> ModelShape:
     """The model in a table. Raises ValueError for a table that `as_table` did not make."""
-    kinds = {field.name: {"int": int, "bool": bool}[str(field.type)] for field in fields(ModelShape)}
-    if not isinstance(table, Mapping) or {key: type(value) for key, value in table.items()} != kinds:
-        expected = ", ".join(f"{name} ({kind.__name__})" for name, kind in kinds.items())
-        raise ValueError(f"[{TABLE}] should hold {expected}, as `relay plan` writes it; received {table!r:.200}")
-    return ModelShape(**table)
+
+    def refuse(field: str, message: str) -> ValueError:
+        return ValueError(f"{TABLE}{field and '.'}{field}: {message}. `relay plan` writes this table.")
+
+    return ModelShape(**msgspec.structs.asdict(schema.read(table, _Planned, refuse)))
 
 
 def caution(planned: ModelShape, layers: int, hidden: int, heads: int) -> str | None:
