@@ -171,8 +171,9 @@ def _expected(schema: Any) -> str:
     if typing.get_origin(schema) is Annotated:
         text = _expected(typing.get_args(schema)[0])
         for meta in _metas(schema):
-            bounds = (("above", meta.gt), ("of at least", meta.ge), ("below", meta.lt), ("of at most", meta.le))
-            text += "".join(f" {word} {bound:,}" for word, bound in bounds if bound is not None)
+            bounds = {"above": meta.gt, "at least": meta.ge, "below": meta.lt, "at most": meta.le}
+            given = [f"{words} {bound:,}" for words, bound in bounds.items() if bound is not None]
+            text += f" that is {' and '.join(given)}" if given else ""
             if meta.max_length is not None:
                 text += f" with at most {meta.max_length:,} items"
         return text
