@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -108,8 +108,8 @@ class Trainer(RunState):
         defaults = spec.defaults()
         grouping = functools.partial(split_into_groups, groups=chosen.param_groups, defaults=defaults)
         groups, _ = grouping(whole)
-        opened = registry.open(chosen.device, chosen.capacity)  # type: ignore[arg-type]
-        host = opened.host(chosen.host_memory, chosen.pinned_memory)  # type: ignore[arg-type]
+        opened = registry.open(chosen.device, cast("int | None", chosen.capacity))
+        host = opened.host(cast("int | None", chosen.host_memory), cast("int | None", chosen.pinned_memory))
         clipping = Clipping(chosen.clip_grad_norm, chosen.clip_grad_value)
 
         def build(on: Host) -> tuple[LayerStore, ParameterServer]:
@@ -121,8 +121,8 @@ class Trainer(RunState):
 
         store, server = build(host)
         session = Session(
-            whole, opened, host, store, server, chosen.slots, chosen.stash, chosen.capacity, build, chosen.precision,
-            chosen.state_dtype,
+            whole, opened, host, store, server, chosen.slots, chosen.stash, cast("int | None", chosen.capacity), build,
+            chosen.precision, chosen.state_dtype,
         )  # fmt: skip
         session.guard.defer_updates = chosen.defer_updates
         session.guard.stall_timeout = chosen.stall_timeout

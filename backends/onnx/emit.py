@@ -127,7 +127,7 @@ class _Emitter:
         if OPS[name].kind is Kind.RANDOM:
             results = [self._drawn(node, spec)]
         elif name in _RESHAPES and node.args[0] in self.ports:
-            return self._loaded(node.args[0], spec)
+            return self._loaded(node.args[0], spec)  # type: ignore[arg-type]  # a port is a node
         elif name in ("aten.mm.default", "aten.addmm.default") and spec.dtype.is_floating_point:
             results = [self._product(node)]
         elif name in ("aten.expand.default", "aten.full.default") and self._broadcasts(node):

@@ -218,8 +218,9 @@ class Model:
             for operands in (node.input, node.output):
                 operands[:] = [self._renamed.get(operand, operand) for operand in operands]
         nodes, needed = self._needed()
-        for bindings in (self.inputs, self.previous_outputs, self.draws):
-            bindings[:] = [binding for binding in bindings if binding.name in needed]  # type: ignore[attr-defined, index]
+        lists: tuple[list[Any], ...] = (self.inputs, self.previous_outputs, self.draws)
+        for bindings in lists:
+            bindings[:] = [binding for binding in bindings if binding.name in needed]
         helper = self._onnx.helper
         graph = helper.make_graph(
             nodes,

@@ -56,7 +56,8 @@ class DriverLock:
         import pyopencl
 
         flags = pyopencl.mem_flags
-        host = np.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=np.uint8)
+        memory: Any = (ctypes.c_uint8 * size).from_address(address)
+        host = np.frombuffer(memory, dtype=np.uint8)
         try:
             self._known[address] = pyopencl.Buffer(self._context, flags.READ_WRITE | flags.USE_HOST_PTR, hostbuf=host)
         except Exception as failure:

@@ -79,7 +79,7 @@ def broken(found: Found) -> str:
         memory = pyopencl.Buffer(context, flags.READ_WRITE | flags.COPY_HOST_PTR, hostbuf=numbers)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", pyopencl.CompilerWarning)
-            program = pyopencl.Program(context, _TEST).build(cache_dir=False)
+            program = pyopencl.Program(context, _TEST).build(cache_dir=False)  # type: ignore[arg-type]  # False is "no cache"
         pyopencl.Kernel(program, "twice")(queue, (64,), None, memory)
         back = np.empty_like(numbers)
         pyopencl.enqueue_copy(queue, back, memory)

@@ -45,6 +45,7 @@ def peak_of_temporaries(graph: fx.Graph, stored_early: Sequence[int] = ()) -> in
     """
     owner = _owners(graph)
     last_use: dict[fx.Node, fx.Node] = {}
+    node: fx.Node
     for node in graph.nodes:
         if owner[node] is node:
             last_use[node] = node

@@ -67,7 +67,7 @@ class Extraction:
         self.values = plain[:count]
         for node in kinds.pop("TangentAOTInput", []):
             source = node.meta["desc"].output
-            mutated = getattr(source, "mutated_input", None)
+            mutated: Any = getattr(source, "mutated_input", None)
             if type(mutated).__name__ == "ParamAOTInput":
                 raise changed_parameter(name, mutated.target.removeprefix(prefix))
             if type(source).__name__ != "PlainAOTOutput":
@@ -301,7 +301,7 @@ class Extraction:
         wanted = [value if isinstance(value, tuple) else (value,) for value, _ in results]
         needed = ancestors(wanted, set(environment))
         copy_nodes(self.traced.graph, needed, graph, environment, key, self.name)
-        outputs = []
+        outputs: list[fx.Node] = []
         early: list[int] = []
         for values, (_, port) in zip(wanted, results, strict=True):
             uses = [environment[use] for use in values]
@@ -309,7 +309,7 @@ class Extraction:
             for use in uses[1:]:
                 total = graph.call_function(aten.add.Tensor, (total, use))
                 total.meta = {"val": uses[0].meta["val"]}
-            order: Order = ()
+            order = ()
             if port.role is Role.VALUE:
                 order = self._order(values[0])
                 if port.index >= len(self.outputs):  # saved for the backward

@@ -27,7 +27,7 @@ def order_in_memory(value: torch.Tensor) -> list[int] | None:
     if value.is_contiguous():
         return list(range(value.dim()))
     # Dimensions of length one come first: their strides are arbitrary, and equal layouts must have equal orders.
-    order = sorted(range(value.dim()), key=lambda dim: (value.shape[dim] != 1, -value.stride(dim), dim))
+    order = sorted(range(value.dim()), key=lambda dim: (value.shape[dim] != 1, -value.stride()[dim], dim))
     expected = 1
     for dim in reversed(order):
         if value.shape[dim] != 1 and value.stride(dim) != expected:

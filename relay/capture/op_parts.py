@@ -31,7 +31,7 @@ def parts_of(target: Callable[..., Any], args: Any, kwargs: Any) -> fx.GraphModu
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            traced = make_fx(call, core_aten_decompositions(), tracing_mode="fake")(tensors)
+            traced = make_fx(call, dict(core_aten_decompositions()), tracing_mode="fake")(tensors)
     except Exception:  # whatever the decomposition raises: the op then has no parts to look at
         return None
     calls = [node for node in traced.graph.nodes if node.op == "call_function"]

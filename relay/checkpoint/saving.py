@@ -222,8 +222,8 @@ def check_fits(
                     file=file,
                     field=f"optimizer.groups[{number}].values.{key}",
                 )
-    for name, entry in manifest.parameters.items():
-        for label, state in entry.states.items():
+    for name, parameter in manifest.parameters.items():
+        for label, state in parameter.states.items():
             flat = state.shard_of_scales is not UNSET
             whole = (tensors[name].numel(),) if flat else tuple(tensors[name].shape)
             if not optimizer.kind.startswith("torch.") and state.shape not in (whole, ()):
@@ -233,7 +233,7 @@ def check_fits(
                     field=f"parameters[{name!r}].states[{label!r}]",
                 )
         try:
-            optimizer.check(name, [*entry.states, *entry.values])
+            optimizer.check(name, [*parameter.states, *parameter.values])
         except ValueError as wrong:
             raise CheckpointError(str(wrong), file=file, field=f"parameters[{name!r}].states") from wrong
 

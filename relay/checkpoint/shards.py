@@ -95,7 +95,7 @@ class ShardWriter:
             )
         self._next += 1
         if tensor.numel():
-            self._write(memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy()))
+            self._write(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
 
     def close(self) -> None:
         """Sync everything to the disk, and close the file."""

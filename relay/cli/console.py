@@ -38,9 +38,8 @@ class Size(click.ParamType):
 class CouldNot(click.ClickException):
     """An expected error: one message for the user, exit code 1."""
 
-    exit_code = 1
-
-    def __init__(self, cause: BaseException) -> None:
+    def __init__(self, cause: BaseException, exit_code: int = 1) -> None:
+        self.exit_code = exit_code  # type: ignore[misc]  # a class variable in click, and set for one failure here
         super().__init__(_sentence(cause) if isinstance(cause, OSError) else str(cause))
 
     def show(self, file: Any = None) -> None:
@@ -74,8 +73,8 @@ class Commands(click.Group):
             self._answer(context, wrong.format_message(), type(wrong).__name__)
             raise
         except (KeyboardInterrupt, RunStopped) as interrupt:
-            stopped = CouldNot(interrupt if isinstance(interrupt, RunStopped) else RuntimeError("interrupted"))
-            stopped.exit_code = getattr(interrupt, "exit_code", stopped.exit_code)
+            cause = interrupt if isinstance(interrupt, RunStopped) else RuntimeError("interrupted")
+            stopped = CouldNot(cause, getattr(interrupt, "exit_code", 1))
             self._answer(context, stopped.message, "Interrupted")
             raise stopped from interrupt
         except BrokenPipeError:

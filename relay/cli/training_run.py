@@ -101,7 +101,7 @@ def train_gpt(options: dict[str, Any], log: Callable[[str], None]) -> dict[str, 
         except KeyboardInterrupt as stop:
             raise RunStopped(_stopped("interrupted", trainer.steps, checkpoints)) from stop
         except Terminated as stop:
-            raise RunStopped(_stopped("ended by SIGTERM", trainer.steps, checkpoints), stop.code) from stop
+            raise RunStopped(_stopped("ended by SIGTERM", trainer.steps, checkpoints), int(stop.code or 143)) from stop
         baseline_device_bytes = trainer.baseline_device_bytes
     return figures | {
         "held_out_before": before,

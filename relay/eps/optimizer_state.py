@@ -168,14 +168,14 @@ class _Bound:
 
     def _allocate_flat(self, made: dict[str, State], sizes: Sequence[int], label: str, dtype: torch.dtype) -> None:
         flat = self._alloc(sum(sizes), dtype, LABELS[label])
-        for (name, state), part in zip(made.items(), flat.split(list(sizes)), strict=True):
+        for (name, state), part in zip(made.items(), torch.split(flat, list(sizes)), strict=True):
             state[label] = part.view(self._store[name].shape)
 
     def _allocate_int8(self, made: dict[str, State], sizes: Sequence[int], label: str, signed: bool) -> None:
         groups = [group_count(size) for size in sizes]
         codes = self._alloc(sum(sizes), torch.uint8, LABELS[label])
         scales = self._alloc(sum(groups), torch.float32, f"{LABELS[label]}, scales of {GROUP}")
-        parts = zip(made.values(), codes.split(list(sizes)), scales.split(groups), strict=True)
+        parts = zip(made.values(), torch.split(codes, list(sizes)), torch.split(scales, groups), strict=True)
         for state, own_codes, own_scales in parts:
             state[label] = Int8State(own_codes, own_scales, signed)
 

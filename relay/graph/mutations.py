@@ -8,6 +8,7 @@ computes what it did before, and every remaining write is in an `AliasGroup`.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Collection
 from typing import Any
@@ -40,7 +41,7 @@ def bind_writes(graph: fx.Graph, states: Collection[fx.Node]) -> list[AliasGroup
             with graph.inserting_after(root):
                 own = graph.call_function(aten.clone.default, (root,))
             own.meta = dict(root.meta)
-            root.replace_all_uses_with(own, delete_user_cb=lambda user, own=own: user is not own)
+            root.replace_all_uses_with(own, delete_user_cb=functools.partial(operator.is_not, own))
     roots = memory_roots(graph)
     alias_groups: dict[fx.Node, AliasGroup] = {}
     for node in graph.nodes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,9 +25,9 @@ def without_cache(model: nn.Module) -> Iterator[None]:
     Training has no use for the cache of keys and values, and an object that every layer changes cannot pass between
     segments.
     """
-    changed = []
+    changed: list[Any] = []
     for module in model.modules():
-        settings = getattr(module, "config", None)
+        settings: Any = getattr(module, "config", None)
         if getattr(settings, "use_cache", None) is True and not isinstance(settings, dict):
             settings.use_cache = False
             changed.append(settings)

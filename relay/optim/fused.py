@@ -108,12 +108,16 @@ def matches_torch() -> bool:
         options = {"lr": 0.01, "eps": 1e-8, "weight_decay": 0.1}
         states = {"exp_avg": mine[1], "exp_avg_sq": mine[2]}
         update(ADAM, mine[0], gradient, states, None, options | {"betas": (0.9, 0.999)}, step=step, threads=1)
-        lists = [[theirs[0]], [gradient], [theirs[1]], [theirs[2]], [], [count]]
-        torch._fused_adam_(*lists, **options, beta1=0.9, beta2=0.999, amsgrad=False, maximize=False)
+        torch._fused_adam_(
+            [theirs[0]], [gradient], [theirs[1]], [theirs[2]], [], [count], lr=0.01, beta1=0.9, beta2=0.999,
+            weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
         options = {"lr": 0.01, "momentum": 0.9, "dampening": 0.1, "nesterov": True, "weight_decay": 0.1}
         update(SGD, mine[0], gradient, {"momentum_buffer": mine[3]}, None, options, step=step, threads=1)
-        lists = [[theirs[0]], [gradient], [theirs[3]]]
-        torch._fused_sgd_(*lists, **options, maximize=False, is_first_step=step == 1)
+        torch._fused_sgd_(
+            [theirs[0]], [gradient], [theirs[3]], weight_decay=0.1, momentum=0.9, lr=0.01, dampening=0.1,
+            nesterov=True, maximize=False, is_first_step=step == 1,
+        )  # fmt: skip
     return all(torch.equal(left, right) for left, right in zip(mine, theirs, strict=True))
 
 
@@ -279,7 +283,7 @@ def _kind(kernels: Any, name: str, tensor: torch.Tensor, size: int, allowed: tup
             f"a {layout} {str(tensor.dtype).removeprefix('torch.')} tensor of {tensor.numel()} on {tensor.device}. "
             "Convert it first."
         )
-    numbers = {
+    numbers: dict[torch.dtype, int] = {
         torch.float32: kernels.FLOAT32,
         torch.bfloat16: kernels.BFLOAT16,
         torch.float16: kernels.FLOAT16,

@@ -229,7 +229,8 @@ class _Cut:
         index = len(self.segments)
         items = [other for other in node.users if other in self.item]
         used = sorted({self.item[item][1] for item in items if item.users})
-        arguments = [self.value_of[self._key(other)] for other in node.args[1]]  # type: ignore[union-attr]
+        given: Any = node.args[1]
+        arguments = [self.value_of[self._key(other)] for other in given]
         sources = tuple(dict.fromkeys(arguments))
         indices = tuple(sources.index(argument) for argument in arguments)
         outputs = []
@@ -305,7 +306,7 @@ class _Cut:
                 gradients_on = self.gradients_on[node]
                 graph.call_function(SET_GRAD_ENABLED, (gradients_on,))
             if node.op == "get_attr":
-                constant = getattr(self.traced, node.target)
+                constant = getattr(self.traced, str(node.target))
                 raise_if_left_behind(constant, self.traced)
                 raise_if_large(constant, node)
                 environment[node] = graph.call_function(torch.tensor, (constant.tolist(),), {"dtype": constant.dtype})

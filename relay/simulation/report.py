@@ -228,11 +228,11 @@ def write_sweep(
     axis.set_yticks(range(len(values[0])), values[0])
     axis.set_xlabel(axes[1])
     axis.set_ylabel(axes[0])
-    for row, line in enumerate(speeds):
+    for row_index, line in enumerate(speeds):
         for column, speed in enumerate(line):
             text = "does not\nfit" if math.isnan(speed) else f"{speed:,.0f}"
             colour = "black" if math.isnan(speed) else "white"
-            axis.text(column, row, text, ha="center", va="center", fontsize=8, color=colour)
+            axis.text(column, row_index, text, ha="center", va="center", fontsize=8, color=colour)
     figure.colorbar(image, label="tokens/s")
     figure.savefig(picture, dpi=150)
     return table, picture

@@ -311,7 +311,7 @@ def _templates(
         start, end = _Start(shape, sequence), _End(shape)
         repeated = [_Layer(shape) for _ in range(layers)]
         if shape.tied:
-            words = start.embedding if shape.gated else start.embedding.token
+            words: Any = start.embedding if shape.gated else start.embedding.token
             end.head.projection.weight = words.weight
     return start, repeated, end
 

@@ -254,8 +254,8 @@ def number(value: float | int | bool, dtype: torch.dtype) -> str:
     if real in (float("inf"), float("-inf")):
         return f"(({kind}){'-' if real < 0 else ''}INFINITY)"
     if kind == "float":
-        rounded_value = torch.tensor(real, dtype=torch.float32).item()
+        rounded_value = float(torch.tensor(real, dtype=torch.float32))
         if rounded_value in (float("inf"), float("-inf")):
             return number(rounded_value, dtype)
         return f"({rounded_value.hex()}f)"
-    return f"({real.hex()})"
+    return f"({float(real).hex()})"

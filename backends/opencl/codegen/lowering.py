@@ -100,14 +100,14 @@ class Lowering(Tasks):
                     break
                 if not (kind is Kind.VIEW and name_of(node.target) in _RESHAPES):
                     break
-                node = node.args[0]
+                node = node.args[0]  # type: ignore[assignment]  # what is viewed is a node
 
     def _worth_memory(self, node: fx.Node, value: Computed) -> bool:
         uses = self._uses[node]
         return value.cost > LIMIT or (uses > 1 and value.cost > CHEAP)
 
     def _call(self, node: fx.Node) -> Any:
-        args = fx.node.map_aggregate(
+        args: Any = fx.node.map_aggregate(
             node.args, lambda item: self._values.get(item) if isinstance(item, fx.Node) else item
         )
         if node.target is operator.getitem:

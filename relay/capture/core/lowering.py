@@ -121,7 +121,7 @@ def _simplified(graph: fx.Graph, layer: str) -> fx.Graph:
 
 
 def _rewritten(builder: Builder, node: fx.Node, environment: dict[fx.Node, Any], layer: str) -> Any:
-    arguments = fx.node.map_aggregate(
+    arguments: Any = fx.node.map_aggregate(
         (tuple(node.args), dict(node.kwargs)),
         lambda item: environment[item] if isinstance(item, fx.Node) else item,
     )
@@ -138,6 +138,7 @@ def _rewritten(builder: Builder, node: fx.Node, environment: dict[fx.Node, Any],
             op=str(node.target),
         ) from failure
     if result is None:
+        assert callable(node.target)
         result = builder.graph.call_function(node.target, tuple(args), dict(kwargs))
         result.meta = {"val": node.meta["val"]}
         return result

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 def _order(x: Tensor) -> list[int] | None:
     """The dimensions from the slowest in memory to the fastest; None if the tensor does not fill its memory."""
-    order = sorted(range(x.dim()), key=lambda dim: (-x.stride(dim), -x.shape[dim]))
+    order = sorted(range(x.dim()), key=lambda dim: (-x.stride()[dim], -x.shape[dim]))
     expected = 1
     for dim in reversed(order):
         if x.shape[dim] != 1 and x.stride(dim) != expected:

@@ -176,6 +176,6 @@ def _node_of(tensor: Any) -> fx.Node | None:
 
 
 def _root_of_trace() -> Any:
-    mode = get_proxy_mode()
+    mode: Any = get_proxy_mode()
     assert mode is not None
     return mode.tracer.root

@@ -43,7 +43,9 @@ def carry_attributes(attributes: Mapping[str, Any], other: torch.Tensor) -> None
 @contextmanager
 def put_back(module: nn.Module) -> Iterator[None]:
     """Restore all parameters and buffers of a module on exit. A trace replaces them by name."""
-    tables = [(table, dict(table)) for part in module.modules() for table in (part._parameters, part._buffers)]
+    tables: list[tuple[Any, Any]] = [
+        (table, dict(table)) for part in module.modules() for table in (part._parameters, part._buffers)
+    ]
     try:
         yield
     finally:

@@ -31,7 +31,7 @@ def call_observed(forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[
     after, tree = tensor_leaves((args, kwargs))
     if tree == before and all(current is given for current, given in zip(after, tensors, strict=True)):
         return result, None
-    unchanged = {id(tensor): Unchanged(index) for index, tensor in enumerate(tensors)}
+    unchanged: dict[int, Any] = {id(tensor): Unchanged(index) for index, tensor in enumerate(tensors)}
     return result, tree.fill([unchanged.get(id(tensor), tensor) for tensor in after])
 
 

@@ -125,7 +125,7 @@ def refusing() -> Iterator[Unseen]:
         with _TensorHooks() as hooks:
             yield hooks.unseen
     finally:
-        torch.autograd.Function.apply = plain
+        torch.autograd.Function.apply = plain  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -146,7 +146,7 @@ _HOOKING: dict[Any, str] = {
     torch.Tensor.register_hook: "calls register_hook on a tensor",
     torch.Tensor.register_post_accumulate_grad_hook: "calls register_post_accumulate_grad_hook on a tensor",
     # register_multi_grad_hook reads it, as does code that hooks a node of the backward.
-    torch.Tensor.grad_fn.__get__: "reads a tensor's grad_fn, on which it can have hooks,",  # type: ignore[attr-defined]
+    torch.Tensor.grad_fn.__get__: "reads a tensor's grad_fn, on which it can have hooks,",  # type: ignore[union-attr]
 }
 
 
