@@ -12,7 +12,7 @@ class RelayError(RuntimeError):
 
 
 class BatchError(RelayError, ValueError):
-    """A batch that cannot be used: empty, too small for the micro-batches, or with tensors of different lengths.
+    """A batch that cannot be used: empty, or with tensors that cannot be cut into the micro-batches.
 
     What to do: change the batch or `microbatches=`.
     """

@@ -20,7 +20,7 @@ import torch
 
 from relay.capture.memory_order import order_of
 from relay.data.loss_weight import LossWeight
-from relay.data.samples import Content, cut, length_of
+from relay.data.samples import Content, are_cut, cut, has_lists, length_of
 from relay.errors import BatchError
 from relay.graph.pytree import TensorTree, tensor_leaves
 
@@ -87,9 +87,24 @@ def take_apart(
     if size == 0:
         raise BatchError("The batch is empty: its tensors have length 0.")
     step = -(-size // min(microbatches, size))
-    starts = range(0, size, step)
-    made = cut(content, size, [slice(start, min(start + step, size)) for start in starts], shared, whole_model)
-    return Batch([_piece(each, min(step, size - start)) for each, start in zip(made, starts, strict=True)])
+    ranges = [slice(start, min(start + step, size)) for start in range(0, size, step)]
+    if len(ranges) > 1 and has_lists(content, size, shared, whole_model):
+        contents = cut(content, size, ranges, shared, whole_model)
+        return Batch([_whole(each, rows.stop - rows.start) for each, rows in zip(contents, ranges, strict=True)])
+    whole = _whole(content, size)
+    if len(ranges) == 1:
+        return Batch([whole])
+    cuts = are_cut(content, size, len(ranges), shared, whole_model)
+    tensors = [whole.sources.get(number, tensor) for number, tensor in enumerate(whole.tensors)]
+    return Batch(
+        [
+            _piece(
+                [tensor[rows] if is_cut else tensor for tensor, is_cut in zip(tensors, cuts, strict=True)],
+                rows.stop - rows.start, whole.input_count, whole.tree, whole.target_tree,
+            )
+            for rows in ranges
+        ]
+    )  # fmt: skip
 
 
 def join(batches: Sequence[Batch]) -> Batch:
@@ -123,13 +138,23 @@ def _content_of(batch: Any, whole_model: bool, needs_targets: bool) -> Content:
     return {"inputs": batch[0], "targets": batch[1]}
 
 
-def _piece(content: Content, size: int) -> Piece:
+def _whole(content: Content, size: int) -> Piece:
+    """A content as one micro-batch."""
     inputs, tree = tensor_leaves(content["inputs"])
-    targets, target_tree = tensor_leaves(content["targets"]) if "targets" in content else ([], None)
+    targets: list[torch.Tensor] = []
+    target_tree: TensorTree | None = None
+    if "targets" in content:
+        targets, target_tree = tensor_leaves(content["targets"])
+    return _piece([*inputs, *targets], size, len(inputs), tree, target_tree)
+
+
+def _piece(
+    given: Sequence[torch.Tensor], size: int, input_count: int, tree: TensorTree, target_tree: TensorTree | None
+) -> Piece:
     # Autograd refuses tensors made under torch.inference_mode, but not copies of them.
-    tensors = [tensor.clone() if tensor.is_inference() else tensor.detach() for tensor in (*inputs, *targets)]
-    sources = {number: tensor for number, tensor in enumerate((*inputs, *targets)) if tensor.requires_grad}
-    return Piece(tensors, size, len(inputs), tree, target_tree, sources)
+    tensors = [tensor.clone() if tensor.is_inference() else tensor.detach() for tensor in given]
+    sources = {number: tensor for number, tensor in enumerate(given) if tensor.requires_grad}
+    return Piece(tensors, size, input_count, tree, target_tree, sources)
 
 
 def weigh(batch: Batch, weights: Sequence[LossWeight | None]) -> list[float]:

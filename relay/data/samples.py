@@ -27,7 +27,7 @@ Pieces = Callable[[slice], Any]
 def length_of(content: Content, shared: Sequence[str], whole_model: bool) -> int:
     """The most frequent length along dimension 0 of the tensors outside of lists; of all, if there are only lists."""
     parts = [part for name, part in _named(content, whole_model) if name not in shared]
-    outside = [leaf for part in parts for leaf in pytree.tree_leaves(part, is_leaf=_is_list) if not _is_list(leaf)]
+    outside = [leaf for part in parts for leaf in _flat(part, _is_list)[0] if not _is_list(leaf)]
     lengths = _lengths(outside) or _lengths(parts)
     if not lengths:
         raise BatchError(
@@ -36,19 +36,36 @@ def length_of(content: Content, shared: Sequence[str], whole_model: bool) -> int
     return max(dict.fromkeys(lengths), key=lengths.count)
 
 
+def has_lists(content: Content, size: int, shared: Sequence[str], whole_model: bool) -> bool:
+    """Whether there are lists that may have one entry for each sample. Then pieces differ in what they nest."""
+    parts = [part for name, part in _named(content, whole_model) if name not in shared]
+    return any(
+        _is_by_sample(leaf, size) for part in parts for leaf in _flat(part, lambda value: _is_by_sample(value, size))[0]
+    )
+
+
+def are_cut(content: Content, size: int, count: int, shared: Sequence[str], whole_model: bool) -> list[bool]:
+    """For each tensor, in order, whether it is cut. Raises BatchError for one that all `count` pieces would share."""
+    found = []
+    for name, part in _named(content, whole_model):
+        for tensor in _tensors(part):
+            if name not in shared and tensor.dim() > 0 and len(tensor) != size:
+                raise _uncut(tensor, name, size, count, whole_model)
+            found.append(name not in shared and tensor.dim() > 0)
+    return found
+
+
 def cut(
     content: Content, size: int, ranges: Sequence[slice], shared: Sequence[str], whole_model: bool
 ) -> list[Content]:
-    """The content of each range of samples. With one range it is the batch as it is, and nothing is checked."""
-    if len(ranges) == 1:
-        return [content]
+    """The content of each range of samples, with lists cut as well. Raises BatchError for what cannot be cut."""
     named = _named(content, whole_model)
     made: list[list[Any]] = [[] for _ in ranges]
     for name, part in named:
-        leaves, spec = pytree.tree_flatten(part, is_leaf=lambda value: _is_by_sample(value, size))
+        leaves, rebuild = _flat(part, lambda value: _is_by_sample(value, size))
         pieces_of = [_pieces_of(leaf, name, size, len(ranges), name in shared, whole_model) for leaf in leaves]
         for samples, row in zip(ranges, made, strict=True):
-            row.append(pytree.tree_unflatten([pieces(samples) for pieces in pieces_of], spec))
+            row.append(rebuild([pieces(samples) for pieces in pieces_of]))
     contents: list[Content] = []
     for row in made:
         parts = {name: part for (name, _), part in zip(named, row, strict=True)}
@@ -61,8 +78,20 @@ def _named(content: Content, whole_model: bool) -> list[tuple[str, Any]]:
     return list((content["inputs"] if whole_model else content).items())
 
 
+def _flat(part: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The leaves of a part, and the function that nests others as they are. Most parts are one tensor."""
+    if isinstance(part, torch.Tensor):
+        return [part], lambda leaves: leaves[0]
+    leaves, spec = pytree.tree_flatten(part, is_leaf=is_leaf)
+    return leaves, lambda others: pytree.tree_unflatten(others, spec)
+
+
+def _tensors(leaf: Any) -> list[torch.Tensor]:
+    return [leaf] if isinstance(leaf, torch.Tensor) else tensor_leaves(leaf)[0]
+
+
 def _lengths(parts: Sequence[Any]) -> list[int]:
-    return [int(tensor.shape[0]) for tensor in tensor_leaves(list(parts))[0] if tensor.dim() > 0]
+    return [int(tensor.shape[0]) for part in parts for tensor in _tensors(part) if tensor.dim() > 0]
 
 
 def _is_list(value: Any) -> bool:
@@ -76,7 +105,9 @@ def _is_by_sample(value: Any, size: int) -> bool:
 
 def _pieces_of(leaf: Any, name: str, size: int, count: int, shared: bool, whole_model: bool) -> Pieces:
     """How a leaf is cut. Raises BatchError for one that cannot be, or that could be in two ways."""
-    if shared:
+    if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == size and not shared:
+        return leaf.__getitem__
+    if shared or (isinstance(leaf, torch.Tensor) and leaf.dim() == 0):
         return lambda samples: leaf
     if _is_by_sample(leaf, size):
         tensors, _ = tensor_leaves(leaf)
