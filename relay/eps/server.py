@@ -19,7 +19,7 @@ decides no order of layers, and reaches the device only through the slot that it
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -58,6 +58,8 @@ class GradientPlan:
         joined: those of `updates` that are added to a sum of earlier arrivals.
         first_arrivals: gradients that are the first of the step for their parameter.
         presence: set where data decide which parameters have a gradient.
+        late: how many of `names`, at the end, are parameters that have no gradient here. This segment reads them in its
+            backward, so they are updated after it, from the sum of the gradients that have arrived before.
     """
 
     name: str
@@ -67,6 +69,7 @@ class GradientPlan:
     joined: tuple[int, ...]
     first_arrivals: tuple[int, ...]
     presence: GradientPresence | None = None
+    late: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,22 +80,35 @@ class Clipping:
     value: float | None = None
 
 
-def plan_gradients(segments: Sequence[tuple[str, Sequence[str]]]) -> dict[str, GradientPlan]:
-    """Plans by segment, from (segment, names of its gradients) in forward order; gradients arrive in reverse."""
+def plan_gradients(
+    segments: Sequence[tuple[str, Sequence[str]]], readers: Sequence[Collection[str]] = ()
+) -> dict[str, GradientPlan]:
+    """Plans by segment, from (segment, names of its gradients) in forward order; gradients arrive in reverse.
+
+    `readers` are, for each segment, the parameters that its backward reads. Where updates are eager none of them may be
+    updated before, whether the segment has a gradient for it or not.
+    """
     last_arrival: dict[str, int] = {}
     first_arrival: dict[str, int] = {}
     for number, (_, names) in enumerate(segments):
         for name in names:
             last_arrival.setdefault(name, number)
             first_arrival[name] = number
+    late: dict[int, list[str]] = {}
+    for number, names in enumerate(readers):
+        for name in names:
+            if number < last_arrival.get(name, number):
+                late.setdefault(number, []).append(name)
+                last_arrival[name] = number
     plans = {}
     for number, (segment, names) in enumerate(segments):
         indices = range(len(names))
         updates = tuple(index for index in indices if last_arrival[names[index]] == number)
         plans[segment] = GradientPlan(
             name=segment,
-            names=tuple(names),
-            updates=updates,
+            names=(*names, *late.get(number, ())),
+            updates=(*updates, *range(len(names), len(names) + len(late.get(number, ())))),
+            late=len(late.get(number, ())),
             partial=tuple(index for index in indices if index not in updates),
             joined=tuple(index for index in updates if first_arrival[names[index]] != number),
             first_arrivals=tuple(index for index in indices if first_arrival[names[index]] == number),
@@ -180,7 +196,7 @@ class ParameterServer:
         turn = self._turn = 1 - self._turn
         device, views = self._device, slot.gradients
         staging: torch.Tensor | None = None  # for gradients that have no memory of their own on the host
-        if device.info.unified:
+        if device.info.unified or not content.gradient_size:
             arrived = list(slot.computed)
         else:
             pieces: Sequence[tuple[int, torch.Tensor]] = content.gradient_pieces
@@ -197,6 +213,7 @@ class ParameterServer:
                 gradients = [device.host_tensor(view) for view in views]
             elif staging is not None:
                 gradients = content.gradients_in(staging)
+            gradients = [*gradients, *(self._sums[name] for name in plan.names[len(gradients) :])]
             self._take_in(plan, gradients, unscale, submitted.result)
             if not self.deferred:
                 factor = None if unscale == 1.0 else torch.tensor(unscale)
@@ -204,12 +221,13 @@ class ParameterServer:
 
         # Host tasks run in order, so sums that other segments started are there.
         label = f"{'arrival' if self.deferred else 'update'} of {plan.name}"
-        work = self._work(plan, content.gradient_sizes, True, not self.deferred)
+        late = [_size(self._sums[name]) for name in plan.names[len(plan.names) - plan.late :]]
+        work = self._work(plan, [*content.gradient_sizes, *late], True, not self.deferred)
         done = self._host.run(arrive, [*arrived, verdict], label, work)
         submitted.arrivals.append(done)
         if self._device.info.unified:
             slot.hold_gradients([done])
-        elif not self.deferred:
+        elif staging is not None:
             self._staging_free[turn] = [done]
         if not self.deferred:
             self._note_update(plan, done, submitted)
@@ -285,7 +303,8 @@ class ParameterServer:
             # PyTorch leaves a parameter without a gradient alone; one of zeros would be decayed. A tied one may have
             # its gradient from any of its uses.
             reached = None if plan.presence is None else plan.presence.reached()
-            result.reached.update(name for index, name in enumerate(plan.names) if reached is None or index in reached)
+            own = plan.names[: len(plan.names) - plan.late]
+            result.reached.update(name for index, name in enumerate(own) if reached is None or index in reached)
             for index in plan.updates:
                 if self._clipping.value is not None:
                     # Clipping makes infinities finite, so an overflow has to be noticed before it.
@@ -316,14 +335,15 @@ class ParameterServer:
             factor = result.factor
         with torch.no_grad():
             for number, indices in self._by_group(plan).items():
-                if plan.presence is not None:
+                if plan.presence is not None or plan.late:
                     indices = [index for index in indices if plan.names[index] in result.reached]
                     self.optimizer.allocate([plan.names[index] for index in indices], groups[number])
                     if not indices:
                         continue
                 names = [plan.names[index] for index in indices]
                 if self.snapshot is not None:
-                    self.snapshot.before_update(names)
+                    followers = [name for name in self._store.aliases if self._store.owner(name) in names]
+                    self.snapshot.before_update([*names, *followers])
                 result.updating = True
                 self.optimizer.update(names, [gradients[index] for index in indices], groups[number], factor)
 

@@ -23,6 +23,7 @@ from hal.event import Event
 from hal.host import Host
 from hal.page_lock import give_back_free_memory
 from hal.slot import Field, SlotContent, aligned, lay_out
+from relay.eps.aliases import Alias, find_aliases
 from relay.errors import ModelChanged
 
 WEIGHTS = "weights"
@@ -76,6 +77,7 @@ class LayerStore:
         self._seen: dict[str, tuple[torch.Tensor, int]] = {}
         self._regions: list[tuple[torch.Tensor, str]] = []
         self._complete = False
+        self.aliases: dict[str, Alias] = {}
         self.updated: dict[str, Event] = {}
         self.version = 0
 
@@ -89,7 +91,7 @@ class LayerStore:
         rest = [[(name, tensor.dtype)] for name, tensor in tensors.items()]
         crossing = {item for group in groups for item in group}  # the master of a rounded weight does not cross
         plans: list[tuple[list[str], tuple[Field, ...], int, torch.dtype, str]] = []
-        planned = set(self._stored)
+        planned = {*self._stored, *((name, tensors[name].dtype) for name in self.aliases)}
         for group in [*groups, *rest]:
             own = [(name, tensors[name].dtype) for name, _ in group]
             for wanted in (own, group):
@@ -125,7 +127,35 @@ class LayerStore:
                     else:
                         self._copies.setdefault(name, []).append(home)
                 self._stored[(name, dtype)] = _Stored(home, raw, field.offset)
+        for name in self.aliases:
+            self._view_owner(name, tensors[name])
         self._complete = True
+
+    def _view_owner(self, name: str, tensor: torch.Tensor) -> None:
+        """Let a buffer that views another tensor view that one's memory here."""
+        alias = self.aliases[name]
+        wanted = (alias.owner, tensor.dtype)
+        if (name, tensor.dtype) in self._stored or wanted not in self._stored:
+            return
+        owner = self._stored[wanted]
+        home = owner.tensor.view(-1)[alias.start : alias.start + tensor.numel()].view(tensor.shape)
+        self._stored[(name, tensor.dtype)] = _Stored(
+            home, owner.flat, owner.offset + alias.start * tensor.element_size()
+        )
+        self._master[name] = tensor.dtype
+        tensor.data = home
+        self._seen[name] = (tensor, tensor._version)
+
+    def owner(self, name: str) -> str:
+        """The tensor whose memory a name's is: its own, or that of the one that it views."""
+        while name in self.aliases:
+            name = self.aliases[name].owner
+        return name
+
+    def find_aliases(self, model: nn.Module) -> None:
+        """Learn which of the model's tensors share memory. Raises PartitionError; nothing has moved then."""
+        if not self._complete:
+            self.aliases = find_aliases(model)
 
     @staticmethod
     def _state_of(wanted: Wanted, tensor: torch.Tensor) -> str:
@@ -159,9 +189,9 @@ class LayerStore:
 
     def take_edits(self) -> None:
         """Round again the weights that were written through the model since the last call."""
+        edited = {self.owner(name) for name, (tensor, version) in self._seen.items() if tensor._version != version}
         for (name, dtype), stored in self._stored.items():
-            tensor, version = self._seen[name]
-            if dtype != self._master[name] and tensor._version != version:
+            if dtype != self._master[name] and name in edited:
                 with torch.no_grad():
                     stored.tensor.copy_(self[name])
         for name, (tensor, _) in self._seen.items():
@@ -188,6 +218,7 @@ class LayerStore:
             name = new_name(wanted[0])
             return None if name is None else (name, wanted[1])
 
+        self.aliases.clear()
         self._complete = False  # layers that were put in have parameters that are new here
         self._stored = renamed(self._stored, new_wanted)
         self._master = renamed(self._master, new_name)
@@ -220,12 +251,20 @@ class LayerStore:
         while self._regions:
             flat, state = self._regions.pop()
             here = [name for name, home in homes.items() if home.flat.data_ptr() == flat.data_ptr()]
-            for name in here:
+            given: dict[str, torch.Tensor] = {}
+            for name in sorted(here, key=self.aliases.__contains__):  # owners before those that view them
                 tensor, home = self._seen.pop(name)[0], homes.pop(name).tensor
                 if tensor.data_ptr() == home.data_ptr() and tensor.dtype == home.dtype:
-                    tensor.data = home.clone()
+                    alias = self.aliases.get(name)
+                    owner = None if alias is None else given.get(alias.owner)
+                    if alias is None or owner is None:
+                        tensor.data = home.clone()
+                    else:
+                        tensor.data = owner.view(-1)[alias.start : alias.start + home.numel()].view(home.shape)
+                    given[name] = tensor.data
             self._host.free(flat, state)
         self._master.clear()
+        self.aliases.clear()
         self._complete = False
 
     def _free_homes(self) -> None:
@@ -246,7 +285,7 @@ class LayerStore:
         content = self._contents.pop(key, None)
         if content is None:
             content = self._lay_out_content(name, tensors, gradients, keeps_gradients)
-            self._names_of[content] = tuple(tensor for tensor, _ in tensors)
+            self._names_of[content] = tuple(self.owner(tensor) for tensor, _ in tensors)
         self._contents[key] = content  # moved to the end: the least recently used is dropped first
         while len(self._contents) > max(CONTENTS, 4 * len(self._stored)):
             del self._contents[next(iter(self._contents))]

@@ -18,9 +18,11 @@ from torch import nn
 from hal.device import Buffer, Device, View
 from hal.errors import HalError, OutOfMemory
 from hal.host import Host
+from hal.program import Role
 from hal.slot import SlotContent
 from relay.eps.server import GradientPlan, ParameterServer, plan_gradients
 from relay.eps.store import GRADIENTS, LayerStore, Wanted
+from relay.errors import PartitionError
 from relay.runtime.host_memory_check import Build, CountingHost, refuse_beyond, rehearse
 from relay.runtime.memory_plan import (
     Requirement,
@@ -99,7 +101,7 @@ class Session:
         Raises OutOfMemory, with what would reduce the need, before any memory is taken.
         """
         contents = self.take_over(compiled, groups, training)
-        gradient_plans = _gradient_plans(compiled[0]) if training else []
+        gradient_plans = self._gradient_plans(compiled[0]) if training else []
         distinct = list(dict.fromkeys(compiled))
         parameter_size, gradient_size = slot_sizes(contents)
         slots = self.scheduler.slots if self.scheduler is not None else None
@@ -140,11 +142,18 @@ class Session:
         Raises OutOfMemory, with the ledger and advice, where the host may not hold what the pass needs; nothing has
         moved then. Raises ModelChanged where the model no longer has the tensors that were taken over.
         """
+        self.store.find_aliases(self._model)
         self._check_host(compiled, groups, training)
         wanted = wanted_of(compiled[0])
         self.store.check(self._model)
         if not all(self.store.holds(tensor) for group in wanted for tensor in group):
             self.store.take_over(self._model, wanted)
+        for name in changing_buffers(compiled[0]) if training else ():
+            if name in self.store.aliases or any(name == alias.owner for alias in self.store.aliases.values()):
+                raise PartitionError(
+                    f"The buffer {name!r} is changed by the forward and shares memory with another tensor of the "
+                    "model, so a step would change both. Give it memory of its own with .clone()."
+                )
         self.store.take_edits()
         return self._lay_out(self.store, compiled[0], wanted)
 
@@ -194,7 +203,7 @@ class Session:
             return
         counting = CountingHost(self.host.worker)
         wanted = wanted_of(first)
-        plans = _gradient_plans(first) if training else []
+        plans = self._gradient_plans(first) if training else []
 
         def lay_out(store: LayerStore) -> list[SlotContent]:
             return self._lay_out(store, first, wanted)
@@ -211,6 +220,25 @@ class Session:
             any(value.parts for value in first.partition.values),
         )  # fmt: skip
         self._checked.add(id(first))
+
+    def _gradient_plans(self, compiled: CompiledModel) -> list[GradientPlan]:
+        """What is done with each segment's gradients."""
+        segments = [(stage.segment.name, stage.gradients) for stage in compiled.stages]
+        # Deferred updates run when no backward does.
+        plans = plan_gradients(segments, [] if self.server.deferred else self._read_in_backward(compiled))
+        for stage in compiled.stages:
+            plans[stage.segment.name].presence = stage.gradient_presence
+        return [plans[name] for name, _ in segments]
+
+    def _read_in_backward(self, compiled: CompiledModel) -> list[set[str]]:
+        """The parameters whose numbers each segment's backward takes in, by a buffer that shares their memory too."""
+        read = []
+        for stage in compiled.stages:
+            ports = stage.backward.program.inputs if stage.backward is not None else ()
+            names = [stage.parameters[port.index] for port in ports if port.role is Role.PARAMETER]
+            names += [stage.buffers[port.index] for port in ports if port.role is Role.BUFFER]
+            read.append({self.store.owner(name) for name in names})
+        return read
 
     def _lay_out(
         self, store: LayerStore, compiled: CompiledModel, wanted: Sequence[Sequence[Wanted]]
@@ -272,15 +300,6 @@ class Session:
         if self._scalars is not None:
             self._scalars.memory.free()
             self._scalars = None
-
-
-def _gradient_plans(compiled: CompiledModel) -> list[GradientPlan]:
-    """What is done with each segment's gradients."""
-    segments = [(stage.segment.name, stage.gradients) for stage in compiled.stages]
-    plans = plan_gradients(segments)
-    for stage in compiled.stages:
-        plans[stage.segment.name].presence = stage.gradient_presence
-    return [plans[name] for name, _ in segments]
 
 
 def _scalars(memory: Buffer, compiled: CompiledModel, count: int) -> Scalars:
