@@ -80,7 +80,20 @@ def test_pytorch_itself_mistakes_nearly_all_ops_of_the_list() -> None:
     assert reached - found <= NOT_SEEN
 
 
-NOT_SEEN: set[Any] = set()
+aten = torch.ops.aten
+NOT_SEEN: set[Any] = {
+    aten._native_batch_norm_legit.default,
+    aten._native_batch_norm_legit.no_stats,
+    aten._softmax_backward_data.default,
+    aten._upsample_nearest_exact1d.default,
+    aten.div.Tensor_mode,
+    aten.ldexp.Tensor,
+    aten.logaddexp.default,
+    aten.max_unpool2d.default,
+    aten.special_xlog1py.default,
+    aten.upsample_nearest1d.default,
+    aten.xlogy.Tensor,
+}
 """Ops of the list whose mistake shows in other samples than those that are recorded."""
 
 
