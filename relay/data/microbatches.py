@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from relay.capture.memory_order import order_of
 from relay.data.loss_weight import LossWeight
-from relay.data.samples import Content, are_cut, cut, has_lists, length_of
+from relay.data.samples import Content, are_cut, cut, has_lists, holds_tensors, length_of
 from relay.errors import BatchError
 from relay.graph.pytree import TensorTree, tensor_leaves
 
@@ -78,7 +78,7 @@ def take_apart(
     Raises BatchError if the batch has another form, is empty, or has tensors that cannot be cut.
     """
     content = _content_of(batch, whole_model, needs_targets)
-    if not tensor_leaves(content)[0]:
+    if not holds_tensors(content, whole_model):
         raise BatchError(
             f"The batch holds no tensors: {_describe(batch)}. Convert its arrays or lists to tensors, for example with "
             "torch.as_tensor."
@@ -95,16 +95,12 @@ def take_apart(
     if len(ranges) == 1:
         return Batch([whole])
     cuts = are_cut(content, size, len(ranges), shared, whole_model)
-    tensors = [whole.sources.get(number, tensor) for number, tensor in enumerate(whole.tensors)]
-    return Batch(
-        [
-            _piece(
-                [tensor[rows] if is_cut else tensor for tensor, is_cut in zip(tensors, cuts, strict=True)],
-                rows.stop - rows.start, whole.input_count, whole.tree, whole.target_tree,
-            )
-            for rows in ranges
-        ]
-    )  # fmt: skip
+    pieces = []
+    for rows in ranges:
+        tensors = [tensor[rows] if is_cut else tensor for tensor, is_cut in zip(whole.tensors, cuts, strict=True)]
+        sources = {number: source[rows] if cuts[number] else source for number, source in whole.sources.items()}
+        pieces.append(replace(whole, tensors=tensors, size=rows.stop - rows.start, sources=sources))
+    return Batch(pieces)
 
 
 def join(batches: Sequence[Batch]) -> Batch:
@@ -145,16 +141,11 @@ def _whole(content: Content, size: int) -> Piece:
     target_tree: TensorTree | None = None
     if "targets" in content:
         targets, target_tree = tensor_leaves(content["targets"])
-    return _piece([*inputs, *targets], size, len(inputs), tree, target_tree)
-
-
-def _piece(
-    given: Sequence[torch.Tensor], size: int, input_count: int, tree: TensorTree, target_tree: TensorTree | None
-) -> Piece:
     # Autograd refuses tensors made under torch.inference_mode, but not copies of them.
+    given = [*inputs, *targets]
     tensors = [tensor.clone() if tensor.is_inference() else tensor.detach() for tensor in given]
     sources = {number: tensor for number, tensor in enumerate(given) if tensor.requires_grad}
-    return Piece(tensors, size, input_count, tree, target_tree, sources)
+    return Piece(tensors, size, len(inputs), tree, target_tree, sources)
 
 
 def weigh(batch: Batch, weights: Sequence[LossWeight | None]) -> list[float]:

@@ -24,6 +24,11 @@ Pieces = Callable[[slice], Any]
 """Gives the part of one leaf that belongs to a range of samples."""
 
 
+def holds_tensors(content: Content, whole_model: bool) -> bool:
+    """Whether there is a tensor in the batch."""
+    return any(_tensors(part) for _, part in _named(content, whole_model))
+
+
 def length_of(content: Content, shared: Sequence[str], whole_model: bool) -> int:
     """The most frequent length along dimension 0 of the tensors outside of lists; of all, if there are only lists."""
     parts = [part for name, part in _named(content, whole_model) if name not in shared]
