@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         NonFiniteLoss,
         PartitionError,
         RelayError,
+        VerificationError,
     )
     from relay.metrics import Metrics
     from relay.optim.optimizers import LAMB, SGD, Adam, AdamW, Lion
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from relay.simulation.plan import NoFeasiblePlan, Plan, plan
     from relay.simulation.simulate import DoesNotFit, Simulation, simulate
     from relay.trainer import Trainer
+    from relay.verification.report import Verification
 
 _HOMES = {
     "Adam": "relay.optim.optimizers",
@@ -64,6 +66,8 @@ _HOMES = {
     "RelayError": "relay.errors",
     "Simulation": "relay.simulation.simulate",
     "Trainer": "relay.trainer",
+    "Verification": "relay.verification.report",
+    "VerificationError": "relay.errors",
     "devices": "hal.registry",
     "NoFeasiblePlan": "relay.simulation.plan",
     "Plan": "relay.simulation.plan",
@@ -101,6 +105,8 @@ __all__ = [
     "Terminated",
     "Trace",
     "Trainer",
+    "Verification",
+    "VerificationError",
     "devices",
     "plan",
     "simulate",

@@ -111,6 +111,13 @@ class ModelChanged(RelayError):
         self.name = name
 
 
+class VerificationError(RelayError):
+    """A comparison with plain PyTorch that cannot be made for this model or these options. Nothing has changed.
+
+    What to do: what the message names, or compare another configuration of the same model.
+    """
+
+
 class CheckpointError(RelayError):
     """A checkpoint that cannot be written, read or used here. `file` and `field` say where (`field` may be empty).
 

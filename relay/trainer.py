@@ -13,7 +13,7 @@ import os
 import textwrap
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from time import perf_counter
 from typing import Any, cast
@@ -43,6 +43,8 @@ from relay.runtime.compiler import ModelCompiler, PreparedBatch, list_of_modules
 from relay.runtime.grad_mode import as_if_alone
 from relay.runtime.session import Session
 from relay.runtime.trace import Trace
+from relay.verification.comparison import verify
+from relay.verification.report import Verification
 
 logger = logging.getLogger("relay")
 
@@ -244,6 +246,29 @@ class Trainer(RunState):
             prepared = self._session.prepare(prepared_batch.compiled, self.param_groups, training=False)
             pieces, weights = prepared_batch.pieces, prepared_batch.weights
             return run_step.outputs(self._session, prepared, pieces, weights, self._seed, self._step)
+
+    @as_if_alone()
+    def verify(
+        self, batches: Iterable[Any], steps: int | None = None, learning_rate: Callable[[int], float] | None = None
+    ) -> Verification:
+        """Compare the next steps with plain PyTorch on this machine, tensor by tensor. The run stays as it is.
+
+        Plain PyTorch holds the whole model, in a copy: on the trainer's device if it runs PyTorch and has the room,
+        else on the CPU. It is given the relay's dropout masks. Each step's loss, gradients, updated parameters and
+        buffers are compared by `torch.equal`; what README, "Exactness", lists as equal to rounding, and devices that do
+        not run PyTorch, to `Verification.tolerance`. Afterwards weights, optimizer states, step count, loss scale and
+        random generators are as before, and the position of batches that have `state_dict` and `load_state_dict`.
+
+        Args:
+            batches: a batch for each step, as `step` takes them. A generator is used up.
+            steps: how many batches to take; all if not given.
+            learning_rate: the learning rate of a step by its number; the present one if not given.
+
+        Returns a `relay.Verification`, which prints as a sentence. Raises VerificationError for a model that cannot be
+        compared, and OutOfMemory, with the bytes that are needed, if the host has too little.
+        """
+        self._check_usable()
+        return verify(self, self.step, batches, steps, learning_rate)
 
     @as_if_alone()
     def prepare(self, batch: Any) -> None:

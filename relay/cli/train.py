@@ -71,6 +71,12 @@ BY_DEFAULT = click.core.ParameterSource.DEFAULT
     help="Write the timeline of a few steps to this file, for https://ui.perfetto.dev.",
 )
 @click.option(
+    "--verify",
+    type=AT_LEAST_ONE,
+    help="Before training, compare so many first steps with plain PyTorch; exit with 1 if they differ. No step of the "
+    "run is made by it.  [default: none]",
+)
+@click.option(
     "--checkpoint-every",
     type=AT_LEAST_ONE,
     help="Save a checkpoint every so many steps, in the background.  [default: never]",
@@ -102,6 +108,7 @@ def train(context: click.Context, /, run_file: Path | None, plan: Path | None, a
       relay train run.toml --device cpu --stash host --capacity 64MB
       relay train --steps 20 --no-sample --json
       relay train --out runs/long --checkpoint-every 100 --resume
+      relay train --verify 3
     """
     cautions: list[Callable[[dict[str, Any]], str | None]] = []
     by_default = [name for name in options if context.get_parameter_source(name) is BY_DEFAULT]

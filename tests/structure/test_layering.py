@@ -35,6 +35,7 @@ LAYERS = (
     {"partition"},
     {"runtime"},
     {"run_state", "simulation"},
+    {"verification"},
     {"trainer"},
     {"checkpoint_manager"},
     {"conformance"},
