@@ -73,8 +73,8 @@ BY_DEFAULT = click.core.ParameterSource.DEFAULT
 @click.option(
     "--verify",
     type=AT_LEAST_ONE,
-    help="Before training, compare so many first steps with plain PyTorch; exit with 1 if they differ. No step of the "
-    "run is made by it.  [default: none]",
+    help="Before training, compare so many of the first steps with plain PyTorch, tensor by tensor. They are undone "
+    "afterwards. If they differ, nothing is trained and the exit code is 1.  [default: none]",
 )
 @click.option(
     "--checkpoint-every",
@@ -123,7 +123,16 @@ def train(context: click.Context, /, run_file: Path | None, plan: Path | None, a
         text = caution(options)
         if text is not None:
             click.echo(text, err=True)
-    result = _run(options)
+    from relay.cli.training_run import NotEqual
+
+    try:
+        result = _run(options)
+    except NotEqual as different:
+        if as_json:
+            found = different.verification.as_dict()
+            print_json({"error": str(different), "type": "NotEqual", "verification": found})
+        click.echo(f"relay: {different}", err=True)
+        context.exit(1)
     if as_json:
         print_json(result)
     else:

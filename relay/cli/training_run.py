@@ -35,6 +35,14 @@ TRACED_STEPS = 4
 _NO_SECONDS = dict.fromkeys(("seconds", "compute_seconds", "transfer_seconds", "optimizer_seconds"), 0.0)
 
 
+class NotEqual(Exception):
+    """The first steps differ from plain PyTorch's. Nothing was trained."""
+
+    def __init__(self, verification: "relay.Verification") -> None:
+        super().__init__(str(verification))
+        self.verification = verification
+
+
 def learning_rate(step: int, steps: int, highest: float) -> float:
     """The learning rate of a step: linear warm-up over the first tenth (at most 100 steps), then a cosine.
 
@@ -51,7 +59,8 @@ def train_gpt(options: dict[str, Any], log: Callable[[str], None]) -> dict[str, 
     """Train a GPT with the options of `relay train` and save it in the folder `out`.
 
     Returns the figures of the run. `log` receives lines for the user. Resuming a run that has ended trains nothing and
-    saves the model again. Raises RunStopped where Ctrl-C or SIGTERM ends the run, after the last checkpoint is written.
+    saves the model again. Raises RunStopped where Ctrl-C or SIGTERM ends the run, after the last checkpoint is written,
+    and NotEqual where steps that are to be verified differ from plain PyTorch's.
     """
     data = TextData(load_text(options["data"]), options["seq"], options["batch"], options["seed"])
     configuration = {"vocabulary": 256, "sequence": options["seq"], "tied": True}
@@ -87,6 +96,10 @@ def train_gpt(options: dict[str, Any], log: Callable[[str], None]) -> dict[str, 
                 log(f"No trace is written to '{options['trace']}', because no step is run.")
         elif trainer.steps:
             log(f"Continuing after step {trainer.steps}.")
+        verification = None
+        if options["verify"] is not None and not ended:
+            verification = _verify(trainer, data, options)
+            log(str(verification))
         held_out = data.held_out(HELD_OUT_BATCHES)
         saving = checkpoints if options["checkpoint_every"] is not None else None
         try:
@@ -109,8 +122,20 @@ def train_gpt(options: dict[str, Any], log: Callable[[str], None]) -> dict[str, 
         "parameters": parameters,
         "baseline_device_bytes": baseline_device_bytes,
         "weights": str(folder / gpt_folder.WEIGHTS),
+        "verification": None if verification is None else verification.as_dict(),
         "options": dict(options),
     }
+
+
+def _verify(trainer: "relay.Trainer", data: TextData, options: dict[str, Any]) -> "relay.Verification":
+    """Compare the next steps of the run, as many as asked for and left, with plain PyTorch. Raises NotEqual."""
+    steps, highest = options["steps"], options["lr"]
+    numbers = range(trainer.steps, min(trainer.steps + options["verify"], steps))
+    batches = [data.batch(number) for number in numbers]
+    found = trainer.verify(batches, learning_rate=lambda step: learning_rate(step, steps, highest))
+    if not found.equal:
+        raise NotEqual(found)
+    return found
 
 
 def _stopped(how: str, steps: int, checkpoints: "relay.Checkpoints") -> str:

@@ -22,12 +22,12 @@ from torch import nn
 from relay.capture import Lowering
 from relay.eps.optimizer_state import BoundOptimizer
 from relay.errors import BatchError
-from relay.graph.pytree import TensorTree
+from relay.graph.pytree import TensorTree, tensor_leaves
 from relay.metrics import Metrics
 from relay.run_state import RunState
 from relay.runtime.compiler import PreparedBatch
 from relay.verification.given_draws import GivenDraws, places_of
-from relay.verification.plain_run import Piece, PlainRun, PlainStep, copied_model
+from relay.verification.plain_run import PlainPiece, PlainRun, PlainStep, copied_model
 from relay.verification.report import Difference, Verification
 from relay.verification.run_copy import fits_on_device, refuse_without_room, state_restored, surroundings_restored
 
@@ -79,7 +79,7 @@ def verify(
     run.wait_saved()
     run.synchronize()
     with surroundings_restored(run, batches):
-        taken = list(itertools.islice(iter(batches), steps))
+        taken = [_without_gradients(batch) for batch in itertools.islice(iter(batches), steps)]
         if not taken:
             raise BatchError("There is no batch to compare: batches is empty, or steps is 0.")
         prepared = run._compiler.prepare(taken[0])
@@ -160,7 +160,7 @@ class _Comparison:
             found += self._differing_gradients(watched.gradients, plain_step, number)
         same = not found and self._tolerance > 0
         plain.update(plain_step, watched.gradients if same else None)
-        found += self._differing_tensors(number)
+        found += self._differing_tensors(number, updates=not found)
         if plain.loss_scale != run.loss_scale:
             difference = abs(plain.loss_scale - run.loss_scale)
             found.append(Difference(number, "", "loss scale", "loss scale", difference, plain.loss_scale))
@@ -169,15 +169,13 @@ class _Comparison:
         return found
 
     def _plain_gradients(self, prepared: PreparedBatch, number: int) -> PlainStep:
-        batch, plain = prepared.pieces, self._plain
-        pieces = [
-            Piece(
-                self._filled(batch.tree, tensors[: batch.input_count]),
-                None if batch.target_tree is None else self._filled(batch.target_tree, tensors[batch.input_count :]),
-                weight,
-            )
-            for tensors, weight in zip(batch.pieces, prepared.weights, strict=True)
-        ]
+        plain = self._plain
+        pieces = []
+        for piece, weight in zip(prepared.pieces.pieces, prepared.weights, strict=True):
+            inputs = self._filled(piece.tree, piece.tensors[: piece.input_count])
+            rest = piece.tensors[piece.input_count :]
+            targets = None if piece.target_tree is None else self._filled(piece.target_tree, rest)
+            pieces.append(PlainPiece(inputs, targets, weight))
         draws = self._draws
         if draws is None:
             return plain.gradients(pieces, lambda microbatch: None, None)
@@ -218,10 +216,10 @@ class _Comparison:
                 found.append(Difference(number, layer, name, "gradient", _largest(mine - theirs), _largest(theirs)))
         return found
 
-    def _differing_tensors(self, number: int) -> list[Difference]:
-        """Parameters that differ after the update (from equal gradients), then buffers."""
+    def _differing_tensors(self, number: int, updates: bool) -> list[Difference]:
+        """Parameters that differ after the update (if `updates`: from equal gradients), then buffers."""
         ours, buffers = self._tensors_of_run(), self._plain.buffers()
-        theirs = self._plain.tensors() if self._plain.updates is not None else buffers
+        theirs = self._plain.tensors() if updates and self._plain.updates is not None else buffers
         found = []
         for name, tensor in theirs.items():
             buffer = name in buffers
@@ -290,9 +288,7 @@ class _Comparison:
 
     def _loose_in_words(self) -> str:
         if not self._exact:
-            return (
-                "losses, gradients and buffers: the device does not run PyTorch's kernels, or plain PyTorch not there"
-            )
+            return "losses, gradients and buffers, which another device computed"
         if self._tied and self._all_loose:
             return f"gradients: {', '.join(sorted(self._tied))} is tied, and clipping by norm passes its rounding on"
         return f"gradients of tied weights: {', '.join(sorted(self._tied))}" if self._tied else ""
@@ -308,6 +304,14 @@ class _Comparison:
                 f"{narrow}, which torch.optim does not have"
             )
         return what
+
+
+def _without_gradients(batch: Any) -> Any:
+    """The batch with its tensors detached: a step adds to `.grad` of inputs that require a gradient."""
+    tensors, tree = tensor_leaves(batch)
+    if not any(tensor.requires_grad for tensor in tensors):
+        return batch
+    return tree.fill([tensor.detach() for tensor in tensors])
 
 
 def _largest(tensor: torch.Tensor) -> float:

@@ -32,7 +32,7 @@ COUNTERPARTS: dict[type, Callable[..., torch.optim.Optimizer]] = {
 
 
 @dataclass(frozen=True)
-class Piece:
+class PlainPiece:
     """A micro-batch: `inputs` as the model takes them, `targets` for a list of modules, and its weight in the loss."""
 
     inputs: Any
@@ -149,7 +149,9 @@ class PlainRun:
             for own, number in zip(self.optimizer.param_groups, self._group_numbers, strict=True):
                 own["lr"] = copy.deepcopy(groups[number]["lr"])
 
-    def gradients(self, pieces: Sequence[Piece], begin: Callable[[int], None], draws: GivenDraws | None) -> PlainStep:
+    def gradients(
+        self, pieces: Sequence[PlainPiece], begin: Callable[[int], None], draws: GivenDraws | None
+    ) -> PlainStep:
         """Forward and backward of a step's micro-batches. `begin` is called with the number of each before it runs."""
         before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self.model.zero_grad(set_to_none=True)
@@ -212,7 +214,7 @@ class PlainRun:
             for label, value in state.items()
         }
 
-    def _forward_and_backward(self, piece: Piece, draws: GivenDraws | None) -> float:
+    def _forward_and_backward(self, piece: PlainPiece, draws: GivenDraws | None) -> float:
         low = COMPUTE[self._options.precision]
         # Without autocast's cache, weights that are used twice add their gradients in fp32, as the relay does.
         with torch.autocast(self._where.type, low, enabled=low is not torch.float32, cache_enabled=False):
@@ -222,7 +224,7 @@ class PlainRun:
         (self._scaler.scale(value) if self._dynamic else value * self._fixed).backward()  # type: ignore[no-untyped-call]
         return float(value.detach())
 
-    def _loss_of(self, piece: Piece, draws: GivenDraws | None) -> torch.Tensor:
+    def _loss_of(self, piece: PlainPiece, draws: GivenDraws | None) -> torch.Tensor:
         if self._modules is None:
             output = self.model(**piece.inputs)
             found: torch.Tensor = output["loss"] if isinstance(output, dict) else output.loss
