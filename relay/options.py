@@ -125,6 +125,13 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     state_dtype: Annotated[
         Literal["fp32", "bf16", "int8"], Meta(description="What the optimizer's moments are stored in on the host.")
     ] = "fp32"
+    master_weights: Annotated[
+        Literal["fp32", "as_given"],
+        Meta(
+            description="What a model in half precision is trained in. 'fp32' converts it to float32, with a warning; "
+            "'as_given' keeps its weights, gradients and optimizer states in its own dtype, as torch.optim does."
+        ),
+    ] = "fp32"
     capacity: Annotated[
         Size | None,
         Meta(description="Device memory to use at most, in bytes or such as '16GB'; all of it if not given."),

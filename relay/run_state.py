@@ -29,6 +29,7 @@ from relay.checkpoint.saving import (
     start,
     states_of,
 )
+from relay.eps.master_weights import to_master_weights
 from relay.errors import InconsistentState, RelayError
 from relay.models.huggingface import save_pretrained
 from relay.optim.loss_scale import LossScale
@@ -44,7 +45,7 @@ logger = logging.getLogger("relay")
 
 SAVED_OPTIONS = (
     "device", "microbatches", "precision", "stash", "slots", "state_dtype", "clip_grad_norm", "clip_grad_value",
-    "layers_per_slot", "recompute",
+    "layers_per_slot", "recompute", "master_weights",
 )  # fmt: skip
 """The options that a checkpoint shows to whoever looks into it; a resumed run may have others."""
 
@@ -81,6 +82,7 @@ class RunState:
         self._step = 0
         self._saving: Saving | None = None
         self._closed = False
+        self._begun = False
         self._last_saved = ""
         self._process = os.getpid()
 
@@ -126,6 +128,7 @@ class RunState:
         except ValueError:
             undo()
             raise
+        to_master_weights(self._model, self.options.master_weights, self.options.precision)
         names = renames(before, self._model)
         self._session.change_model(self._model, names)
         order = [name for name, _ in self._model.named_parameters()]
@@ -143,6 +146,7 @@ class RunState:
         The tensors are the store's own, as in PyTorch: the next step changes them.
         """
         self.synchronize()
+        self._session.store.check(self._model)
         modules = self._compiler.modules
         return (self._model if modules is None else nn.Sequential(*modules)).state_dict()
 
@@ -233,6 +237,7 @@ class RunState:
         """
         refuse_in_child(self._process)
         self._check_open()
+        self._session.store.check(self._model)
         try:
             self.wait_saved()
         except Exception as lost:  # the state is replaced in any case
@@ -308,6 +313,7 @@ class RunState:
     def _check_usable(self) -> None:
         refuse_in_child(self._process)
         self._check_open()
+        self._session.store.check(self._model)
         broken = self._session.guard.broken
         if broken is not None:
             raise InconsistentState(

@@ -26,6 +26,7 @@ from hal.errors import DeviceLost
 from hal.host import Host
 from relay.capture import graphs_for
 from relay.data.batch_gradients import refuse_own_parameters
+from relay.eps.master_weights import frozen_half, master_dtype, refuse_unfrozen_half, to_master_weights
 from relay.eps.optimizer_state import as_spec, bind
 from relay.eps.server import Clipping, ParameterServer
 from relay.eps.store import LayerStore
@@ -110,6 +111,10 @@ class Trainer(RunState):
         defaults = spec.defaults()
         grouping = functools.partial(split_into_groups, groups=chosen.param_groups, defaults=defaults)
         groups, _ = grouping(whole)
+        for name, parameter in whole.named_parameters():
+            if parameter.requires_grad:
+                spec.check_dtype(name, master_dtype(whole, parameter, chosen.master_weights), chosen.state_dtype)
+                _check_clippable(name, parameter, chosen.clip_grad_value)
         opened = registry.open(chosen.device, cast("int | None", chosen.capacity))
         host = opened.host(cast("int | None", chosen.host_memory), cast("int | None", chosen.pinned_memory))
         clipping = Clipping(chosen.clip_grad_norm, chosen.clip_grad_value)
@@ -126,6 +131,9 @@ class Trainer(RunState):
             whole, opened, host, store, server, chosen.slots, chosen.stash, cast("int | None", chosen.capacity), build,
             chosen.precision, chosen.state_dtype,
         )  # fmt: skip
+        to_master_weights(whole, chosen.master_weights, chosen.precision)
+        self._frozen_half = frozen_half(whole, chosen.master_weights)
+        store.adopt(whole)
         session.guard.defer_updates = chosen.defer_updates
         session.guard.stall_timeout = chosen.stall_timeout
         compiler.device, (compiler.lowering, compiler.traced_for) = opened.info.name, graphs_for(opened.info)
@@ -187,6 +195,8 @@ class Trainer(RunState):
 
     def _one_step(self, batch: Any, active_layers: Sequence[int | str] | None, asked: Mapping[str, Any]) -> Metrics:
         self._check_usable()
+        refuse_unfrozen_half(self._frozen_half)
+        self._warn_of_eval_mode()
         start = perf_counter()
         session = self._session
         if active_layers is not None and not session.knows_every_layer:
@@ -292,6 +302,19 @@ class Trainer(RunState):
             self.baseline_device_bytes = self._compiler.baseline_device_bytes(prepared_batch.compiled[0])
         return prepared_batch
 
+    def _warn_of_eval_mode(self) -> None:
+        """Warn, before the first step, of a model that is in eval mode."""
+        if self._begun:
+            return
+        self._begun = True
+        if not any(module.training for module in self._compiler.modules or [self._model]):
+            warnings.warn(
+                "The model is in eval mode, so it trains without dropout and with the running statistics of its norms, "
+                "as in plain PyTorch. Call model.train() before the step if that is not what you want "
+                "(from_pretrained gives models in eval mode).",
+                stacklevel=6,
+            )
+
     # -- looking at runs, and ending them ----------------------------------------------------------------------
 
     def start_trace(self) -> Trace:
@@ -352,6 +375,15 @@ class Trainer(RunState):
 
 
 Trainer.__doc__ = (Trainer.__doc__ or "").replace("{options}", textwrap.indent(documentation(), "    "))
+
+
+def _check_clippable(name: str, parameter: nn.Parameter, limit: float | None) -> None:
+    """Raise ValueError for a parameter whose gradient cannot be clipped by value."""
+    if limit is not None and parameter.is_complex():
+        raise ValueError(
+            f"clip_grad_value={limit!r} clips real numbers, and {name!r} is {parameter.dtype}. Use clip_grad_norm, or "
+            "leave it out."
+        )
 
 
 def _close_quietly(session: Session, process: int) -> None:

@@ -123,11 +123,7 @@ class _Bound:
 
     def _allocate(self, names: Sequence[str], dtype: torch.dtype, group: Mapping[str, Any]) -> None:
         small = self._state_dtype
-        if dtype is not torch.float32 and (small != "fp32" or not self._optimizer.has_torch_kernel):
-            raise ValueError(
-                f"{names[0]!r} is {dtype}: {type(self._optimizer).__name__} with state_dtype={small!r} updates float32 "
-                "parameters only. Use AdamW, Adam or SGD with state_dtype='fp32', or a model in float32."
-            )
+        self._optimizer.check_dtype(names[0], dtype, small)
         before = len(self._regions)
         steps = self._alloc(len(names), torch.float32, "step counts")
         made: dict[str, State] = {name: {"step": steps[number]} for number, name in enumerate(names)}

@@ -78,6 +78,7 @@ class LayerStore:
         self._regions: list[tuple[torch.Tensor, str]] = []
         self._complete = False
         self.aliases: dict[str, Alias] = {}
+        self._adopted: dict[str, tuple[torch.Tensor, torch.dtype]] = {}
         self.updated: dict[str, Event] = {}
         self.version = 0
 
@@ -175,13 +176,23 @@ class LayerStore:
         """The copies of a master weight in other dtypes, to be written whenever it changes."""
         return self._copies.get(name, [])
 
+    def adopt(self, model: nn.Module) -> None:
+        """Note the model's parameters, which `take_over` will move in: from now on `check` expects them."""
+        self._adopted = {name: (parameter, parameter.dtype) for name, parameter in model.named_parameters()}
+
     def check(self, model: nn.Module) -> None:
-        """Raise ModelChanged if the model's tensors are not those of the store."""
-        parameters = dict(model.named_parameters())
-        if self._complete:
-            for name in parameters.keys() - self._seen.keys():
-                raise ModelChanged(name, added=True)
-        now = {**parameters, **dict(model.named_buffers())}
+        """Raise ModelChanged if the model's tensors are not those that were adopted and taken over."""
+        now: dict[str, torch.Tensor] = dict(model.named_parameters())
+        if self._adopted:
+            for name in now:
+                if name not in self._adopted:
+                    raise ModelChanged(name, added=True)
+        for name, (tensor, dtype) in self._adopted.items():
+            if now.get(name) is not tensor or tensor.dtype != dtype:
+                raise ModelChanged(name)
+        if not self._seen:
+            return
+        now.update(model.named_buffers())
         for name, (tensor, _) in self._seen.items():
             home = self[name]
             if now.get(name) is not tensor or tensor.data_ptr() != home.data_ptr() or tensor.dtype != home.dtype:
@@ -266,6 +277,7 @@ class LayerStore:
         self._master.clear()
         self.aliases.clear()
         self._complete = False
+        self._adopted.clear()
 
     def _free_homes(self) -> None:
         for flat in self._home_flats:

@@ -27,6 +27,7 @@ class TorchOptimizer:
 
     def __init__(self, factory: Callable[..., torch.optim.Optimizer]) -> None:
         self._factory = factory
+        self._refusals: dict[torch.dtype, str] = {}
         name = getattr(getattr(factory, "func", factory), "__name__", "")
         if name in WHOLE_MODEL:
             raise TypeError(
@@ -38,15 +39,37 @@ class TorchOptimizer:
         probe = self._factory([nn.Parameter(torch.zeros(1))])
         return {key: value for key, value in probe.param_groups[0].items() if key != "params"}
 
+    def check_dtype(self, name: str, dtype: torch.dtype, state_dtype: str) -> None:
+        """Raise ValueError if the class does not update parameters of that dtype: it is tried on one element."""
+        if dtype is torch.float32:
+            return
+        if dtype not in self._refusals:
+            try:
+                parameter = nn.Parameter(torch.zeros(1, dtype=dtype))
+                optimizer = self._factory([parameter])
+                parameter.grad = torch.zeros_like(parameter)
+                optimizer.step()
+                self._refusals[dtype] = ""
+            except Exception as failure:
+                self._refusals[dtype] = f"{type(failure).__name__}: {failure}"
+        if self._refusals[dtype]:
+            raise ValueError(
+                f"{name!r} is {dtype}, and {kind_of(self._factory)} cannot update it ({self._refusals[dtype]}). Freeze "
+                "it with requires_grad_(False), use another optimizer, or make it float32."
+            )
+
     def bind(self, host: Host, store: LayerStore) -> BoundTorchOptimizer:
         """The optimizer of one trainer."""
-        return BoundTorchOptimizer(self._factory, host, store)
+        return BoundTorchOptimizer(self, self._factory, host, store)
 
 
 class BoundTorchOptimizer:
     """See `relay.eps.optimizer_state.BoundOptimizer`."""
 
-    def __init__(self, factory: Callable[..., torch.optim.Optimizer], host: Host, store: LayerStore) -> None:
+    def __init__(
+        self, spec: TorchOptimizer, factory: Callable[..., torch.optim.Optimizer], host: Host, store: LayerStore
+    ) -> None:
+        self._spec = spec
         self._factory = factory
         self._host = host
         self._store = store
@@ -57,7 +80,9 @@ class BoundTorchOptimizer:
         self._waiting: dict[str, dict[str, Any]] = {}
 
     def allocate(self, names: Sequence[str], group: Mapping[str, Any]) -> None:
-        """Does nothing: torch makes its states at the first step."""
+        """Allocates nothing: torch makes its states at the first step. Raises ValueError for a dtype it refuses."""
+        for name in names:
+            self._spec.check_dtype(name, self._store[name].dtype, "fp32")
 
     def _optimizer_of(self, key: tuple[str, ...]) -> torch.optim.Optimizer:
         if key in self._optimizers:
@@ -106,8 +131,7 @@ class BoundTorchOptimizer:
 
     @property
     def kind(self) -> str:
-        made_by = getattr(self._factory, "func", self._factory)
-        return f"torch.optim.{getattr(made_by, '__name__', '')}"
+        return kind_of(self._factory)
 
     def check(self, name: str, labels: Collection[str]) -> None:
         """Does nothing: a class of torch.optim accepts any state that it has saved."""
@@ -150,6 +174,12 @@ class BoundTorchOptimizer:
         if not made:
             return 2 * parameter.numel() * parameter.dtype.itemsize
         return sum(value.numel() * value.dtype.itemsize for value in made)
+
+
+def kind_of(factory: Callable[..., torch.optim.Optimizer]) -> str:
+    """The name of a torch.optim class in checkpoints and messages."""
+    made_by = getattr(factory, "func", factory)
+    return f"torch.optim.{getattr(made_by, '__name__', '')}"
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

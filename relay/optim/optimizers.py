@@ -25,6 +25,9 @@ State = dict[str, Any]
 
 Tensors = Sequence[torch.Tensor]
 
+TORCH_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
+"""The dtypes of parameters that torch's own kernels update; complex ones as pairs of real numbers."""
+
 
 @dataclass(frozen=True)
 class HostOptimizer:
@@ -46,6 +49,21 @@ class HostOptimizer:
     def defaults(self) -> dict[str, Any]:
         """The hyperparameters of a parameter group."""
         return asdict(self)
+
+    def check_dtype(self, name: str, dtype: torch.dtype, state_dtype: str) -> None:
+        """Raise ValueError if a parameter of that dtype cannot be updated with states of `state_dtype`."""
+        if dtype is torch.float32 or (dtype in TORCH_DTYPES and state_dtype == "fp32" and self.has_torch_kernel):
+            return
+        if dtype in TORCH_DTYPES:
+            advice = (
+                "Use AdamW, Adam or SGD with state_dtype='fp32', or functools.partial(torch.optim.X, ...), or make it "
+                "float32."
+            )
+        else:
+            advice = "Freeze it with requires_grad_(False), or make it float32."
+        raise ValueError(
+            f"{name!r} is {dtype}: {type(self).__name__} with state_dtype={state_dtype!r} cannot update it. {advice}"
+        )
 
     def states(self, group: Mapping[str, Any]) -> Mapping[str, bool]:
         """The states that may be narrower than float32, by name, and whether each is signed."""
@@ -83,11 +101,11 @@ class AdamW(HostOptimizer):
     ) -> None:
         kernel = torch._fused_adamw_ if type(self) is AdamW else torch._fused_adam_
         kernel(
-            list(masters),
-            list(gradients),
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
+            _real(masters),
+            _real(gradients),
+            _real([state["exp_avg"] for state in states]),
+            _real([state["exp_avg_sq"] for state in states]),
+            _real([state["max_exp_avg_sq"] for state in states]) if group["amsgrad"] else [],
             [state["step"] for state in states],
             amsgrad=group["amsgrad"],
             lr=float(group["lr"]),
@@ -136,9 +154,9 @@ class SGD(HostOptimizer):
         self, masters: Tensors, gradients: Tensors, states: Sequence[State], group: Mapping[str, Any], first: bool
     ) -> None:
         torch._fused_sgd_(
-            list(masters),
-            list(gradients),
-            [state["momentum_buffer"] for state in states] if group["momentum"] else [],
+            _real(masters),
+            _real(gradients),
+            _real([state["momentum_buffer"] for state in states]) if group["momentum"] else [],
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
             lr=float(group["lr"]),
@@ -169,6 +187,11 @@ class Lion(HostOptimizer):
     lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0
+
+
+def _real(tensors: Tensors) -> list[torch.Tensor]:
+    """Complex tensors as pairs of real numbers, as torch.optim updates them; others as they are."""
+    return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
 
 
 class RelayOptimizer(torch.optim.Optimizer):

@@ -140,12 +140,11 @@ class Session:
         """Move the model into the store, if it is not there, and lay out what the slots hold, segment by segment.
 
         Raises OutOfMemory, with the ledger and advice, where the host may not hold what the pass needs; nothing has
-        moved then. Raises ModelChanged where the model no longer has the tensors that were taken over.
+        moved then.
         """
         self.store.find_aliases(self._model)
         self._check_host(compiled, groups, training)
         wanted = wanted_of(compiled[0])
-        self.store.check(self._model)
         if not all(self.store.holds(tensor) for group in wanted for tensor in group):
             self.store.take_over(self._model, wanted)
         for name in changing_buffers(compiled[0]) if training else ():
@@ -184,6 +183,7 @@ class Session:
         self.knows_every_layer = False
         self._free_device_memory()
         self.store.rename(names)
+        self.store.adopt(model)
         for saved in self._saved_buffers.values():
             self.host.free(saved.view(-1), SAVED_BUFFERS)
         self._saved_buffers.clear()
