@@ -245,7 +245,7 @@ SCENARIOS: dict[str, Scenario] = {
     "tied, activations on the host": _scenario(TIED, stash="host"),
     "half frozen": _scenario(half_frozen, slots=1),
     "clipped, tied, three slots": _scenario(TIED, clip_grad_norm=0.1, slots=3),
-    "clipped, activations on the host": _scenario(clip_grad_norm=0.1, stash="host"),
+    "clipped, activations on the host": _scenario(clip_grad_norm=0.1, stash="host", defer_updates=True),
     "clipped by value": _scenario(clip_grad_value=1e-3, slots=1),
     "dropout": _scenario(functools.partial(gpt, dropout=0.3), stash="host"),
     "kept on the device": _scenario(functools.partial(gpt, dropout=0.3), recompute=False, slots=1),
