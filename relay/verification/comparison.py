@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from relay.capture import Lowering
+from relay.eps.aliases import find_aliases
 from relay.eps.optimizer_state import BoundOptimizer
 from relay.errors import BatchError
 from relay.graph.pytree import TensorTree, tensor_leaves
@@ -272,7 +273,16 @@ class _Comparison:
         scale = run._scale
         good, interval = (0, 1) if scale is None else (scale.good_steps, scale.growth_interval)
         return PlainRun(
-            model, modules, loss, self._where, run.options, groups, states, (run.loss_scale, good), interval
+            model,
+            modules,
+            loss,
+            find_aliases(run._model),
+            self._where,
+            run.options,
+            groups,
+            states,
+            (run.loss_scale, good),
+            interval,
         )
 
     def _draws_numbers(self, prepared: PreparedBatch) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from relay.eps.aliases import Alias
 from relay.errors import VerificationError
 from relay.optim.int8_state import Int8State
 from relay.optim.optimizers import SGD, Adam, AdamW
@@ -87,6 +88,7 @@ class PlainRun:
 
     Args:
         model: a copy of the model, which this object takes over; `modules` and `loss` for a list.
+        aliases: the buffers that view a parameter, as they do in the model itself.
         options: the trainer's, for precision, loss scale and clipping.
         groups: the optimizer's parameter groups, with names in place of parameters.
         states: the optimizer's state of each parameter, by name.
@@ -99,6 +101,7 @@ class PlainRun:
         model: nn.Module,
         modules: list[nn.Module] | None,
         loss: Any,
+        aliases: Mapping[str, Alias],
         where: torch.device,
         options: TrainOptions,
         groups: Sequence[Mapping[str, Any]],
@@ -107,6 +110,10 @@ class PlainRun:
         growth_interval: int,
     ) -> None:
         self.model = model.to(where)
+        tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        for name, alias in aliases.items():  # copies have memory of their own
+            buffer, flat = tensors[name], tensors[alias.owner].data.view(-1)
+            buffer.data = flat[alias.start : alias.start + buffer.numel()].view(buffer.shape)
         self._modules = modules
         self._loss = loss
         self._where = where

@@ -25,7 +25,7 @@ from relay.models.gpt import cross_entropy
 from relay.runtime import run_step
 from tests.support import devices, reference
 from tests.support.zoo.odd_layers import Dropping
-from tests.support.zoo.plain_models import Build, Stack, batches, everything, gpt, perceptron, regression
+from tests.support.zoo.plain_models import Block, Build, Stack, batches, everything, gpt, perceptron, regression
 
 mse = nn.functional.mse_loss
 
@@ -107,6 +107,24 @@ def test_other_draws_and_layers_that_run_eagerly_are_given_the_relays_numbers(
     torch.manual_seed(0)
     found = build(Stack(block), seed=4, microbatches=2).verify(batches(2))
     assert found.equal, str(found)
+
+
+class Following(Block):
+    """It reads its weight through a buffer that views it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shown", self.inner.weight.detach())
+
+    def forward(self, value: Tensor) -> Tensor:
+        return super().forward(value) * self.shown.mean()
+
+
+def test_a_buffer_that_views_a_parameter_follows_it_in_plain_pytorch_too(build: Build) -> None:
+    torch.manual_seed(0)
+    found = build(Stack(Following), microbatches=2, optimizer=relay.SGD(lr=0.5)).verify(batches(3))
+    assert found.equal, str(found)
+    assert found.steps == 3
 
 
 @pytest.mark.parametrize("device", ["numpy", "opencl"])
