@@ -148,9 +148,15 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         tuple[str, ...],
         Meta(description="Names of inputs of a whole model that every micro-batch gets whole."),
     ] = ()
-    buckets: Annotated[
-        PythonObject, Meta(description="A `relay.Buckets` that pads sequences to a few lengths.")
+    loss_weight: Annotated[
+        PythonObject,
+        Meta(
+            description="What a micro-batch counts in the loss of the batch: a function of the micro-batch that "
+            "returns a number, or 'sum' if the losses of micro-batches add up. None reads it from the model, and a "
+            "loss that mixes samples is refused."
+        ),
     ] = None
+    buckets: Annotated[PythonObject, Meta(description="A `relay.Buckets` that pads sequences to a few lengths.")] = None
     seed: Annotated[
         Annotated[int, Meta(ge=0, extra={"kind": "seed"})],
         Meta(description="Decides every dropout mask, and in `relay train` the first weights and the data, too."),
@@ -320,6 +326,9 @@ def train_options(function: str, given: Mapping[str, Any]) -> TrainOptions:
     if isinstance(given.get("shared_inputs"), str):
         name = given["shared_inputs"]
         raise ValueError(f"shared_inputs={name!r} must be a list of names: shared_inputs=[{name!r}].")
+    weight = given.get("loss_weight")
+    if weight is not None and weight != "sum" and not callable(weight):
+        raise ValueError(f"loss_weight={weight!r} must be None, 'sum', or a function of a micro-batch.")
     return TrainOptions(**checked(given))
 
 

@@ -100,7 +100,7 @@ class Trainer(RunState):
         compiler = ModelCompiler(
             model if isinstance(model, nn.Module) else None, modules, loss, chosen.microbatches,
             COMPUTE[chosen.precision], chosen.max_cached_programs, chosen.buckets, chosen.shared_inputs,
-            chosen.layers_per_slot, chosen.recompute,
+            chosen.layers_per_slot, chosen.recompute, chosen.loss_weight,
         )  # fmt: skip
         whole = compiler.model
         if not any(parameter.requires_grad for parameter in whole.parameters()):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from relay.capture.memory_order import order_of
-from relay.data.loss_weight import LossWeight
+from relay.data.loss_weight import SUM, LossPlan, Share, StatedCount, TargetCount
 from relay.data.samples import Content, are_cut, cut, has_lists, holds_tensors, length_of
 from relay.errors import BatchError
 from relay.graph.pytree import TensorTree, tensor_leaves
@@ -40,6 +40,19 @@ class Piece:
     target_tree: TensorTree | None
     sources: dict[int, torch.Tensor] = field(default_factory=dict)
 
+    def nested(self) -> Any:
+        """The micro-batch in the form of the batch."""
+        inputs = self.tree.fill(self.tensors[: self.input_count])
+        return inputs if self.target_tree is None else (inputs, self.target_tree.fill(self.tensors[self.input_count :]))
+
+    def doubled(self) -> Piece:
+        """A batch with every sample twice, of which this is a half."""
+        twice = [
+            torch.cat([tensor, tensor]) if tensor.dim() and len(tensor) == self.size else tensor.detach()
+            for tensor in self.tensors
+        ]
+        return replace(self, tensors=twice, size=2 * self.size)
+
     def signature(self) -> Any:
         """A key that is equal for micro-batches which need the same programs."""
         shapes = tuple((tuple(tensor.shape), tensor.dtype, order_of(tensor)) for tensor in self.tensors)
@@ -50,9 +63,10 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """A batch in micro-batches."""
+    """A batch in micro-batches, and the `whole` that they are cut from: None if it is not cut, or given in pieces."""
 
     pieces: list[Piece]
+    whole: Piece | None = None
 
     @property
     def sizes(self) -> list[int]:
@@ -90,7 +104,8 @@ def take_apart(
     ranges = [slice(start, min(start + step, size)) for start in range(0, size, step)]
     if len(ranges) > 1 and has_lists(content, size, shared, whole_model):
         contents = cut(content, size, ranges, shared, whole_model)
-        return Batch([_whole(each, rows.stop - rows.start) for each, rows in zip(contents, ranges, strict=True)])
+        made = [_whole(each, rows.stop - rows.start) for each, rows in zip(contents, ranges, strict=True)]
+        return Batch(made, _whole(content, size))
     whole = _whole(content, size)
     if len(ranges) == 1:
         return Batch([whole])
@@ -100,7 +115,7 @@ def take_apart(
         tensors = [tensor[rows] if is_cut else tensor for tensor, is_cut in zip(whole.tensors, cuts, strict=True)]
         sources = {number: source[rows] if cuts[number] else source for number, source in whole.sources.items()}
         pieces.append(replace(whole, tensors=tensors, size=rows.stop - rows.start, sources=sources))
-    return Batch(pieces)
+    return Batch(pieces, whole)
 
 
 def join(batches: Sequence[Batch]) -> Batch:
@@ -148,33 +163,66 @@ def _whole(content: Content, size: int) -> Piece:
     return Piece(tensors, size, len(inputs), tree, target_tree, sources)
 
 
-def weigh(batch: Batch, weights: Sequence[LossWeight | None]) -> list[float]:
+def weigh(batch: Batch, plans: Sequence[LossPlan]) -> list[float]:
     """The weight of each micro-batch in the loss of the batch: its share of what counts, or 1 if the loss is a sum.
 
-    `weights` tells for each micro-batch what counts. The share of a micro-batch whose targets are all masked is 0.
-    Raises BatchError if all targets of the batch are.
+    `plans` has one for each micro-batch. The share of a micro-batch whose targets are all masked is 0. Raises
+    BatchError if all targets of the batch are.
     """
-    if all(weight is not None and weight.is_sum for weight in weights):
-        return [1.0] * len(batch.pieces)
-    if any(_kind(weight) != _kind(weights[0]) for weight in weights):
-        raise BatchError(
-            "The losses of the micro-batches are computed in different ways, a mean for one and a sum for another, so "
-            "what each counts is not known. Give the loss one form, or use microbatches=1; to step(pieces=) give "
-            "weights= too."
-        )
-    counts = [
-        piece.size if weight is None else weight.count(piece.tensors)
-        for piece, weight in zip(batch.pieces, weights, strict=True)
-    ]
+    return _shares(batch, [plan.share for plan in plans], "Every target of the batch is masked, so it has no loss.")
+
+
+def _shares(batch: Batch, shares: Sequence[Share], problem: str) -> list[float]:
+    if len(shares) == 1 or shares[0] == SUM:
+        return [1.0] * len(shares)
+    counts = [_count(piece, share) for piece, share in zip(batch.pieces, shares, strict=True)]
     total = sum(counts)
     if total == 0:
-        raise BatchError("Every target of the batch is masked, so it has no loss.")
+        raise BatchError(problem)
     return [count / total for count in counts]
 
 
-def _kind(weight: LossWeight | None) -> tuple[bool, bool]:
-    """What must be equal for weights that count the same thing: samples, targets, or nothing."""
-    return weight is None, weight is not None and weight.is_sum
+def _count(piece: Piece, share: Share) -> float:
+    if isinstance(share, TargetCount):
+        return share.count(piece.tensors)
+    if isinstance(share, StatedCount):
+        count = float(share.function(piece.nested()))
+        if not 0 <= count < float("inf"):
+            raise BatchError(f"loss_weight= must give a count that is finite and not negative; it gave {count}.")
+        return count
+    return piece.size
+
+
+def with_whole_values(batch: Batch, plans: Sequence[LossPlan]) -> Batch:
+    """The batch with each micro-batch followed by what its program is given of the whole batch.
+
+    Raises BatchError if all targets of a term are masked, or if there is no whole batch to compute a value from.
+    """
+    if not any(plan.is_rewritten for plan in plans):
+        return batch
+    known: dict[int, tuple[torch.Tensor, ...]] = {}
+    pieces = []
+    for piece, plan in zip(batch.pieces, plans, strict=True):
+        if plan.whole_values is not None and id(plan) not in known:
+            if batch.whole is None:
+                raise BatchError(
+                    "The loss takes a value of the whole batch, such as the number of its targets, and the batch is "
+                    "given in pieces. Give it as one batch, or say by weights= or loss_weight= what each piece counts."
+                )
+            with torch.no_grad():
+                known[id(plan)] = plan.whole_values(*batch.whole.tensors)
+        values = [value.contiguous() for value in known.get(id(plan), ())]
+        pieces.append(replace(piece, tensors=[*piece.tensors, *values]))
+    extended = replace(batch, pieces=pieces)
+    columns = [
+        _shares(extended, column, "Every target of one of the loss's terms is masked, so the batch has no loss.")
+        for column in zip(*(plan.term_shares for plan in plans), strict=True)
+    ]
+    for piece, plan, shares in zip(pieces, plans, zip(*columns, strict=True), strict=False):
+        piece.tensors.extend(
+            torch.tensor(share, dtype=dtype) for share, dtype in zip(shares, plan.term_dtypes, strict=True)
+        )
+    return extended
 
 
 def count_tokens(batch: Batch) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -70,6 +70,26 @@ def memory_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         source = _source(node)
         roots[node] = node if source is None else roots.get(source, source)
     return roots
+
+
+def needed_by(wanted: Sequence[fx.Node], source: fx.Graph) -> set[fx.Node]:
+    """All that a node's numbers depend on, writes to memory that it looks at included."""
+    needed: set[fx.Node] = set()
+    stack = list(wanted)
+    memory = memory_roots(source)
+    while stack:
+        while stack:
+            node = stack.pop()
+            if node not in needed:
+                needed.add(node)
+                stack.extend(node.all_input_nodes)
+        looked_at = {memory[node] for node in needed if node in memory}
+        stack = [
+            node
+            for node in source.nodes
+            if node not in needed and (target := written_by(node)) is not None and memory.get(target) in looked_at
+        ]
+    return needed
 
 
 def _source(node: fx.Node) -> fx.Node | None:

@@ -20,11 +20,9 @@ from relay.capture import BLOCK, SET_GRAD_ENABLED, BlockCall, fingerprint
 from relay.capture.fake_tensors import is_fake
 from relay.capture.guards.mutated_arguments import call_observed
 from relay.capture.memory_order import order_of
-from relay.data.loss_weight import loss_weight_of
 from relay.errors import PartitionError
 from relay.graph.mutations import bind_writes
 from relay.graph.pytree import TensorTree, tensor_leaves
-from relay.partition.loss_forms import doubt_about
 from relay.partition.segments import Partition, Segment, Value
 
 
@@ -65,6 +63,10 @@ class GraphSegment(nn.Module):
             for local, (full, tensor) in zip(self.state_names, states, strict=True)
             if isinstance(tensor, nn.Parameter) == parameters
         }
+
+    def described(self) -> list[Any]:
+        """What of its parameters and buffers decides whether it is built like another."""
+        return _described([(name, getattr(self, name)) for name in self.state_names])
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         states = [getattr(self, name) for name in self.state_names]
@@ -207,11 +209,8 @@ class _Cut:
             if stage < self.last_stage:
                 self._add_block(self.block_nodes[stage], self.calls[stage])
         result_values = self.segments[-1].outputs[1:] if self.has_loss else self.segments[-1].outputs
-        tensors = {node: tensor for node, (_, tensor) in self.state_nodes.items()}
-        weight = loss_weight_of(self.traced, self.results[0], self.batch_nodes, tensors) if self.has_loss else None
-        doubt = doubt_about(self.traced, self.results[0], self.batch_nodes) if self.has_loss else None
         inputs = tuple(self.value_of[node] for node in self.batch_nodes)
-        return Partition(self.segments, self.values, inputs, self.has_loss, result_values, result_tree, weight, doubt)
+        return Partition(self.segments, self.values, inputs, self.has_loss, result_values, result_tree)
 
     def _new_value(self, key: Any, example: torch.Tensor, producer: int | None) -> int:
         # The memory order of an output is known once its segment has been captured.
@@ -296,24 +295,7 @@ class _Cut:
         results: Sequence[fx.Node],
         last: bool,
     ) -> fx.Graph:
-        graph = fx.Graph()
-        environment: dict[fx.Node, fx.Node] = {}
-        for position, node in enumerate([*states, *sources]):
-            environment[node] = graph.placeholder(f"input_{position}")
-        gradients_on = True
-        for node in nodes:
-            if self.gradients_on[node] != gradients_on:
-                gradients_on = self.gradients_on[node]
-                graph.call_function(SET_GRAD_ENABLED, (gradients_on,))
-            if node.op == "get_attr":
-                constant = getattr(self.traced, str(node.target))
-                raise_if_left_behind(constant, self.traced)
-                raise_if_large(constant, node)
-                environment[node] = graph.call_function(torch.tensor, (constant.tolist(),), {"dtype": constant.dtype})
-            else:
-                environment[node] = graph.node_copy(node, environment.__getitem__)
-        if not gradients_on:
-            graph.call_function(SET_GRAD_ENABLED, (True,))
+        graph, environment = _copied(self.traced, nodes, [*states, *sources], self.gradients_on)
         outputs = [environment[node] for node in results]
         if last and self.has_loss:
             # Only the loss requires a gradient.
@@ -325,6 +307,58 @@ class _Cut:
         for source in segment.inputs:
             self.values[source].consumers.append(segment.index)
         self.segments.append(segment)
+
+
+def graph_of_loss(
+    traced: fx.GraphModule,
+    loss: fx.Node,
+    states: Mapping[fx.Node, tuple[str, torch.Tensor]],
+    inputs: Sequence[fx.Node],
+) -> GraphSegment:
+    """What of a trace computes the loss from `inputs`, as a module that holds the parameters and buffers it uses."""
+    needed: set[fx.Node] = set()
+    stack = [loss]
+    while stack:
+        node = stack.pop()
+        if node not in needed and node not in inputs:
+            needed.add(node)
+            stack += node.all_input_nodes
+    gradients_on = True
+    modes: dict[fx.Node, bool] = {}
+    for node in traced.graph.nodes:
+        if node.target is SET_GRAD_ENABLED:
+            gradients_on = bool(node.args[0])
+        modes[node] = gradients_on
+    used = [node for node in states if node in needed]
+    nodes = [node for node in traced.graph.nodes if node in needed and node not in states]
+    graph, environment = _copied(traced, nodes, [*used, *inputs], modes)
+    graph.output((environment[loss],))
+    return GraphSegment(graph, [states[node] for node in used])
+
+
+def _copied(
+    traced: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], gradients_on: Mapping[fx.Node, bool]
+) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A graph of these nodes, each with gradients on or off as it was, and its nodes by those that they copy."""
+    graph = fx.Graph()
+    environment: dict[fx.Node, fx.Node] = {}
+    for position, node in enumerate(inputs):
+        environment[node] = graph.placeholder(f"input_{position}")
+    on = True
+    for node in nodes:
+        if gradients_on[node] != on:
+            on = gradients_on[node]
+            graph.call_function(SET_GRAD_ENABLED, (on,))
+        if node.op == "get_attr":
+            constant = getattr(traced, str(node.target))
+            raise_if_left_behind(constant, traced)
+            raise_if_large(constant, node)
+            environment[node] = graph.call_function(torch.tensor, (constant.tolist(),), {"dtype": constant.dtype})
+        else:
+            environment[node] = graph.node_copy(node, environment.__getitem__)
+    if not on:
+        graph.call_function(SET_GRAD_ENABLED, (True,))
+    return graph, environment
 
 
 def _described(states: Sequence[tuple[str, torch.Tensor]]) -> list[Any]:

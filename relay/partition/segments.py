@@ -16,7 +16,7 @@ from hal.slot import Field
 from relay.capture.guards.attribute_reads import Reads
 from relay.capture.guards.data_guards import Guard
 from relay.capture.memory_order import Order, stored_shape
-from relay.data.loss_weight import LossWeight
+from relay.data.loss_weight import LossPlan
 from relay.graph.pytree import TensorTree
 
 
@@ -87,10 +87,9 @@ class Partition:
 
     With `has_loss` the first output of the last segment is the loss. `results` are the values of the model's other
     outputs; `result_tree` nests them as the model does. `guards` are the conditions on the batch under which the model
-    takes the traced path. `loss_doubt` is the reason why the losses of micro-batches may not add up to that of the
-    batch, if there is one (`relay.partition.loss_forms`). `reads` are the attributes that the code around the layers
-    read. `named_outputs` are the outputs
-    that a training step returns besides the loss.
+    takes the traced path. `loss_plan` says how the losses of micro-batches make the loss of the batch, and what follows
+    the batch's tensors among the `inputs`. `reads` are the attributes that the code around the layers read.
+    `named_outputs` are the outputs that a training step returns besides the loss.
     """
 
     segments: list[Segment]
@@ -99,8 +98,7 @@ class Partition:
     has_loss: bool
     results: tuple[int, ...]
     result_tree: TensorTree
-    loss_weight: LossWeight | None
-    loss_doubt: str | None = None
+    loss_plan: LossPlan = field(default_factory=LossPlan)
     guards: tuple[Guard, ...] = ()
     reads: Reads = field(default_factory=dict)
     named_outputs: dict[str, NamedOutput] = field(default_factory=dict)

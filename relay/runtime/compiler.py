@@ -10,7 +10,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from hal.errors import Unsupported
 from relay.capture import Lowering, ObservedGradientPresence, unlogged
 from relay.capture.guards.unsupported import watching_draws
 from relay.data.buckets import Buckets
-from relay.data.microbatches import Batch, Piece, check_weights, join, take_apart, weigh
+from relay.data.loss_weight import SUM, LossPlan, StatedCount
+from relay.data.microbatches import Batch, Piece, check_weights, join, take_apart, weigh, with_whole_values
 from relay.errors import BatchError, PartitionError
 from relay.partition import list_as_model, partition_list, partition_model
 from relay.partition.edit_layers import chosen_layers, layer_names
@@ -54,7 +55,8 @@ class ModelCompiler:
 
     `modules` is the list that the model was given as, with `loss`; None for a whole model. At most
     `max_cached_programs` compiled models are kept. `device` names the device in error messages, `lowering` is the kind
-    of graph that it executes, and `traced_for` the torch device that native graphs are traced for.
+    of graph that it executes, and `traced_for` the torch device that native graphs are traced for. `loss_weight` is
+    what the user says that a micro-batch counts.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class ModelCompiler:
         shared_inputs: Sequence[str],
         layers_per_slot: int,
         recompute: bool | int,
+        loss_weight: Callable[[Any], float] | str | None = None,
     ) -> None:
         assert model is not None or modules is not None
         self.modules = modules
@@ -85,7 +88,8 @@ class ModelCompiler:
         self._presences: dict[str, ObservedGradientPresence] = {}
         self._captures = Captures()
         self._code = CodeStates(lambda: self.model, {} if loss is None else {"loss": loss})
-        self._doubted = False
+        self._loss_weight = loss_weight
+        self._warned = False
 
     @property
     def whole(self) -> bool:
@@ -134,15 +138,18 @@ class ModelCompiler:
         stated = check_weights(weights, len(given.pieces)) if weights is not None else None
         state = self._code.current()
         names = tuple(outputs)
-        compiled = [self.compiled(piece, training, False, chosen, state, names) for piece in given.pieces]
-        first = compiled[0].partition
+        follow = stated is None and self._loss_weight is None
+        first = self.compiled(given, 0, training, False, chosen, state, names, follow).partition
         if not first.has_loss:
             raise PartitionError(
                 f"The output of {type(self.model).__name__} has no loss for this batch. A whole model must return "
                 "an object with .loss: does the batch hold labels?"
             )
-        if first.loss_doubt is not None and len(compiled) > 1 and stated is None:
-            self._doubt(first.loss_doubt)
+        count = len(given.pieces)
+        if follow:
+            self._check_loss([first.loss_plan], count)
+        numbers = range(count)
+        compiled = [self.compiled(given, number, training, False, chosen, state, names, follow) for number in numbers]
         for other in compiled[1:]:
             if other is not compiled[0] and other.signature() != compiled[0].signature():
                 raise PartitionError(
@@ -150,13 +157,15 @@ class ModelCompiler:
                     "different numbers in it), so they cannot share a step. Make the batch a multiple of "
                     "microbatches, or use microbatches=1."
                 )
-        count = len(compiled)
         if stated is not None:
-            return PreparedBatch(given, stated, compiled, list(range(count)), count)
-        shares = weigh(given, [one.partition.loss_weight for one in compiled])
-        counting = [number for number, share in enumerate(shares) if share > 0]  # the mean of nothing is undefined
+            return PreparedBatch(given, stated, compiled, list(numbers), count)
+        plans = self._plans(compiled)
+        self._check_loss(plans, count)
+        shares = weigh(given, plans)
+        given = with_whole_values(given, plans)
+        counting = [number for number in numbers if shares[number] != 0]  # the mean of nothing is undefined
         return PreparedBatch(
-            Batch([given.pieces[number] for number in counting]),
+            replace(given, pieces=[given.pieces[number] for number in counting]),
             [shares[number] for number in counting],
             [compiled[number] for number in counting],
             counting,
@@ -166,20 +175,48 @@ class ModelCompiler:
     def prepare_outputs(self, batch: Any) -> PreparedBatch:
         """The same for a forward pass in eval mode that returns the model's outputs. The batch needs no targets."""
         pieces = self.take_apart(batch, needs_targets=False)
-        compiled = [self.compiled(piece, False, True) for piece in pieces.pieces]
-        counted = [one.partition.loss_weight if one.partition.has_loss else None for one in compiled]
-        count = len(compiled)
-        return PreparedBatch(pieces, weigh(pieces, counted), compiled, list(range(count)), count)
+        count = len(pieces.pieces)
+        compiled = [self.compiled(pieces, number, False, True) for number in range(count)]
+        plans = self._plans(compiled)
+        for plan in plans:
+            if plan.mixed_output is not None:
+                raise PartitionError(
+                    f"An output of {type(self.model).__name__} mixes samples: {plan.mixed_output}. In {count} "
+                    "micro-batches it is not what it is for the whole batch. Use microbatches=1."
+                )
+        weights = weigh(pieces, plans)
+        return PreparedBatch(with_whole_values(pieces, plans), weights, compiled, list(range(count)), count)
 
-    def _doubt(self, why: str) -> None:
-        """Warn once that the loss of a batch in micro-batches may differ from the loss of the whole batch."""
-        if not self._doubted:
-            self._doubted = True
+    def _plans(self, compiled: Sequence[CompiledModel]) -> list[LossPlan]:
+        """How the losses of the micro-batches make the loss of the batch."""
+        if self._loss_weight is not None:
+            share = SUM if isinstance(self._loss_weight, str) else StatedCount(self._loss_weight)
+            return [LossPlan(share)] * len(compiled)
+        return [one.partition.loss_plan for one in compiled]
+
+    def _check_loss(self, plans: Sequence[LossPlan], microbatches: int) -> None:
+        """Refuse a loss that micro-batches cannot make, and warn once of one that cannot be followed."""
+        name = type(self.model).__name__
+        for plan in plans:
+            if plan.problem is not None:
+                raise PartitionError(
+                    f"The loss of {name} mixes samples: {plan.problem}. The losses of {microbatches} micro-batches do "
+                    "not add up to that of the whole batch. Use microbatches=1; or, if each micro-batch is meant to "
+                    "have its own loss, say by loss_weight= what each counts."
+                )
+            if plan.form() != plans[0].form():
+                raise PartitionError(
+                    f"The loss of {name} is computed in another way for one micro-batch than for the others, so they "
+                    "do not add up to the loss of the batch. Use microbatches=1, or say by loss_weight= what each "
+                    "micro-batch counts."
+                )
+        unknown = next((plan.unknown for plan in plans if plan.unknown is not None), None)
+        if unknown is not None and not self._warned:
+            self._warned = True
             warnings.warn(
-                f"The loss of a batch in {self._microbatches} micro-batches may not be that of the whole batch, "
-                f"because {why}. Each micro-batch's loss counts by its share of the samples, which is right for a mean "
-                "over samples, however it is made. Otherwise use microbatches=1, or a loss that is a mean or a sum "
-                "over samples, or one cross-entropy with its mask as targets of -100.",
+                f"The loss of {name} in {microbatches} micro-batches may not be that of the whole batch, because it "
+                f"cannot be followed: {unknown}. It is right if nothing there mixes samples, and if the loss is a mean "
+                "over samples. Otherwise use microbatches=1, or say by loss_weight= what each micro-batch counts.",
                 stacklevel=4,
             )
 
@@ -202,23 +239,29 @@ class ModelCompiler:
 
     def compiled(
         self,
-        piece: Piece,
+        batch: Batch,
+        number: int,
         training: bool,
         results: bool,
         active: tuple[str, ...] | None = None,
         state: CodeState | None = None,
         outputs: tuple[str, ...] = (),
+        follow: bool = True,
     ) -> CompiledModel:
-        """The compiled model for one micro-batch, from the cache or compiled now.
+        """The compiled model for one micro-batch of a batch, from the cache or compiled now.
 
-        `state` is that of the code, found once for all micro-batches.
+        `state` is that of the code, found once for all micro-batches. With `follow` it is found out how several
+        micro-batches make the loss of the batch.
         """
         state = state or self._code.current()
-        key = (piece.signature(), training, results, active, state, outputs)
-        compiled = self.cache.find(key, piece.tensors)
+        piece, whole = batch.pieces[number], None
+        if len(batch.pieces) > 1 and follow and self._loss_weight is None:
+            whole = batch.whole or piece.doubled()
+        key = (piece.signature(), whole and whole.signature(), training, results, active, state, outputs)
+        compiled = self.cache.find(key, piece.tensors, whole.tensors if whole else ())
         if compiled is None:
             with self._code.capturing(state) as captured:
-                compiled = self._compile(piece, training, results, active, outputs)
+                compiled = self._compile(piece, training, results, active, outputs, whole)
                 captured.append((self.model, compiled.partition.reads))
                 captured += [(one.segment.module, one.captured.reads or {}) for one in compiled.stages]
             self.cache.add(key, compiled)
@@ -240,6 +283,7 @@ class ModelCompiler:
         results: bool,
         active: tuple[str, ...] | None,
         outputs: tuple[str, ...],
+        whole: Piece | None,
     ) -> CompiledModel:
         """Partition and capture for the shapes of one micro-batch. Tracing cannot run in several threads at once."""
         tensors = list(piece.tensors)
@@ -250,14 +294,16 @@ class ModelCompiler:
         logger.info("compiling for %s on micro-batches of %s", purpose, shapes, extra={"event": "compile"})
         with _COMPILING, undisturbed(self.model), watching_draws(), unlogged():
             if self.modules is None:
-                partition = partition_model(self.model, tensors, piece.tree, self._compute, active)
+                partition = partition_model(self.model, tensors, piece.tree, self._compute, active, whole, piece.size)
             else:
                 inputs, targets = tensors[: piece.input_count], tensors[piece.input_count :]
                 partition = partition_list(
-                    self.modules, self._loss, inputs, piece.tree, targets, piece.target_tree, self._compute, active
-                )
+                    self.modules, self._loss, inputs, piece.tree, targets, piece.target_tree, self._compute, active,
+                    whole, piece.size,
+                )  # fmt: skip
             partition = merge_layers(partition, self._layers_per_slot)
-            for value, tensor in zip(partition.inputs, tensors, strict=True):
+            # What is given of the whole batch follows the batch's tensors, and has no gradient.
+            for value, tensor in zip(partition.inputs, tensors, strict=False):
                 partition.values[value].requires_grad = tensor.requires_grad
             partition.named_outputs = named_outputs(partition, outputs, self.whole)
             try:

@@ -35,11 +35,19 @@ class ProgramCache:
     def __iter__(self) -> Iterator[CompiledModel]:
         return itertools.chain.from_iterable(self._groups.values())
 
-    def find(self, key: Hashable, tensors: Sequence[torch.Tensor]) -> CompiledModel | None:
-        """The compiled model for a batch's `tensors`, or None. `key` is all that decides it but their numbers."""
+    def find(
+        self, key: Hashable, tensors: Sequence[torch.Tensor], whole: Sequence[torch.Tensor]
+    ) -> CompiledModel | None:
+        """The compiled model for the `tensors` of a micro-batch that is cut from `whole`, or None.
+
+        `key` is all that decides it but their numbers.
+        """
         group = self._groups.get(key, [])
         for compiled in group:
-            if all(guard.holds(tensors) for guard in compiled.partition.guards):
+            partition = compiled.partition
+            if all(guard.holds(tensors) for guard in partition.guards) and all(
+                guard.holds(whole) for guard in partition.loss_plan.guards
+            ):
                 self._groups.move_to_end(key)
                 group.remove(compiled)
                 group.append(compiled)

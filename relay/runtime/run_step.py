@@ -209,8 +209,13 @@ def outputs(
             rows.append([read(prepared, submitted, microbatch, Key(value, False)) for value in results])
 
     forward(session, prepared, batch.tensors, weights, seed, number, read_back)
-    together = [_join(column, batch.sizes, weights) for column in zip(*rows, strict=True)]
-    return compiled[0].partition.result_tree.fill(together)
+    partition = compiled[0].partition
+    by_samples = [size / sum(batch.sizes) for size in batch.sizes]
+    together = [
+        _join(column, batch.sizes, weights if number in partition.loss_plan.summed else by_samples)
+        for number, column in enumerate(zip(*rows, strict=True))
+    ]
+    return partition.result_tree.fill(together)
 
 
 def metrics_of(

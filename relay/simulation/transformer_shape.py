@@ -339,4 +339,4 @@ def _partition(
         equal_key = (module, kind or name)  # also for start and end: other batches share the captures
         segments.append(Segment(index, name, module, inputs, (2 + index,), names, {}, equal_key, kind))
     _, nothing = tensor_leaves(())
-    return Partition(segments, values, (0, 1), True, (), nothing, None)
+    return Partition(segments, values, (0, 1), True, (), nothing)

@@ -22,7 +22,7 @@ from torch import nn
 from relay.capture import Lowering
 from relay.eps.aliases import find_aliases
 from relay.eps.optimizer_state import BoundOptimizer
-from relay.errors import BatchError
+from relay.errors import BatchError, VerificationError
 from relay.graph.pytree import TensorTree, tensor_leaves
 from relay.metrics import Metrics
 from relay.run_state import RunState
@@ -171,6 +171,11 @@ class _Comparison:
 
     def _plain_gradients(self, prepared: PreparedBatch, number: int) -> PlainStep:
         plain = self._plain
+        if any(model.partition.loss_plan.is_rewritten for model in prepared.compiled):
+            raise VerificationError(
+                "The terms of this loss count differently in each micro-batch, or take values of the whole batch, so "
+                "plain PyTorch has no loss of a micro-batch to compare with. Verify it with microbatches=1."
+            )
         pieces = []
         for piece, weight in zip(prepared.pieces.pieces, prepared.weights, strict=True):
             inputs = self._filled(piece.tree, piece.tensors[: piece.input_count])

@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from relay.graph.mutations import memory_roots, written_by
+from relay.graph.mutations import memory_roots, needed_by, written_by
 
 _READS = {
     torch.Tensor.__bool__,
@@ -66,11 +66,15 @@ class GuardTracer(TorchFunctionMode):
     """Computes the values that code reads from a batch during one trace. `guards` are the conditions found, in order.
 
     `batch` are the real tensors of the batch. If they are fake or on the meta device, no value is computed.
+
+    `answers` are all values that were read. If those of another trace are `repeated`, the code reads them again.
     """
 
-    def __init__(self, batch: Sequence[torch.Tensor]) -> None:
+    def __init__(self, batch: Sequence[torch.Tensor], repeated: Sequence[Any] = ()) -> None:
         super().__init__()
         self.guards: list[Guard] = []
+        self.answers: list[Any] = []
+        self._repeated = iter(repeated)
         self._batch = list(batch)
         # Tensors without memory have no values.
         self._has_numbers = not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in batch)
@@ -91,7 +95,9 @@ class GuardTracer(TorchFunctionMode):
 
     def _answer(self, read: Any, nodes: Sequence[Any], graph: fx.GraphModule, rest: tuple[Any, ...]) -> Any:
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-            answer = read(*graph(*self._batch), *rest)
+            answer = next(self._repeated, None)
+            answer = read(*graph(*self._batch), *rest) if answer is None else answer
+        self.answers.append(answer)
         question = (read, *nodes)
         if question not in self._asked:
             self._asked.add(question)
@@ -107,7 +113,7 @@ class GuardTracer(TorchFunctionMode):
         source = wanted[0].graph
         placeholders = source.find_nodes(op="placeholder")
         given = placeholders[len(placeholders) - len(self._batch) :]
-        needed = _needed(source, wanted)
+        needed = needed_by(wanted, source)
         for node in needed:
             outside = node.op == "placeholder" and node not in given
             draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
@@ -144,26 +150,6 @@ def guarding(guard_tracer: GuardTracer) -> Iterator[None]:
     finally:
         if original is not None:
             setattr(module, attribute, original)
-
-
-def _needed(source: fx.Graph, wanted: Sequence[fx.Node]) -> set[fx.Node]:
-    """All nodes that the values of the wanted nodes depend on, including writes to memory that these read."""
-    needed: set[fx.Node] = set()
-    stack = list(wanted)
-    memory = memory_roots(source)
-    while stack:
-        while stack:
-            node = stack.pop()
-            if node not in needed:
-                needed.add(node)
-                stack.extend(node.all_input_nodes)
-        looked_at = {memory[node] for node in needed if node in memory}
-        stack = [
-            node
-            for node in source.nodes
-            if node not in needed and (target := written_by(node)) is not None and memory.get(target) in looked_at
-        ]
-    return needed
 
 
 def _node_of(tensor: Any) -> fx.Node | None:

@@ -77,6 +77,7 @@ def from_free(call: OpCall) -> Labels:
 LINEAR = {"add", "sub", "rsub", "neg", "mul", "div", "true_divide", "multiply", "divide", "subtract", "where"}
 SAME = {
     "to", "_to_copy", "clone", "contiguous", "detach", "alias", "type_as", "lift_fresh_copy", "lift_fresh", "positive",
+    "real", "imag",
     "_conj", "resolve_conj", "resolve_neg",
 }  # fmt: skip
 

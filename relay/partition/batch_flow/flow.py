@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from relay.capture import SET_GRAD_ENABLED
 from relay.capture.op_parts import parts_of
 from relay.graph.mutations import memory_roots, written_by
 from relay.partition.batch_flow import rules
-from relay.partition.batch_flow.labels import Cause, Count, Kind, Label, Term, TracePair, free, rows, why_unlike
+from relay.partition.batch_flow.labels import Cause, Count, Kind, Label, Term, free, rows
 from relay.partition.batch_flow.op_call import Labels, OpCall, name_of
+from relay.partition.batch_flow.trace_pair import TracePair
 
-Blocks = Callable[[fx.Node, Sequence[Label], bool], tuple[Label, ...]]
-"""What labels the outputs of a call of a layer: (its node, the labels of its tensors, whether they are all given)."""
-
-_SET_GRAD = torch._C._set_grad_enabled
+Blocks = Callable[[fx.Node, Sequence[Label]], tuple[Label, ...] | None]
+"""Labels the outputs of a call of a layer, given its node and the labels of its tensors; None if it cannot."""
 
 
 class BatchFlow:
@@ -54,7 +54,7 @@ class BatchFlow:
         self.inside = inside  # an op's parts, or a layer: nothing can be replaced in there
         self._roots = memory_roots(pair.large.graph)
         for node in pair.large.graph.nodes:
-            if node.op in ("placeholder", "output") or node.target is _SET_GRAD:
+            if node.op in ("placeholder", "output") or node.target is SET_GRAD_ENABLED:
                 continue
             self.labels[node] = self._label(node)
             target = written_by(node)
@@ -105,7 +105,10 @@ class BatchFlow:
         namespace = getattr(node.target, "namespace", "")
         if namespace == "relay" and self._blocks is not None:
             tensors = [self.taken(node, other, False) for other in _tensors_of(node)]
-            return self._items_of_block(node, self._blocks(node, tensors, given))
+            of_block = self._blocks(node, tensors)
+            if of_block is None:
+                return self.unknown(node, self.cause(node, "cannot be followed"), False, noted=True)
+            return self._items_of_block(node, of_block)
         call = OpCall(self, node, given)
         ruled = rules.label_of(call)
         return self._by_parts(call) if ruled is None else ruled
@@ -151,26 +154,25 @@ class BatchFlow:
             parts_of(node.target, *_filled(each, self.pair, side))  # type: ignore[arg-type]
             for side, each in ((0, self.pair.small_of[node]), (1, node))
         )
-        if small is None or large is None or why_unlike(small, large) is not None:
+        try:
+            if small is None or large is None:
+                raise ValueError("it has no parts")
+            pair = TracePair(small, large, self.pair.lengths)
+        except ValueError:
             return self.unknown(node, self.cause(node, "cannot be followed"), call.given)
         placeholders = large.graph.find_nodes(op="placeholder")
         taken = [call.label(other) for other in _tensors_of(node)]
-        inner = BatchFlow(
-            TracePair(small, large, self.pair.lengths),
-            dict(zip(placeholders, taken, strict=True)),
-            None,
-            self.layer,
-            True,
-        )
+        inner = BatchFlow(pair, dict(zip(placeholders, taken, strict=True)), None, self.layer, True)
         if inner.assumed:
             return self.unknown(node, self.cause(node, "cannot be followed"), call.given)
         labels = tuple(self._of_part(call, label) for label in inner.outputs)
         val = node.meta.get("val")
         return labels[0] if isinstance(val, torch.Tensor) else labels
 
-    def unknown(self, node: fx.Node, cause: Cause, given: bool) -> Labels:
-        """The labels of what cannot be followed: row-wise if the shapes look like it, which is noted."""
-        self.assumed.append(cause)
+    def unknown(self, node: fx.Node, cause: Cause, given: bool, noted: bool = False) -> Labels:
+        """The labels of what cannot be followed: row-wise if the shapes look like it, which is `noted` in `assumed`."""
+        if not noted:
+            self.assumed.append(cause)
         val = node.meta.get("val")
         count = len(val) if isinstance(val, (tuple, list)) else None
         found = tuple(self._by_shape(node, item, cause, given) for item in ([None] if count is None else range(count)))

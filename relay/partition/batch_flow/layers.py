@@ -58,6 +58,17 @@ def attention(call: OpCall) -> Labels:
     )
 
 
+def distances(call: OpCall) -> Labels:
+    """cdist: of every row of one tensor to every row of another."""
+    operands = [(operand, call.label(operand)) for operand in call.operands]
+    taken = [(label.dim - operand.meta["val"].dim(), label) for operand, label in operands if label.kind is Kind.ROWS]
+    if len(taken) == 1 and taken[0][0] != -1:
+        return call.shaped(taken[0][1])
+    if len(taken) == 2 and taken[0][0] == taken[1][0] < -2 and taken[0][1].unit == taken[1][1].unit:
+        return call.shaped(taken[0][1])
+    return call.mixed("puts every sample together with every other")
+
+
 def recurrent(call: OpCall) -> Labels | None:
     """nn.RNN, nn.LSTM and nn.GRU over sequences that are not packed."""
     if "batch_first" not in call.arguments:

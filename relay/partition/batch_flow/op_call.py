@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
 
-from relay.partition.batch_flow.labels import Count, Kind, Label, Term, free
-
-if TYPE_CHECKING:
-    from relay.partition.batch_flow.flow import BatchFlow
-
+from relay.partition.batch_flow.labels import Cause, Count, Kind, Label, Term, free
+from relay.partition.batch_flow.trace_pair import TracePair
 
 Labels = Label | tuple[Label, ...]
 
@@ -24,10 +21,28 @@ def name_of(node: fx.Node) -> str:
     return name[:-1] if name.endswith("_") and not name.startswith("__") else name
 
 
+class Flow(Protocol):
+    """The walk through a trace, as far as rules need it (`relay.partition.batch_flow.flow.BatchFlow`)."""
+
+    pair: TracePair
+    labels: dict[fx.Node, Labels]
+    literals: dict[tuple[fx.Node, int], None]
+    inside: bool
+
+    def taken(self, user: fx.Node, node: fx.Node, given: bool) -> Label:
+        """The label of an operand, as its user takes it."""
+
+    def is_given(self, node: fx.Node) -> bool:
+        """Whether a value follows from the batch alone."""
+
+    def cause(self, node: fx.Node, reason: str) -> Cause:
+        """Why a value is mixed or unknown from this op on."""
+
+
 class OpCall:
     """One call of an op: its arguments by name, and what their labels are. `given` values come from the batch alone."""
 
-    def __init__(self, flow: BatchFlow, node: fx.Node, given: bool) -> None:
+    def __init__(self, flow: Flow, node: fx.Node, given: bool) -> None:
         self.flow, self.node, self.given = flow, node, given
         self.name = name_of(node)
         self.arguments: dict[str, Any] = {}

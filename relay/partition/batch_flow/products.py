@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from relay.partition.batch_flow.labels import Count, Kind, Label
+from relay.partition.batch_flow.labels import Count, Kind, Label, free
 from relay.partition.batch_flow.op_call import Labels, OpCall, alike
 
 LINEAR_SUMS = {"sum", "mean", "nansum", "count_nonzero"}
@@ -16,6 +16,8 @@ def reduced(call: OpCall) -> Labels:
     source = call.operands[0]
     label = call.label(source)
     dims = call.dims(source)
+    if source.meta["val"].numel() == 0 and not call.flow.pair.varying(call.node):
+        return alike(call, free(call.given))
     if label.kind is Kind.TERMS:
         if call.name in ("sum", "mean"):
             return label.derived(call.given)

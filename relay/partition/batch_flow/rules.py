@@ -24,12 +24,14 @@ from relay.partition.batch_flow.elementwise import (
     numbered,
 )
 from relay.partition.batch_flow.labels import Kind
-from relay.partition.batch_flow.layers import attention, dropped, normalized, recurrent, triangle, windows
+from relay.partition.batch_flow.layers import attention, distances, dropped, normalized, recurrent, triangle, windows
 from relay.partition.batch_flow.lookups import bag, indexed, looked_up, picked, put
 from relay.partition.batch_flow.losses import CROSS_ENTROPIES, ELEMENT_LOSSES, SAMPLE_LOSSES, cross_entropy, loss
 from relay.partition.batch_flow.op_call import Labels, OpCall, alike
 from relay.partition.batch_flow.products import FACTORS, LINEAR_SUMS, product_of, reduced
 from relay.partition.batch_flow.views import REORDERS, RESHAPES, along, by_numbers, joined, reordered, reshaped, spread
+
+FOURIER = {f"fft_{kind}{size}" for kind in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft") for size in ("", "2", "n")}
 
 LIKE_ANOTHER = {"type_as", "view_as", "reshape_as", "expand_as"}
 
@@ -62,9 +64,10 @@ RULES: dict[str, Callable[[OpCall], Any]] = {
         ("layer_norm", "native_layer_norm", "rms_norm", "group_norm", "instance_norm", "batch_norm",
          "_native_batch_norm_legit_functional", "native_group_norm", "_batch_norm_impl_index"), normalized),
     "scaled_dot_product_attention": attention,
-    "cdist": attention,
+    "cdist": distances,
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), recurrent),
     **dict.fromkeys(("tril", "triu"), triangle),
+    **dict.fromkeys(FOURIER, along),
     "embedding": looked_up,
     **dict.fromkeys(("gather", "scatter", "scatter_add", "index_select", "scatter_reduce"), picked),
     "index": indexed,

@@ -14,7 +14,7 @@ from relay.partition.batch_flow.op_call import Labels, OpCall, alike
 REORDERS = {
     "permute", "transpose", "t", "numpy_T", "mT", "mH", "matrix_H", "adjoint", "movedim", "moveaxis", "swapaxes",
     "swapdims", "select", "slice", "narrow", "split", "split_with_sizes", "chunk", "tensor_split", "unbind",
-    "constant_pad_nd", "pad", "one_hot",
+    "view_as_real", "view_as_complex", "constant_pad_nd", "pad", "one_hot",
 }  # fmt: skip
 """Ops that move dimensions, take one or a part of one away, or add to one."""
 

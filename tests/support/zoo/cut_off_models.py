@@ -53,7 +53,7 @@ class Inference(Stack):
             value = self.layers[0](self.first(inputs)) + 1
         value = self.layers[1](value.clone())
         with torch.inference_mode():
-            shift = self.last(value).mean()
+            shift = self.last(value).mean((1, 2), keepdim=True)
         return output(self.last(self.layers[2](value)) + shift.clone(), targets)
 
 

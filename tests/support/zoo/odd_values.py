@@ -186,4 +186,4 @@ class GrowingMemory(Layers):
         memory = value
         for layer in self.layers:
             value, memory = layer(value, memory)
-        return value + memory.mean()
+        return value + memory.mean((1, 2), keepdim=True)

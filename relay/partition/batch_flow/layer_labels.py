@@ -1,0 +1,130 @@
+"""The labels of what a layer returns: its own code is traced for both lengths, and the batch followed through it.
+
+Layers built alike are followed once. Two are alike here if they are equal but for parameters' values and for whole
+numbers that are each layer's own place, as `layer_idx` is. Invariant: a layer is called on fake tensors only, and
+is left as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from relay.capture import BlockCall, autocast, call_with, trace
+from relay.capture.guards.mutated_arguments import call_observed
+from relay.capture.guards.unsupported import hooks_wait, inside_layer
+from relay.errors import RelayError
+from relay.graph.pytree import tensor_leaves
+from relay.partition.batch_flow.flow import BatchFlow
+from relay.partition.batch_flow.labels import Cause, Kind, Label, free
+from relay.partition.batch_flow.trace_pair import TracePair
+from relay.partition.find_blocks import same_structure
+
+
+@dataclass(frozen=True, eq=False)
+class _Followed:
+    name: str
+    block: nn.Module
+    number: int
+    called: Any
+    labels: tuple[Label, ...] | None
+    causes: tuple[Cause, ...]
+
+
+class LayerLabels:
+    """Labels the outputs of layers, given the labels of their inputs. `assumed` are the ops taken for row-wise."""
+
+    def __init__(self, lengths: tuple[int, int]) -> None:
+        self.assumed: list[Cause] = []
+        self._lengths = lengths
+        self._followed: list[_Followed] = []
+        self._numbers: dict[int, int] = {}
+
+    def labels(
+        self,
+        call: BlockCall,
+        small: Sequence[torch.Tensor],
+        large: Sequence[torch.Tensor],
+        given: Sequence[Label],
+    ) -> tuple[Label, ...] | None:
+        """The labels of what a call of a layer returns for fake tensors; None if it cannot be followed."""
+        number = self._numbers.setdefault(id(call.block), len(self._numbers))
+        shapes = tuple((tuple(one.shape), tuple(two.shape), one.dtype) for one, two in zip(small, large, strict=True))
+        inputs = tuple(_taken(label) for label in given)
+        called = (
+            str(call.input_tree.spec), repr(call.input_tree.constants), call.compute, call.changes, shapes,
+            tuple((label.kind, label.dim, label.unit) for label in inputs),
+        )  # fmt: skip
+        found = next(
+            (one for one in self._followed if one.called == called and self._alike(one, call.block, number)), None
+        )
+        if found is None:
+            labels, causes = self._follow(call, small, large, inputs)
+            found = _Followed(call.name, call.block, number, called, labels, causes)
+            self._followed.append(found)
+        self.assumed += [replace(cause, layer=call.name) for cause in found.causes]
+        if found.labels is None:
+            return None
+        return tuple(
+            replace(label, cause=replace(label.cause, layer=call.name))
+            if label.cause is not None and label.cause.layer == found.name
+            else label
+            for label in found.labels
+        )
+
+    def _alike(self, other: _Followed, block: nn.Module, number: int) -> bool:
+        if other.block is block:
+            return True
+        # Attributes that hold the layers' own places, each its own, do not count.
+        counting = {
+            id(module): {
+                name
+                for name, value in module.__dict__.items()
+                if not (type(value) is int and value == other.number and counterpart.__dict__.get(name) == number)
+            }
+            for module, counterpart in zip(other.block.modules(), block.modules(), strict=False)
+        }
+        return same_structure(other.block, block, counting)  # type: ignore[arg-type]
+
+    def _follow(
+        self, call: BlockCall, small: Sequence[torch.Tensor], large: Sequence[torch.Tensor], given: Sequence[Label]
+    ) -> tuple[tuple[Label, ...] | None, tuple[Cause, ...]]:
+        originals = [*call.block.parameters(), *call.block.buffers()]
+
+        class Called(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.block = call.block
+
+            def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+                args, kwargs = call.input_tree.fill(tensors)
+                result, changed = call_observed(call.forward, args, kwargs)
+                return list(tensor_leaves((result, changed) if call.changes else result)[0])
+
+        def run(states: list[torch.Tensor], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            outputs: list[torch.Tensor] = call_with(Called(), originals, states, tensors)
+            return outputs
+
+        try:
+            with inside_layer(), hooks_wait(), torch.no_grad(), autocast(call.compute):
+                first, second = (trace(run, (originals, list(tensors)), call.name) for tensors in (small, large))
+        except (RelayError, RuntimeError, TypeError, ValueError, NotImplementedError):
+            return None, (Cause("its code", "cannot be traced"),)
+        try:
+            pair = TracePair(first, second, self._lengths)
+        except ValueError as unlike:
+            return None, (Cause("its code", f"differs with the batch's length: {unlike}"),)
+        inputs = dict.fromkeys(second.graph.find_nodes(op="placeholder"), free())
+        placeholders = list(inputs)
+        inputs.update(zip(placeholders[len(originals) :], given, strict=True))
+        flow = BatchFlow(pair, inputs, None, call.name, inside=True)
+        return tuple(flow.outputs), tuple(flow.assumed)
+
+
+def _taken(label: Label) -> Label:
+    """A label as a layer takes it: what it computes with parameters does not follow from the batch alone."""
+    return replace(label, given=False, terms=(), cause=label.cause if label.kind is Kind.MIXED else None)
