@@ -106,5 +106,5 @@ def test_a_simulation_does_not_depend_on_the_mode(mode: Callable[[], contextlib.
     # A shape of its own for each, as what was traced is kept.
     shape: dict[str, Any] = {"layers": 2, "hidden": 64 if mode is torch.no_grad else 96, "heads": 2, "vocabulary": 100}
     with mode():
-        inside = relay.simulate(**shape, sequence=16, batch=4, device="v100-sxm2-16gb")
-    assert inside.step_seconds == relay.simulate(**shape, sequence=16, batch=4, device="v100-sxm2-16gb").step_seconds
+        inside = relay.simulate(**shape, seq=16, batch=4, device="v100-sxm2-16gb")
+    assert inside.step_seconds == relay.simulate(**shape, seq=16, batch=4, device="v100-sxm2-16gb").step_seconds

@@ -257,7 +257,7 @@ def test_simulated_memory_is_that_of_a_real_run(build: Build, options: dict[str,
     trainer = build(model, device="cpu:discrete", microbatches=2, **options)
     metrics = trainer.step(reference.text_batches(1, batch=batch)[0])
     found = relay.simulate(
-        ModelShape(3, 32, 2, 64), device="generic", sequence=12, batch=batch, microbatches=2, precision="fp32",
+        ModelShape(3, 32, 2, 64), device="generic", seq=12, batch=batch, microbatches=2, precision="fp32",
         **options,
     )  # fmt: skip
     assert found.memory.device_total == metrics.device_peak_bytes
