@@ -62,7 +62,7 @@ class Real:
         self.clock = clock
         layers, hidden, pieces, sequences, sequence, stash, together, recompute = shape
         torch.manual_seed(0)
-        model = GPT(layers=layers, hidden=hidden, heads=hidden // 32, seq=sequence, tied=False)
+        model = GPT(layers=layers, hidden=hidden, heads=hidden // 32, sequence=sequence, tied=False)
         ids = torch.randint(0, 256, (sequences, sequence))
         self.batch = {"input_ids": ids, "labels": ids}
         self.trainer = relay.Trainer(
