@@ -394,13 +394,3 @@ def refuse_unknown(function: str, given: Iterable[str], known: Collection[str]) 
             near = [each for each in known if each.startswith(name)] or difflib.get_close_matches(name, known, 1)
             hint = f"Did you mean {near[0]!r}?" if near else f"It takes {', '.join(known)}."
             raise TypeError(f"relay.{function}() takes no {name!r}. {hint}")
-
-
-def several(function: str, name: str, values: Any) -> tuple[Any, ...]:
-    """The values to choose from. TypeError for a single one, ValueError for none."""
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise TypeError(f"relay.{function}() chooses {name} among several: give a list, such as [{values!r}].")
-    found = tuple(values)
-    if not found:
-        raise ValueError(f"relay.{function}() chooses {name} among those given, and none were: {name}={values!r}.")
-    return found

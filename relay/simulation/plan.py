@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
@@ -27,7 +27,7 @@ from typing import Any
 from hal.spec import Machine
 from hal.spec.units import format_size, parse_size
 from relay.errors import RelayError
-from relay.options import fixed_scale, refuse_unknown, several
+from relay.options import fixed_scale, refuse_unknown
 from relay.runtime.grad_mode import as_if_alone
 from relay.simulation.describe import describe, loss_scale_notes
 from relay.simulation.host_cache import HostCache
@@ -100,6 +100,16 @@ class Plan:
         return "\n".join(lines) + "\n"
 
 
+def _several(name: str, values: Any) -> tuple[Any, ...]:
+    """The values to choose from. TypeError for a single one, ValueError for none."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(f"relay.plan() chooses {name} among several: give a list, such as [{values!r}].")
+    found = tuple(values)
+    if not found:
+        raise ValueError(f"relay.plan() chooses {name} among those given, and none were: {name}={values!r}.")
+    return found
+
+
 @as_if_alone()
 def plan(
     model: str | ModelShape | None = None,
@@ -134,7 +144,7 @@ def plan(
     """
     refuse_unknown("plan", shape, _KEYWORDS)
     state_dtypes, stashes, slots = (
-        several("plan", name, values)
+        _several(name, values)
         for name, values in (("state_dtypes", state_dtypes), ("stashes", stashes), ("slots", slots))
     )
     description = describe(model, **shape)
