@@ -30,10 +30,10 @@ from relay.checkpoint.saving import (
     states_of,
 )
 from relay.eps.master_weights import to_master_weights
+from relay.eps.torch_form import RelayOptimizer
 from relay.errors import InconsistentState, RelayError
 from relay.models.huggingface import save_pretrained
 from relay.optim.loss_scale import LossScale
-from relay.optim.optimizers import RelayOptimizer
 from relay.options import TrainOptions, fixed_scale
 from relay.partition.edit_layers import edit_blocks, inserted, names_by_tensor, removed, renames, reordered, replaced
 from relay.processes import refuse_copy, refuse_in_child
@@ -132,9 +132,8 @@ class RunState:
         names = renames(before, self._model)
         self._session.change_model(self._model, names)
         order = [name for name, _ in self._model.named_parameters()]
+        self.optimizer.regroup(groups, group_of)
         self._session.server.rename(names, group_of, order)
-        for ours, new in zip(self.optimizer.param_groups, groups, strict=True):
-            ours["params"] = new["params"]
         self._compiler.forget()
         self.baseline_device_bytes = 0
 

@@ -30,10 +30,11 @@ from relay.eps.master_weights import frozen_half, master_dtype, refuse_unfrozen_
 from relay.eps.optimizer_state import as_spec, bind
 from relay.eps.server import Clipping, ParameterServer
 from relay.eps.store import LayerStore
+from relay.eps.torch_form import RelayOptimizer
 from relay.errors import PartitionError
 from relay.metrics import Metrics
 from relay.optim.loss_scale import LossScale
-from relay.optim.optimizers import AdamW, RelayOptimizer
+from relay.optim.optimizers import AdamW
 from relay.optim.param_groups import split_into_groups
 from relay.options import documentation, refuse_renamed, takes_train_options, train_options
 from relay.precision import COMPUTE
@@ -139,6 +140,16 @@ class Trainer(RunState):
         compiler.device, (compiler.lowering, compiler.traced_for) = opened.info.name, graphs_for(opened.info)
         scheduled = RelayOptimizer(groups, defaults)
         super().__init__(compiler, session, scheduled, grouping, scale, chosen)
+        run = weakref.ref(self)  # the optimizer may outlive the trainer
+
+        def ready() -> None:
+            if (trainer := run()) is not None and not trainer._closed:
+                trainer._check_usable()
+                trainer.synchronize()
+
+        _, group_of = grouping(whole)
+        server.group(group_of)
+        scheduled.connect(lambda: compiler.model, server.optimizer, group_of, ready)
         # The threads of a trainer's queues outlive a trainer that is dropped without close(). At the end of the
         # process they end by themselves (`hal.worker`).
         weakref.finalize(self, _close_quietly, session, os.getpid()).atexit = False

@@ -64,6 +64,12 @@ class BoundOptimizer(Protocol):
         If the state has no memory yet, the tensors are kept as they are until `allocate`.
         """
 
+    def from_torch_form(self, name: str, state: State, group: Mapping[str, Any], count: int) -> State:
+        """A state of torch.optim's form as `restore` takes it.
+
+        `count` is the number of the parameter's elements. Raises ValueError for a state of another optimizer.
+        """
+
     def rename(self, names: Mapping[str, str | None]) -> None:
         """Rename parameters, and drop the states of those whose new name is None."""
 
@@ -242,6 +248,22 @@ class _Bound:
         own = self._state.get(name)
         if own is not None and labels and set(own) != set(labels):
             raise ValueError(f"the optimizer here has the states {sorted(own)}, the checkpoint {sorted(labels)}")
+
+    def from_torch_form(self, name: str, state: State, group: Mapping[str, Any], count: int) -> State:
+        expected = {*self._optimizer.states(group), *self._optimizer.wide_states(group)}
+        if not state:
+            return {}
+        labels = set(state) - {"step"}
+        if labels != expected:
+            raise ValueError(
+                f"The state of {name!r} has {sorted(labels)}; {self.kind} with these options has {sorted(expected)}. "
+                "Load a state_dict of the same optimizer."
+            )
+        for label in labels:
+            if state[label].numel() != count:
+                raise ValueError(f"{label!r} of {name!r} has {state[label].numel()} elements, the parameter {count}.")
+        # torch.optim.SGD counts no steps; a state that is there is not that of a first step.
+        return {**state, "step": torch.as_tensor(state.get("step", 1.0), dtype=torch.float32)}
 
     def restore(self, name: str, state: State) -> None:
         own = self._state.get(name)

@@ -269,6 +269,10 @@ class ParameterServer:
                 )
                 self._note_update(plan, done, submitted)
 
+    def group(self, group_of: Mapping[str, int]) -> None:
+        """Look up each parameter's group here from now on."""
+        self._group_of = group_of
+
     def follow(self, device: Device) -> None:
         """Serve another device from now on."""
         self._device = device

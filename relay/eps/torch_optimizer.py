@@ -136,6 +136,12 @@ class BoundTorchOptimizer:
     def check(self, name: str, labels: Collection[str]) -> None:
         """Does nothing: a class of torch.optim accepts any state that it has saved."""
 
+    def from_torch_form(
+        self, name: str, state: dict[str, Any], group: Mapping[str, Any], count: int
+    ) -> dict[str, Any]:
+        """The same state: it is torch's own."""
+        return dict(state)
+
     def restore(self, name: str, state: Mapping[str, Any]) -> None:
         leaf = self._leaves.get(name)
         if leaf is not None:

@@ -5,20 +5,18 @@ Each has two forms of its arithmetic: torch's own kernel over a list of tensors,
 in `relay.eps.optimizer_state`; classes of `torch.optim` are in `relay.eps.torch_optimizer`. Invariant: where both
 forms can be used, they give the same bits.
 
-`RelayOptimizer` is what users and learning-rate schedulers hold: a `torch.optim.Optimizer` whose `param_groups` hold
-the hyperparameters. It updates nothing itself.
+What users and learning-rate schedulers hold is in `relay.eps.torch_form`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, NoReturn, SupportsIndex
+from typing import Any, ClassVar
 
 import torch
 
 from relay.optim import fused
-from relay.processes import refuse_copy
 
 State = dict[str, Any]
 """A tensor's optimizer state by torch.optim's names: tensors, or Int8State."""
@@ -192,31 +190,3 @@ class Lion(HostOptimizer):
 def _real(tensors: Tensors) -> list[torch.Tensor]:
     """Complex tensors as pairs of real numbers, as torch.optim updates them; others as they are."""
     return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
-
-
-class RelayOptimizer(torch.optim.Optimizer):
-    """The optimizer as users and learning-rate schedulers see it. Updates use the values of its `param_groups`."""
-
-    def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
-        self._counting = False
-        super().__init__(groups, defaults)
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copy(
-            "A trainer's optimizer",
-            "Use optimizer.state_dict(), or trainer.save(folder) and trainer.load(folder), which hold the optimizer's "
-            "states too.",
-        )
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Called by the trainer for each applied step, for schedulers and step hooks. A user may not call it."""
-        if not self._counting:
-            raise RuntimeError("Call trainer.step(batch), which updates the parameters, instead of optimizer.step().")
-
-    def count_step(self) -> None:
-        """Run the hooks of `step`, after a step was applied."""
-        self._counting = True
-        try:
-            self.step()
-        finally:
-            self._counting = False

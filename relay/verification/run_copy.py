@@ -20,7 +20,7 @@ import torch
 
 from hal.errors import OutOfMemory
 from relay.eps.snapshot import Record
-from relay.optim.optimizers import RelayOptimizer
+from relay.eps.torch_form import RelayOptimizer
 from relay.run_state import RunState
 from relay.runtime.compiler import PreparedBatch
 

@@ -1,0 +1,190 @@
+"""The optimizer as users and learning-rate schedulers hold it: a `torch.optim.Optimizer` over the server's states.
+
+Its `param_groups` hold the hyperparameters, and `state`, `state_dict` and `load_state_dict` give and take the states in
+PyTorch's own form. It updates nothing: the server does, layer by layer. Invariant: what `state_dict` gives,
+`load_state_dict` restores to the bit, 8-bit states included, since the value of a code is encoded as that code again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, SupportsIndex
+
+import torch
+from torch import nn
+
+from relay.eps.optimizer_state import BoundOptimizer
+from relay.optim.int8_state import Int8State
+from relay.processes import refuse_copy
+
+State = dict[str, Any]
+
+
+class RelayOptimizer(torch.optim.Optimizer):
+    """The optimizer of a trainer. Updates use the values of its `param_groups`.
+
+    `state` and `state_dict` hold the tensors that updates change (8-bit moments as float32 copies). Before it is
+    connected to a trainer's states it has none.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
+        self._counting = False
+        self._connected = False
+        super().__init__(groups, defaults)
+
+    def connect(
+        self,
+        model: Callable[[], nn.Module],
+        states: BoundOptimizer,
+        group_of: dict[str, int],
+        ready: Callable[[], None],
+    ) -> None:
+        """Read and write these states from now on.
+
+        `model` gives the model as it is; `group_of` is each parameter's group by name, changed here when groups are
+        added; `ready` waits for updates, and raises where the states may not be used.
+        """
+        self._model, self._states, self._group_of, self._ready = model, states, group_of, ready
+        self._given = len(self.param_groups)
+        self._connected = True
+
+    # -- states -----------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, State]:  # type: ignore[override]
+        """The state of each parameter that has been updated, as `torch.optim` has it."""
+        found: defaultdict[torch.Tensor, State] = defaultdict(dict)
+        if self._connected:
+            self._ready()
+            for name, parameter in self._model().named_parameters():
+                if state := in_torch_form(self._states.state(name), parameter):
+                    found[parameter] = state
+        return found
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """torch sets an empty one when it is made."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states and groups in the form of `torch.optim`: `state` by index, with `step`, `exp_avg` and so on."""
+        self._list_unfrozen()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set states and hyperparameters from a `state_dict` of this class, or of torch.optim's of the same name.
+
+        Raises ValueError, with nothing changed, for one of other groups, parameters or states.
+        """
+        if not self._connected:
+            raise RuntimeError("This optimizer has no states: use that of a trainer, trainer.optimizer.")
+        self._list_unfrozen()
+        names = {id(parameter): name for name, parameter in self._model().named_parameters()}
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        listed = [(each, number) for number, group in enumerate(self.param_groups) for each in group["params"]]
+        states: dict[str, State] = {}
+        if len(indices) == len(listed):  # torch raises ValueError otherwise
+            for index, (parameter, number) in zip(indices, listed, strict=True):
+                given = state_dict["state"].get(index, {})
+                given = {label: value for label, value in given.items() if value is not None}
+                group = {**self.defaults, **state_dict["param_groups"][number]}
+                name = names[id(parameter)]
+                states[name] = self._states.from_torch_form(name, given, group, parameter.numel())
+        self._ready()
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self.__dict__.pop("state", None)  # torch puts it here; the states are the server's
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+        for name, state in states.items():
+            self._states.restore(name, state)
+
+    def _list_unfrozen(self) -> None:
+        """List parameters that have been unfrozen since, which are updated with the group that they were given."""
+        if self._connected:
+            listed = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+            for name, parameter in self._model().named_parameters():
+                if parameter.requires_grad and id(parameter) not in listed:
+                    self.param_groups[self._group_of[name]]["params"].append(parameter)
+
+    # -- groups -----------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group for parameters of the model that have been unfrozen.
+
+        Raises ValueError for a parameter that the model does not have, or that has a group already.
+        """
+        if getattr(self, "_connected", False):
+            if "params" not in param_group:
+                raise ValueError("A parameter group needs 'params', a list of the model's parameters.")
+            params = param_group["params"]
+            params = [params] if isinstance(params, torch.Tensor) else list(params)
+            param_group = {**param_group, "params": params}
+            names = {id(parameter): name for name, parameter in self._model().named_parameters()}
+            unknown = set(param_group) - {"params"} - set(self.defaults)
+            if unknown:
+                raise ValueError(
+                    f"The group has {sorted(unknown)}, which this optimizer does not: it has {sorted(self.defaults)}."
+                )
+            for parameter in params:
+                if id(parameter) not in names:
+                    what = f"of shape {tuple(getattr(parameter, 'shape', ()))}"
+                    raise ValueError(
+                        f"add_param_group was given a parameter {what} that the trainer's model does not have. Put "
+                        "layers in with trainer.insert or trainer.replace, or build a new trainer."
+                    )
+            self._ready()
+            super().add_param_group(param_group)
+            self._group_of.update((names[id(parameter)], len(self.param_groups) - 1) for parameter in params)
+        else:
+            super().add_param_group(param_group)
+
+    def regroup(self, groups: list[dict[str, Any]], group_of: dict[str, int]) -> None:
+        """The model has been edited: `groups` and `group_of` are those of the groups that the trainer was given.
+
+        Groups that were added since keep the parameters that the model still has.
+        """
+        names = {id(parameter): name for name, parameter in self._model().named_parameters()}
+        for number in range(self._given, len(self.param_groups)):
+            members = [parameter for parameter in self.param_groups[number]["params"] if id(parameter) in names]
+            group_of.update((names[id(parameter)], number) for parameter in members)
+            chosen = set(map(id, members))
+            for group in groups:
+                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in chosen]
+            groups = [*groups, {"params": members}]
+        for ours, new in zip(self.param_groups, groups, strict=True):
+            ours["params"] = new["params"]
+        self._group_of = group_of
+
+    # -- steps ------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Called by the trainer for each applied step, for schedulers and step hooks. A user may not call it."""
+        if not self._counting:
+            raise RuntimeError("Call trainer.step(batch), which updates the parameters, instead of optimizer.step().")
+
+    def count_step(self) -> None:
+        """Run the hooks of `step`, after a step was applied."""
+        self._counting = True
+        try:
+            self.step()
+        finally:
+            self._counting = False
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copy(
+            "A trainer's optimizer",
+            "Use optimizer.state_dict(), or trainer.save(folder) and trainer.load(folder), which hold the optimizer's "
+            "states too.",
+        )
+
+
+def in_torch_form(state: Mapping[str, Any], parameter: torch.Tensor) -> State:
+    """A parameter's state as torch.optim has it: tensors of the parameter's shape; empty before the first update."""
+    step = state.get("step")
+    if step is not None and not float(step):
+        return {}
+    return {
+        label: value.to_float().view(parameter.shape) if isinstance(value, Int8State) else value
+        for label, value in state.items()
+    }
