@@ -173,9 +173,11 @@ class _Traced(nn.Module):
         outputs, tree = tensor_leaves(value)
         if self.loss is None or self.target_tree is None:
             return list(outputs)
+        # A trace names a tensor by the last op that returned it, which may be one of the loss's.
+        handed_on = [torch.ops.aten.alias.default(output) for output in outputs]
         loss = self.loss(tree.fill(outputs), self.target_tree.fill(tensors[self.input_count :]))
         check_scalar(loss)
-        return [loss, *outputs]
+        return [loss, *handed_on]
 
     def planned(
         self, batch: Sequence[torch.Tensor], whole: Piece, size: int
@@ -192,7 +194,8 @@ class _Traced(nn.Module):
         placeholders = traced.module.graph.find_nodes(op="placeholder")
         of_states = dict(zip(placeholders, states.items(), strict=False))
         rest = placeholders[len(states) + self.input_count :]
-        loss, *outputs = traced.results
+        loss, *handed_on = traced.results
+        outputs = [node.all_input_nodes[0] for node in handed_on]
         graph = graph_of_loss(traced.module, loss, of_states, [*outputs, *rest])
         return plan, graph, [node.meta["val"] for node in placeholders[len(states) + len(batch) :]]
 
