@@ -70,9 +70,9 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     loss_scale: Annotated[
         Scale,
         Meta(
-            description="The loss scale of fp16. 'dynamic' stores all gradients of a step on the host until they are "
-            "known to be finite, and skips the step otherwise. A power of two ('fixed' is 65536) updates each layer at "
-            "once, and an overflow is an error."
+            description="Used with fp16 only. 'dynamic' keeps all gradients of a step on the host, checks them, and "
+            "skips the step if one is not finite. A power of two ('fixed' is 65536) updates each layer at once and "
+            "raises an error on overflow."
         ),
     ] = "dynamic"
     stash: Annotated[
@@ -83,7 +83,11 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = "device"
     slots: Annotated[
-        Count, Meta(description="Layers on the device at a time. With 1 no layer loads while another computes.")
+        Count,
+        Meta(
+            description="Slots on the device, each for as many layers as share a slot. With 1, loading and computing "
+            "do not overlap."
+        ),
     ] = 2
     layers_per_slot: Annotated[
         Count,
@@ -92,9 +96,9 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     recompute: Annotated[
         Segments,
         Meta(
-            description="How many segments run their forward again in the backward pass: all (True), none (False), or "
-            "the first so many. The embedding is a segment, then the layers of each slot. The others save what their "
-            "backward needs in the stash. No result changes."
+            description="Segments that run their forward again in the backward pass: all (True), none (False, which "
+            "saves their activations instead), or the first so many. The embedding is one segment, and so are the "
+            "layers of each slot. No result changes."
         ),
     ] = True
     clip_grad_norm: Annotated[
@@ -110,9 +114,8 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     defer_updates: Annotated[
         bool,
         Meta(
-            description="Let updates that wait for the gradient norm (clip_grad_norm, a dynamic loss scale) run under "
-            "the next step's forward. Read the model between steps only after `synchronize()` then. Without it `step` "
-            "returns when all updates are applied."
+            description="With clip_grad_norm or a dynamic loss scale, run the optimizer during the next step's forward "
+            "pass. No result changes. In Python, call `trainer.synchronize()` before reading the weights."
         ),
     ] = False
     param_groups: Annotated[
@@ -159,17 +162,21 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     buckets: Annotated[PythonObject, Meta(description="A `relay.Buckets` that pads sequences to a few lengths.")] = None
     seed: Annotated[
         Annotated[int, Meta(ge=0, extra={"kind": "seed"})],
-        Meta(description="Decides every dropout mask, and in `relay train` the first weights and the data, too."),
+        Meta(description="Random seed of dropout; in `relay train` also of the initial weights and the batches."),
     ] = 0
     max_cached_programs: Annotated[
         Count,
-        Meta(description="Shapes of batches and modes whose programs stay compiled; the least recently used go first."),
+        Meta(
+            description="Compiled models to keep in memory, one for each shape of batch and mode; the least recently "
+            "used is dropped first."
+        ),
     ] = 32
     on_nonfinite: Annotated[
         Literal["stop", "skip", "log"],
         Meta(
-            description="What a NaN or infinite loss does. 'stop' raises NonFiniteLoss with nothing applied; 'skip' "
-            "applies nothing and goes on; 'log' applies it as plain PyTorch would. The last two write to the log."
+            description="What to do when the loss is NaN or infinite. 'stop' raises NonFiniteLoss and updates nothing; "
+            "'skip' logs a warning and skips the update; 'log' logs a warning and updates. Not used with a dynamic "
+            "loss scale, which skips such steps."
         ),
     ] = "stop"
     on_device_lost: Annotated[
@@ -179,7 +186,8 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     stall_timeout: Annotated[
         Positive | None,
         Meta(
-            description="Seconds after which the log gets what a step that does not end waits for; never if not given."
+            description="If a step takes longer than so many seconds, log which operation it waits for; never if not "
+            "given."
         ),
     ] = None
 

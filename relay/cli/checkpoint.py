@@ -33,9 +33,9 @@ def inspect(checkpoint: Path, verify: bool, as_json: bool) -> None:
 
     \b
     Examples:
-      relay inspect runs/latest
-      relay inspect runs/latest/checkpoints/step-000000300 --no-verify
-      relay inspect runs/latest --json
+      relay inspect runs/long
+      relay inspect runs/long/checkpoints/step-000000300 --no-verify
+      relay inspect runs/long --json
     """
     opened = open_checkpoint(checkpoint)
     if verify:
@@ -60,8 +60,8 @@ def export(checkpoint: Path, folder: Path, onnx: bool, as_json: bool) -> None:
 
     \b
     Examples:
-      relay export runs/latest exported
-      relay export runs/latest exported --onnx
+      relay export runs/long exported
+      relay export runs/long exported --onnx
       relay sample exported
     """
     from relay.models import gpt_folder

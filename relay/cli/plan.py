@@ -21,13 +21,13 @@ from relay.cli.shared_options import machine_options, model_options, precision_o
 @training_option(
     "state_dtype",
     default=None,
-    because="The plan chooses; this allows only these and may be repeated.  [default: all three]",
+    because="The plan chooses. Restrict it to this value; repeat the option to allow several.  [default: all three]",
     multiple=True,
 )
 @training_option(
     "slots",
     default=None,
-    because="The plan chooses; this allows only these and may be repeated.  [default: 1, 2 and 3]",
+    because="The plan chooses. Restrict it to this value; repeat the option to allow several.  [default: 1, 2 and 3]",
     multiple=True,
 )
 @training_option("clip_grad_norm")

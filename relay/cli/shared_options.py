@@ -87,7 +87,7 @@ model_options = together(
     click.option("--config", type=click.Path(), help="A Hugging Face config.json that describes the model."),
     click.option("--layers", type=AT_LEAST_ONE, help="Number of layers, for a model given by its sizes."),
     click.option("--hidden", type=AT_LEAST_ONE, help="Hidden size."),
-    click.option("--heads", type=AT_LEAST_ONE, help="Attention heads.  [default: heads of about 128]"),
+    click.option("--heads", type=AT_LEAST_ONE, help="Attention heads.  [default: hidden / 128, about]"),
     click.option("--ffn", type=AT_LEAST_ONE, help="Width of the feed-forward network.  [default: 4 x hidden]"),
     click.option(
         "--vocab",
@@ -117,13 +117,12 @@ machine_options = together(
         type=click.Choice(["eager", "compiled", "fused"]),
         help="How ops run on the device: one kernel each, fused by a compiler, or whole layers fused by hand.",
     ),
-    training_option("host_memory", because="[default: that of the host]"),
+    training_option("host_memory", because="Here, that of the host preset if not given."),
     training_option("capacity"),
 )
 """A machine that need not be present."""
 precision_option = training_option(
     "precision",
     default=None,
-    because="Other than relay train, which runs on the CPU, this takes the first of bf16, fp16 and fp32 that the "
-    "described device has.",
+    because="Here, the first of bf16, fp16 and fp32 that the described device has if not given; relay train has fp32.",
 )

@@ -44,7 +44,7 @@ SWEPT = (
 @training_option(
     "microbatches",
     default=None,
-    because="Other than relay train, this takes one per sequence: the least device memory, to see whether it fits.",
+    because="Here, one per sequence if not given, which needs the least device memory; relay train has 4.",
 )
 @precision_option
 @training_option("state_dtype")

@@ -47,7 +47,7 @@ BY_DEFAULT = click.core.ParameterSource.DEFAULT
 @click.option("--hidden", default=128, show_default=True, type=AT_LEAST_ONE, help="Hidden size.")
 @click.option("--heads", default=4, show_default=True, type=AT_LEAST_ONE, help="Attention heads. Must divide --hidden.")
 @training_option("seq", default=128, because="Tokens are bytes here; short sequences, so that a run takes minutes.")
-@training_option("batch", default=16, because="More than elsewhere, for sequences are short.")
+@training_option("batch", default=16, because="relay simulate and plan have 8, of longer sequences.")
 @click.option("--steps", default=300, show_default=True, type=AT_LEAST_ONE, help="Steps of the whole run.")
 @click.option(
     "--lr",
@@ -73,8 +73,8 @@ BY_DEFAULT = click.core.ParameterSource.DEFAULT
 @click.option(
     "--verify",
     type=AT_LEAST_ONE,
-    help="Before training, compare so many of the first steps with plain PyTorch, tensor by tensor. They are undone "
-    "afterwards. If they differ, nothing is trained and the exit code is 1.  [default: none]",
+    help="Before training, run the next N steps in Relay and in plain PyTorch, compare every tensor, and undo the "
+    "steps. If a difference exceeds what README promises, nothing is trained and the exit code is 1.  [default: none]",
 )
 @click.option(
     "--checkpoint-every",

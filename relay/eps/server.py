@@ -6,7 +6,7 @@ order, as autograd sums them).
 
 Updates run in one of two modes:
 
-* *Eager*, without global clipping and without a loss scale: a layer is updated during backward, as soon as its
+* *Eager*, without global clipping and without a dynamic loss scale: a layer is updated during backward, as soon as its
   gradients are complete.
 * *Deferred*: gradients stay on the host until the last has arrived. Then the global norm is known, one decision (the
   clipping factor, or to skip the step) is made for all layers, and the layers are updated in forward order. With
@@ -95,8 +95,8 @@ def plan_gradients(
             last_arrival.setdefault(name, number)
             first_arrival[name] = number
     late: dict[int, list[str]] = {}
-    for number, names in enumerate(readers):
-        for name in names:
+    for number, read in enumerate(readers):
+        for name in read:
             if number < last_arrival.get(name, number):
                 late.setdefault(number, []).append(name)
                 last_arrival[name] = number

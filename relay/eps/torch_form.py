@@ -52,7 +52,7 @@ class RelayOptimizer(torch.optim.Optimizer):
     # -- states -----------------------------------------------------------------------------------------------
 
     @property
-    def state(self) -> defaultdict[torch.Tensor, State]:  # type: ignore[override]
+    def state(self) -> defaultdict[torch.Tensor, State]:
         """The state of each parameter that has been updated, as `torch.optim` has it."""
         found: defaultdict[torch.Tensor, State] = defaultdict(dict)
         if self._connected:

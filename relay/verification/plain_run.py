@@ -77,7 +77,7 @@ def copied_model(
             f"{type(failure).__name__}: {failure}. Keep results of other tensors, locks and open files out "
             "of the model's attributes."
         ) from failure
-    config = getattr(whole, "config", None)
+    config: Any = getattr(whole, "config", None)
     if getattr(config, "use_cache", False) is True:
         config.use_cache = False  # a cache for generation, which training does not use, changes the order of keys
     return whole, own, own_loss

@@ -180,7 +180,7 @@ class CodeGuards:
             self._tensors,
             self._parameters,
         )
-        return tables + len(self._parts) + sum(map(len, rest))
+        return tables + len(self._parts) + sum(len(rows) for rows in rest)
 
     # -- whether it holds -------------------------------------------------------------------------------------
 
@@ -229,6 +229,7 @@ class CodeGuards:
         for path, entries in self._empty:
             if entries:
                 yield path, (entries, None)
+        before: Any
         for path, items, before in self._lists:
             if len(items) != len(before) or not all(map(same, items, before)):
                 yield path, (items, None)

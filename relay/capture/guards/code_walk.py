@@ -65,7 +65,7 @@ _IMMUTABLE = (
     torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, types.BuiltinFunctionType,
     types.MethodWrapperType, types.WrapperDescriptorType, types.MethodDescriptorType, types.GetSetDescriptorType,
     types.MemberDescriptorType, types.CodeType, types.GeneratorType, types.FrameType, weakref.ref, torch.Generator,
-    torch.nn.parameter.UninitializedTensorMixin,
+    torch.nn.parameter.UninitializedTensorMixin,  # type: ignore[attr-defined]
 )  # fmt: skip
 
 

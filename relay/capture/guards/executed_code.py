@@ -31,7 +31,7 @@ def has_run(code: CodeType) -> bool:
 @contextmanager
 def recorded_code() -> Iterator[None]:
     """While open, all functions that this thread enters count as run, but for the dispatch of ops."""
-    before = sys.gettrace()
+    before: Any = sys.gettrace()
 
     def entered(frame: FrameType, event: str, argument: Any) -> Any:
         _executed.add(frame.f_code)

