@@ -138,7 +138,9 @@ class BatchFlow:
         small = getattr(self.pair.small, str(self.pair.small_of[node].target), None)
         large = getattr(self.pair.large, str(node.target), None)
         if isinstance(small, torch.Tensor) and isinstance(large, torch.Tensor):
-            same = small.shape == large.shape and (type(small) is not torch.Tensor or bool(torch.equal(small, large)))
+            same = small.shape == large.shape
+            if type(small) is type(large) is torch.Tensor:  # fake tensors have no values to compare
+                same = same and bool(torch.equal(small, large))
             if not same:
                 return Label(Kind.MIXED, given=True, cause=self.cause(node, "is made from the batch's length"))
         return free(True)

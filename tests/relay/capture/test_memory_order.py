@@ -71,7 +71,9 @@ class Recurrent(nn.Module):
         self.recurrent = kind(WIDTH, WIDTH, **settings)
 
     def forward(self, value: Tensor) -> Tensor:
-        return value + self.recurrent(value)[0][..., :WIDTH]
+        batch_first = self.recurrent.batch_first
+        made = self.recurrent(value if batch_first else value.transpose(0, 1))[0][..., :WIDTH]
+        return value + (made if batch_first else made.transpose(0, 1))
 
 
 class Cell(nn.Module):

@@ -34,7 +34,7 @@ Data = torch.utils.data.TensorDataset
 
 
 def build() -> tuple[relay.Trainer, Data]:
-    """A small run, ready for its first step. No thread runs yet, so that it can be forked."""
+    """A small run, ready for its first step."""
     torch.manual_seed(0)
     middle = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.1)) for _ in range(2)]
     layers = [nn.Linear(4, 16), *middle, nn.Linear(16, 2)]
@@ -42,7 +42,6 @@ def build() -> tuple[relay.Trainer, Data]:
     options = {"microbatches": 2, "clip_grad_norm": 1.0, "state_dtype": "int8", "seed": 3}
     trainer = relay.Trainer(layers, nn.functional.mse_loss, **options)
     trainer.prepare(data[:8])
-    assert threading.active_count() == 1
     return trainer, data
 
 
@@ -62,7 +61,7 @@ def train(trainer: relay.Trainer, data: Data, folder: Path, begun: int) -> None:
             os.write(begun, b"s")
 
 
-def start(trainer: relay.Trainer, data: Data, folder: Path) -> tuple[int, int]:
+def start(folder: Path) -> tuple[int, int]:
     """Fork a process that trains. Its exit code is 0 when it came to the end, 1 for an exception.
 
     Returns its number, and the end of a pipe that has something to read from its first step on.
@@ -75,7 +74,7 @@ def start(trainer: relay.Trainer, data: Data, folder: Path) -> tuple[int, int]:
     try:
         # A checkpoint that a kill cut short has no name yet, so nothing damaged is ever found.
         warnings.simplefilter("error", RuntimeWarning)
-        train(trainer, data, folder, writing)
+        train(*build(), folder, writing)
         os._exit(0)
     except BaseException:
         traceback.print_exc()
@@ -97,9 +96,11 @@ def main() -> None:
     folder, kills, rolls = Path(sys.argv[1]), int(sys.argv[2]), random.Random(int(sys.argv[3]))
     torch.set_num_threads(1)
     fused.matches_torch()
-    trainer, data = build()
+    warm, _ = build()  # what is imported and compiled for it is there in every child
+    warm.close()
+    assert threading.active_count() == 1, "a process with threads cannot be forked"
     began = time.perf_counter()
-    child, pipe = start(trainer, data, folder / "calm")
+    child, pipe = start(folder / "calm")
     assert os.waitpid(child, 0)[1] == 0, "the run without kills failed"
     os.close(pipe)
     longest = time.perf_counter() - began
@@ -108,7 +109,7 @@ def main() -> None:
     run = folder / "chaos"
     while True:
         before = unfinished(run)
-        child, pipe = start(trainer, data, run)
+        child, pipe = start(run)
         if counted["kills"] < kills:
             # Some are killed anywhere, the beginning included, most once they have made a step.
             training = rolls.random() < 0.75
