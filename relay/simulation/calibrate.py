@@ -222,7 +222,7 @@ def fit(programs: Sequence[Program], seconds: Sequence[float]) -> dict[str, floa
         plainer[:, [1, 3, 4, 5]] = 0.0
         solution = _non_negative(plainer / target[:, None], np.ones(len(target)))
         solution[4] = solution[2] = max(solution[2], float(np.median(target / plainer[:, 2].clip(1.0))) / 10)
-    call, launch, product, ramp, attention, moved = solution
+    call, launch, product, ramp, attention, moved = map(float, solution)
     predicted = matrix @ solution
     rates = COLUMNS["device"]["achieved_fp32"]
     rate = min(max(1 / product, rates.low), rates.high)  # noise may leave hardly any time to arithmetic

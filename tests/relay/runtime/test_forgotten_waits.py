@@ -157,7 +157,7 @@ MUTATIONS = {
         run_step, "", "forward", "submitted.compute[-len(compiled) :]", "[]", "looked at between steps"
     ),
     "a prediction for the kernels that make it": Mutation(
-        run_step, "", "outputs", "access.view, access.waits", "access.view, []", "looked at between steps"
+        run_step, "", "read", "access.view, access.waits", "access.view, []", "looked at between steps"
     ),
 }
 

@@ -88,6 +88,7 @@ def test_whatever_is_measured_the_constants_are_some_that_a_device_may_have(seco
     rates = COLUMNS["device"]["achieved_fp32"]
     assert rates.low <= constants["rate"] <= rates.high
     assert all(constants[name] >= 0 for name in ("call", "launch", "ramp"))
+    assert all(type(value) is float for value in constants.values())  # as a description takes them
 
 
 @functools.cache
