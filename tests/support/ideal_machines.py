@@ -30,7 +30,7 @@ def ideal(flops: float = 1e14, link: float = 1e10, host: float = FAST) -> spec.M
 
 def run(machine: spec.Machine, batch: int = 32, microbatches: int = 4, layers: int = LAYERS, **more: Any) -> Simulation:
     shape = ModelShape(layers, HIDDEN, 8, VOCABULARY)
-    options = {"sequence": SEQUENCE, "precision": "fp32", "state_dtype": "fp32", **more}
+    options = {"seq": SEQUENCE, "precision": "fp32", "state_dtype": "fp32", **more}
     return relay.simulate(shape, device=machine, batch=batch, microbatches=microbatches, **options)
 
 

@@ -20,6 +20,7 @@ from hal import registry
 from hal.errors import OutOfMemory
 from relay.cli import main
 from relay.models import GPT
+from relay.options import fixed_scale
 from relay.simulation.transformer_shape import ModelShape
 from tests.support import reference
 from tests.support.zoo.plain_models import Build
@@ -355,11 +356,11 @@ def test_the_command_takes_both_and_so_does_a_run_file(tmp_path: Path) -> None:
         found[name] = json.loads(result.stdout)
     for name in ("file", "options"):
         used = found[name]["options"]
-        assert (used["layers_per_slot"], used["recompute"], used["loss_scale"]) == (2, False, 65536.0)
+        assert (used["layers_per_slot"], used["recompute"], fixed_scale(used["loss_scale"])) == (2, False, 65536.0)
         assert found[name]["loss_last"] == found["plain"]["loss_last"]
     wrong = CliRunner().invoke(main, [*common, "--recompute", "some", "--out", str(tmp_path / "wrong")])
     assert wrong.exit_code == 2
-    assert "neither a number of segments" in wrong.output
+    assert "the number of segments that recompute" in wrong.output
 
 
 def test_training_and_simulation_have_the_same_loss_scale_unless_told_otherwise() -> None:
