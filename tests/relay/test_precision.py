@@ -71,7 +71,7 @@ class Watched(nn.Module):
         wide = self.linear(value)
         normed = self.norm(value.float())
         softened = torch.softmax(self.scores(normed).float(), -1)
-        distance = nn.functional.mse_loss(wide, softened)
+        distance = nn.functional.mse_loss(wide, softened, reduction="none").mean(-1, keepdim=True)
         seen = (wide, normed, softened, distance, torch.softmax(wide, -1))
         self.bits.copy_(torch.tensor([float(torch.finfo(tensor.dtype).bits) for tensor in seen]))
         return value + softened * distance
