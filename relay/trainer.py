@@ -31,7 +31,7 @@ from relay.eps.optimizer_state import as_spec, bind
 from relay.eps.server import Clipping, ParameterServer
 from relay.eps.store import LayerStore
 from relay.eps.torch_form import RelayOptimizer
-from relay.errors import PartitionError
+from relay.errors import BatchError, PartitionError
 from relay.metrics import Metrics
 from relay.optim.loss_scale import LossScale
 from relay.optim.optimizers import AdamW
@@ -186,7 +186,12 @@ class Trainer(RunState):
         forward, with nothing applied. After any other error the step is applied completely or not at all, or else the
         next call raises InconsistentState. Ctrl-C takes effect when the step has ended.
         """
-        if (batch is None) == (pieces is None):
+        if batch is None and pieces is None:
+            raise BatchError(
+                "A step takes a batch (a mapping for a whole model, a pair of inputs and targets for a list of modules) or "
+                "pieces=[batch, ...]. Received None."
+            )
+        if batch is not None and pieces is not None:
             raise TypeError("relay.Trainer.step() takes a batch, or pieces=[batch, ...], and not both.")
         if weights is not None and pieces is None:
             raise TypeError("weights= are the weights of pieces=[batch, ...]. A batch that is cut has none.")

@@ -56,7 +56,8 @@ def run(folder: Path) -> dict[str, Any]:
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     if built.returncode:
         raise Unbuildable(built.stderr[-4000:])
-    environment = {**os.environ, "LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(root / "lib")}
+    paths = {"LD_LIBRARY_PATH": str(root / "lib"), "PYTHONPATH": str(HERE.parents[2])}
+    environment = {**os.environ, "LD_PRELOAD": str(library), **paths}
     answer = subprocess.run(
         [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
