@@ -188,8 +188,8 @@ class Trainer(RunState):
         """
         if batch is None and pieces is None:
             raise BatchError(
-                "A step takes a batch (a mapping for a whole model, a pair of inputs and targets for a list of modules) or "
-                "pieces=[batch, ...]. Received None."
+                "A step takes a batch (a mapping for a whole model, a pair of inputs and targets for a list of modules)"
+                ", or pieces=[batch, ...]. Received None."
             )
         if batch is not None and pieces is not None:
             raise TypeError("relay.Trainer.step() takes a batch, or pieces=[batch, ...], and not both.")

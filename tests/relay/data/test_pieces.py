@@ -221,7 +221,7 @@ def test_gradients_come_to_what_pieces_were_computed_from(build: Build) -> None:
 @pytest.mark.parametrize(
     ("given", "error", "said"),
     [
-        ({}, TypeError, "a batch, or pieces="),
+        ({}, BatchError, "or pieces="),
         ({"batch": STEPS[0][0], "pieces": STEPS[0]}, TypeError, "not both"),
         ({"pieces": []}, BatchError, "empty"),
         ({"pieces": STEPS[0][0]}, TypeError, "pieces= must be a list; got dict"),
