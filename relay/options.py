@@ -341,10 +341,7 @@ def train_options(function: str, given: Mapping[str, Any]) -> TrainOptions:
 
 
 def takes_train_options(call: Callable[P, R]) -> Callable[P, R]:
-    """Give a function with `**options` the signature and the documentation of its options.
-
-    The documentation stands where its docstring has `{options}`.
-    """
+    """Give a function with `**options` the signature of the options of training."""
     signature = inspect.signature(call)
     own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     further = [
@@ -375,6 +372,11 @@ def fixed_scale(scale: str | float) -> float:
     return float(scale)
 
 
+def _renamed(function: str, name: str) -> TypeError:
+    """The refusal of a former name."""
+    return TypeError(f"relay.{function}() takes no {name!r}. It is called {RENAMED[name]!r} now.")
+
+
 def refuse_renamed(function: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate the public `function`: a former name of one of its arguments raises TypeError with the new name."""
 
@@ -385,7 +387,7 @@ def refuse_renamed(function: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in kwargs:
                 if RENAMED.get(name) in known:
-                    raise TypeError(f"relay.{function}() takes no {name!r}. It is called {RENAMED[name]!r} now.")
+                    raise _renamed(function, name)
             return target(*args, **kwargs)
 
         return call
@@ -398,7 +400,7 @@ def refuse_unknown(function: str, given: Iterable[str], known: Collection[str]) 
     for name in given:
         if name not in known:
             if RENAMED.get(name) in known:
-                raise TypeError(f"relay.{function}() takes no {name!r}. It is called {RENAMED[name]!r} now.")
+                raise _renamed(function, name)
             near = [each for each in known if each.startswith(name)] or difflib.get_close_matches(name, known, 1)
             hint = f"Did you mean {near[0]!r}?" if near else f"It takes {', '.join(known)}."
             raise TypeError(f"relay.{function}() takes no {name!r}. {hint}")
