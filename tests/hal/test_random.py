@@ -338,7 +338,7 @@ def copied_package(tmp_path):
     """A copy of the module that cannot have its own cache folder, even for root: a file is in its place."""
     package = tmp_path / "site" / "hal"
     package.mkdir(parents=True)
-    for module in ("random.py", "compiled.py"):
+    for module in ("random.py", "numba_cache.py"):
         shutil.copy(Path(random.__file__).with_name(module), package / module)
     (package / "__pycache__").write_text("")
     return tmp_path
