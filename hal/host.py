@@ -113,6 +113,11 @@ class Host:
             self.ledger.add(state, dtype, -size)
             raise self._account.refused(size, what) from failure
 
+    def require(self, size: int, what: str) -> None:
+        """Raise OutOfMemory if `size` more bytes, for `what`, would exceed the capacity. Nothing is allocated."""
+        self._account.charge(size, what)
+        self._account.release(size)
+
     def free(self, tensor: torch.Tensor, state: str) -> None:
         """Remove a tensor of `alloc` from the ledger's row `state`. Its memory is freed with its last reference."""
         size = tensor.numel() * tensor.dtype.itemsize

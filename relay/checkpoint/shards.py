@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,15 +55,18 @@ class TensorPlan:
 
 
 class ShardWriter:
-    """Writes one safetensors file: the header at once, then the tensors in the order of the plan."""
+    """Writes one safetensors file: the header at once, then the tensors in the order of the plan.
 
-    def __init__(self, path: Path, plan: Sequence[TensorPlan]) -> None:
+    `metadata` is the header's own entry of that name: text by name.
+    """
+
+    def __init__(self, path: Path, plan: Sequence[TensorPlan], metadata: Mapping[str, str] | None = None) -> None:
         self.path = path
         self._plan = plan
         self._next = 0
         self._hash = hashlib.sha256()
         self.size = 0
-        header: dict[str, object] = {}
+        header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
         offset = 0
         for one in plan:
             header[one.key] = {

@@ -85,7 +85,9 @@ class LayerStore:
     def take_over(self, model: nn.Module, groups: Iterable[Sequence[Wanted]]) -> None:
         """Move a model's tensors in, one group (a segment's) after another. Tensors that are here already are skipped.
 
-        Tensors that no group names come last, each by itself. Raises OutOfMemory before anything has moved.
+        Tensors that no group names come last, each by itself. The memory of a tensor is freed as it moves, so the host
+        holds one region more at most than the store will. Raises OutOfMemory before anything has moved where the host's
+        capacity is too small; where the system refuses a region, the next call continues.
         """
         tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         groups = [list(group) for group in groups]
@@ -104,13 +106,11 @@ class LayerStore:
                         names = [item[0] for item in of_state if (item[1], item in crossing) == (dtype, crosses)]
                         fields, size = lay_out([(tuple(tensors[name].shape), dtype) for name in names])
                         plans.append((names, fields, size, dtype, state))
-        flats = [
-            self._host.alloc(size // dtype.itemsize, dtype, state, crosses=(names[0], dtype) in crossing)
-            for names, _, size, dtype, state in plans
-        ]
+        self._host.require(sum(size for _, _, size, _, _ in plans), "the model")
         moved = 0
-        self._regions += [(flat, state) for flat, (_, _, _, _, state) in zip(flats, plans, strict=True)]
-        for (names, fields, _, dtype, state), flat in zip(plans, flats, strict=True):
+        for names, fields, size, dtype, state in plans:  # one region is allocated and filled after the other
+            flat = self._host.alloc(size // dtype.itemsize, dtype, state, crosses=(names[0], dtype) in crossing)
+            self._regions.append((flat, state))
             raw = flat.view(torch.uint8)
             moved += raw.numel()
             if moved >= TRIM_EVERY:
