@@ -19,8 +19,9 @@ from backends.torch_device.program import lower
 from hal import dtypes
 from hal.device import HOST_CORES, NATIVE, UNIFIED, Backend, Device, DeviceInfo, KernelCall, Probe
 from hal.errors import Unavailable
-from hal.kit.host_device import HostDevice, HostQueue, describe_processor, memory_size, self_test
+from hal.kit.host_device import HostDevice, HostQueue, describe_processor, memory_size
 from hal.kit.pattern_kernel import PatternKernel
+from hal.kit.self_test import self_test
 from hal.program import Kernel, Program
 from hal.spec.units import format_size
 

@@ -19,8 +19,9 @@ from hal.errors import Unavailable
 from hal.kit.arrays.dtypes import Arrays, stored_dtype
 from hal.kit.arrays.numpy_arrays import as_array, numpy_arrays, numpy_constants
 from hal.kit.arrays.program import lower
-from hal.kit.host_device import HostDevice, HostQueue, describe_processor, memory_size, self_test
+from hal.kit.host_device import HostDevice, HostQueue, describe_processor, memory_size
 from hal.kit.pattern_kernel import PatternKernel
+from hal.kit.self_test import self_test
 from hal.known_gaps import KnownGap
 from hal.ops import check
 from hal.program import Kernel, Program

@@ -35,13 +35,16 @@ from typing import Any
 
 import torch
 
-from hal.errors import Unsupported
+from hal.errors import Unsupported, name_native_errors
 from hal.event import Event
 from hal.host import Host
 from hal.known_gaps import KnownGap
 from hal.memory import MemoryUse
 from hal.program import Kernel, Program
 from hal.random import RandomKey
+
+HAL_VERSION = (1, 0)
+"""The first number changes when backends must change; the second when an optional ability is added."""
 
 UNIFIED = "unified"
 """Tag: the device works in host memory (contract 9)."""
@@ -260,17 +263,19 @@ class Device(abc.ABC):
 
     info: DeviceInfo
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        name_native_errors(cls, {"alloc": Buffer, "compile": Kernel, "memory": MemoryUse, "close": type(None)})
+
     @abc.abstractmethod
     def alloc(self, size: int, what: str = "buffer") -> Buffer:
         """Allocate device memory.
 
         Args:
-            size: bytes. The memory is aligned to at least 64 bytes and not initialised.
+            size: bytes, not negative. The memory is aligned to at least 64 bytes and not initialised.
             what: what the memory is for, as errors name it.
 
-        Raises:
-            OutOfMemory: the capacity would be exceeded, or the system refuses the memory.
-            ValueError: `size` is negative.
+        Raises OutOfMemory: the capacity would be exceeded, or the system refuses the memory.
         """
 
     @abc.abstractmethod
@@ -289,11 +294,9 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def host(self, capacity: int | None = None, pinned: int | None = None) -> Host:
-        """A host beside this device: the memory and the task queue of the eager parameter server.
+        """A host beside this device, for the eager parameter server: its memory and its task queue.
 
-        Args:
-            capacity: the limit of its memory in bytes; None for no limit.
-            pinned: the limit of its page-locked memory in bytes; None for no limit but the system's.
+        `capacity` and `pinned` limit its memory and its page-locked memory, in bytes; None for no limit.
         """
 
     @abc.abstractmethod
@@ -349,10 +352,12 @@ class Backend(abc.ABC):
     """A family of devices under one name.
 
     `name` is the part of a device string before the colon, and the name of the entry point in the group
-    `relay.backends`. `known_gaps` are the conformance tests that its devices do not pass, with reasons (contract 7).
+    `relay.backends`. `hal_version` is the one that the backend was written for; unstated, the installed one.
+    `known_gaps` are the conformance tests that its devices do not pass, with reasons (contract 7).
     """
 
     name: str
+    hal_version: tuple[int, int] = HAL_VERSION
     known_gaps: tuple[KnownGap, ...] = ()
 
     @abc.abstractmethod
@@ -384,12 +389,10 @@ class Backend(abc.ABC):
         Args:
             program: a core program (`hal.ops`).
             path: the file that is written.
-            inputs: names of the program's inputs, in order.
-            outputs: names of the program's outputs, in order.
+            inputs, outputs: names of the program's inputs and outputs, in order.
             weights: tensors of inputs, by name, that are stored in the file.
 
-        Returns:
-            The path of the file.
+        Returns: the path of the file.
 
         Raises:
             Unsupported: the backend has no file format.

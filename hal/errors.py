@@ -7,6 +7,10 @@ shown bare. Invariant: every error that leaves `hal` or a backend is a `HalError
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
 
 class HalError(RuntimeError):
     """Something went wrong on a device or in reaching one. Base of all device errors."""
@@ -62,3 +66,40 @@ class CompileError(HalError):
 
 class DeviceLost(HalError):
     """The device stopped answering. What lives on the host is intact; what was on the device is gone."""
+
+
+def name_native_errors(device_class: type, results: Mapping[str, type]) -> None:
+    """Make what is raised by a device's methods, native errors included, a HalError that names the device and the call.
+
+    Args:
+        device_class: a class of devices, each with its `info`. Methods that it does not define itself stay as they are.
+        results: the names of the methods, each with the type of what it must return.
+    """
+    for name, result in results.items():
+        method = vars(device_class).get(name)
+        if method is not None and not getattr(method, "__isabstractmethod__", False):
+            setattr(device_class, name, _named(method, name, result))
+
+
+def _named(method: Callable[..., Any], name: str, result: type) -> Callable[..., Any]:
+    kind = CompileError if name == "compile" else HalError
+    passed = (HalError,) if name == "compile" else (HalError, TypeError, ValueError)
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        subject = getattr(args[0], "name", "") if args else ""  # the program, which has its layer's name
+        what = f"`{name}` of device {self.info.name!r}" + (f", asked for {subject!r}," if subject else "")
+        try:
+            returned = method(self, *args, **options)
+        except passed:
+            raise
+        except (Exception, SystemExit) as failure:
+            raise kind(f"{what} failed: {type(failure).__name__}: {failure}. {_ADVICE}") from failure
+        if not isinstance(returned, result):
+            raise kind(f"{what} returned {returned!r}; it must return a {result.__name__}. {_ADVICE}")
+        return returned
+
+    return call
+
+
+_ADVICE = "This is a fault of the device's driver or backend: `relay conformance` shows what it does wrong."

@@ -1,28 +1,31 @@
 """Finding backends and opening devices by name.
 
-Backends register under the entry point group `relay.backends`; no backend is named here. Invariant: a device that was
-chosen and cannot be opened is an error with its reason, and never replaced by another device.
+Backends register under the entry point group `relay.backends`; no backend is named here. Probing is in `hal.probing`.
+Invariant: a device that was chosen and cannot be opened is an error with its reason; no other device replaces it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 
-from hal.device import Backend, Device, Probe
+from hal import probing
+from hal.device import HAL_VERSION, Backend, Device, Probe
 from hal.errors import HalError, Unavailable
 
 GROUP = "relay.backends"
 
 
 def backends() -> tuple[dict[str, Backend], dict[str, str]]:
-    """The registered backends by name, and the reasons of those that cannot be imported, by name."""
+    """The registered backends by name, and the reasons of those that cannot be used, by name."""
     found: dict[str, Backend] = {}
     broken: dict[str, str] = {}
-    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+    for name, points in _points().items():
         try:
-            found[point.name] = _load(point)
-        except Exception as failure:  # a third party's package may fail in any way; the others still work
-            broken[point.name] = f"its package does not load: {type(failure).__name__}: {failure}"
+            found[name] = _backend(name, points)
+        except HalError as failure:
+            broken[name] = str(failure)
     return found, broken
 
 
@@ -37,46 +40,97 @@ def open(name: str, capacity: int | None = None) -> Device:
         Unavailable: there is no such backend or device; the message lists those that there are.
     """
     family, _, selector = name.partition(":")
-    points = {point.name: point for point in entry_points(group=GROUP)}
+    points = _points()
     if family not in points:
-        known = ", ".join(sorted(points)) or "none: is the distribution installed?"
+        known = ", ".join(points) or "none: is the distribution installed?"
         raise Unavailable(f"There is no device {name!r}: no backend is called {family!r}. Backends here: {known}.")
     if name.rstrip(" ,").endswith(":"):
         raise Unavailable(f"{name!r} names no device after its last colon: name one, or leave the colon out.")
+    opener = _backend(family, points[family])
     try:
-        backend = _load(points[family])
-    except Exception as failure:
-        raise Unavailable(f"The backend {family!r} does not load: {type(failure).__name__}: {failure}") from failure
-    try:
-        return backend.open(selector, capacity)
+        device = opener.open(selector, capacity)
     except HalError:
         raise
-    except Exception as failure:  # a third party's backend may let a native error out
+    except (Exception, SystemExit) as failure:  # a third party's backend may let a native error out
         raise Unavailable(f"Opening {name!r} failed: {type(failure).__name__}: {failure}") from failure
+    if not isinstance(device, Device):
+        raise Unavailable(f"Opening {name!r} gave {device!r}. The backend {family!r} must give a hal.device.Device.")
+    if device.info.name.partition(":")[0] != family:
+        device.close()
+        raise Unavailable(f"Opening {name!r} gave a device called {device.info.name!r}, which is another backend's.")
+    return device
 
 
 def backend(family: str) -> Backend:
     """The backend of that name. Raises Unavailable if there is none."""
-    for point in entry_points(group=GROUP):
-        if point.name == family:
-            return _load(point)
-    raise Unavailable(f"No backend is called {family!r} here: is the distribution installed?")
+    points = _points()
+    if family not in points:
+        raise Unavailable(f"No backend is called {family!r} here: is the distribution installed?")
+    return _backend(family, points[family])
 
 
-def devices() -> list[Probe]:
-    """The probes of all backends, sorted by name: each device with its self-test, or the reason why it is missing."""
-    found, broken = backends()
-    probes = [Probe(name, False, reason) for name, reason in broken.items()]
-    for name, backend in found.items():
-        try:
-            probes += backend.probe()
-        except Exception as failure:  # contract 10 forbids it; a third party's backend may break it
-            probes.append(Probe(name, False, f"its probe raised {type(failure).__name__}: {failure}"))
-    return sorted(probes, key=lambda probe: probe.name)
+def devices(timeout: float = probing.TIMEOUT) -> list[Probe]:
+    """The probes of all backends, sorted by name: each device with its self-test, or the reason why it is missing.
+
+    Args:
+        timeout: seconds after which a backend that does not answer is reported so.
+    """
+    return sorted((probe for probes in probe_each(timeout) for probe in probes), key=lambda probe: probe.name)
 
 
-def _load(point: EntryPoint) -> Backend:
+def probe_each(timeout: float = probing.TIMEOUT) -> Iterator[list[Probe]]:
+    """The probes of one backend after the other, as they answer; see `devices`."""
+    here: dict[str, probing.Load] = {}
+    elsewhere: dict[str, str] = {}
+    for name, points in _points().items():
+        if len(points) > 1:
+            yield [Probe(name, False, _duplicates(name, points))]
+        elif _is_ours(points[0]):
+            here[name] = partial(load, points[0])
+        else:
+            elsewhere[name] = points[0].value
+    yield from probing.probe_all(here, elsewhere, timeout)
+
+
+def load(point: EntryPoint) -> Backend:
+    """The backend behind an entry point.
+
+    Raises:
+        HalError: it is no backend, or was written for another version of the HAL. Importing it may raise anything.
+    """
     backend = point.load()()
     if not isinstance(backend, Backend):
         raise HalError(f"entry point {point.name!r} gives a {type(backend).__name__}, not a hal.device.Backend")
+    if backend.hal_version[0] != HAL_VERSION[0] or backend.hal_version > HAL_VERSION:
+        wanted, present = (".".join(map(str, version)) for version in (backend.hal_version, HAL_VERSION))
+        raise HalError(f"it was written for version {wanted} of the HAL; the one installed here has version {present}")
     return backend
+
+
+def _points() -> dict[str, list[EntryPoint]]:
+    """All entry points, by name and sorted; more than one for a name if packages collide."""
+    points: dict[str, list[EntryPoint]] = {}
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        same = points.setdefault(point.name, [])
+        if point.value not in [other.value for other in same]:  # one package, found in two folders of sys.path
+            same.append(point)
+    return points
+
+
+def _backend(name: str, points: list[EntryPoint]) -> Backend:
+    if len(points) > 1:
+        raise Unavailable(f"The backend {name!r} cannot be used: {_duplicates(name, points)}.")
+    try:
+        return load(points[0])
+    except (Exception, SystemExit) as failure:  # a third party's package may fail in any way; the others still work
+        raise Unavailable(f"The backend {name!r} does not load: {type(failure).__name__}: {failure}") from failure
+
+
+def _duplicates(name: str, points: list[EntryPoint]) -> str:
+    packages = [f"{point.value} (package {point.dist.name})" if point.dist else point.value for point in points]
+    return f"{len(points)} packages register a backend called {name!r}: {', '.join(packages)}. Uninstall all but one"
+
+
+def _is_ours(point: EntryPoint) -> bool:
+    """Whether the backend comes with this distribution, and is known to keep contract 10."""
+    return point.value.partition(":")[0].partition(".")[0] == "backends"

@@ -167,7 +167,7 @@ class Worker:
                     call()
                 except HalError as failure:
                     error = failure
-                except Exception as failure:
+                except (Exception, SystemExit) as failure:
                     error = HalError(f"{label} failed on queue {self.name!r}: {type(failure).__name__}: {failure}")
                     error.__cause__ = failure
                 except BaseException as failure:  # raised in the waiters, not in this thread

@@ -27,8 +27,8 @@ from hal.kit.accounted_device import AccountedBuffer, AccountedDevice
 from hal.kit.arrays.dtypes import stored_dtype
 from hal.kit.arrays.numpy_arrays import as_array, numpy_arrays, numpy_constants
 from hal.kit.arrays.program import lower
-from hal.kit.host_device import self_test
 from hal.kit.pattern_kernel import PatternKernel
+from hal.kit.self_test import self_test
 from hal.kit.streams import StreamQueue, allocate, end
 from hal.ops import calls, check, name_of
 from hal.page_lock import LockedMemory

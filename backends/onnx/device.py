@@ -26,7 +26,8 @@ from backends.onnx.providers import Provider, choose, known, runtime
 from backends.onnx.sessions import Session
 from hal.device import HOST_CORES, UNIFIED, Backend, Device, DeviceInfo, KernelCall, Probe
 from hal.errors import HalError, Unavailable
-from hal.kit.host_device import HostDevice, HostQueue, describe_processor, memory_size, self_test
+from hal.kit.host_device import HostDevice, HostQueue, describe_processor, memory_size
+from hal.kit.self_test import self_test
 from hal.known_gaps import KnownGap
 from hal.ops import check
 from hal.program import Kernel, Program

@@ -12,7 +12,7 @@ from __future__ import annotations
 from backends.opencl import platforms
 from hal.device import Backend, Device, Probe
 from hal.errors import HalError, Unavailable
-from hal.kit.host_device import self_test
+from hal.kit.self_test import self_test
 
 __all__ = ["OpenClBackend"]
 

@@ -19,7 +19,7 @@ from backends.simulator.device import SimulatedDevice
 from hal import spec
 from hal.device import Device, Probe
 from hal.errors import Unavailable
-from hal.kit.host_device import self_test
+from hal.kit.self_test import self_test
 from hal.known_gaps import KnownGap
 from hal.spec import Machine
 from hal.spec.timeline import VirtualBackend, VirtualDevice

@@ -26,8 +26,8 @@ from hal.errors import Unavailable
 from hal.event import Event
 from hal.host import Host
 from hal.kit.accounted_device import AccountedDevice
-from hal.kit.host_device import self_test
 from hal.kit.pattern_kernel import PatternKernel
+from hal.kit.self_test import self_test
 from hal.kit.streams import StreamQueue, allocate, end, lost
 from hal.kit.tensor_memory import TensorBuffer, TensorTransfers
 from hal.page_lock import LockedMemory

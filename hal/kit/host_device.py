@@ -1,4 +1,4 @@
-"""Devices that live in host memory: accounted buffers, queues that are threads, the device, its self-test.
+"""Devices that live in host memory: accounted buffers, queues that are threads, the device.
 
 A backend that runs its kernels on the host's cores (PyTorch's, numpy's) defines only how a program becomes a kernel
 (`make_kernel`) and how a kernel is called (`HostQueue.prepare`). Nothing is computed here.
@@ -18,11 +18,10 @@ from pathlib import Path
 
 import torch
 
-from hal.device import Backend, Buffer, KernelCall, Probe, View
+from hal.device import Buffer, KernelCall, View
 from hal.event import Event
 from hal.host import Host
 from hal.kit.accounted_device import AccountedDevice
-from hal.kit.program_builder import GraphBuilder, for_device
 from hal.kit.tensor_memory import TensorBuffer, TensorTransfers
 from hal.memory import MemoryAccount
 from hal.page_lock import LockedMemory, Mlock
@@ -110,39 +109,6 @@ class HostDevice(AccountedDevice[HostQueue]):
     def end_queues(self) -> None:
         for queue in self.queues():
             queue.worker.close()
-
-
-def self_test(backend: Backend, name: str) -> Probe:
-    """Probe a device: open it, write, fill, run a small kernel, and read its result back (contract 10).
-
-    Args:
-        backend: the backend of the device.
-        name: the device string.
-    """
-    try:
-        device = backend.open(name.partition(":")[2])
-        try:
-            builder = GraphBuilder("self-test")
-            x = builder.input((256,))
-            tripled = builder.call("aten.add.Tensor", x, builder.call("aten.mul.Scalar", x, 2.0))
-            kernel = device.compile(for_device(builder.program([tripled]), device))
-            queue = device.queue(COMPUTE)
-            buffer = device.alloc(2048, "self-test")
-            numbers, back = torch.arange(256, dtype=torch.float32), torch.empty(256)
-            source, target = (buffer.view(offset, (256,), torch.float32) for offset in (0, 1024))
-            written = queue.write(source, numbers)
-            filled = queue.fill(buffer.view(0, (1,), torch.float32), 7.0, [written])
-            ran = queue.run(KernelCall(kernel, [source], [target]), [filled])
-            queue.read(back, target, [ran]).wait()
-            numbers[0] = 7.0
-            if not torch.equal(back, numbers * 3):
-                return Probe(name, False, "its self-test, a kernel that triples some numbers, gave wrong numbers")
-        finally:
-            device.close()
-    except Exception as failure:  # contract 10: probing reports the reason and never raises
-        return Probe(name, False, f"{type(failure).__name__}: {failure}")
-    info = device.info
-    return Probe(name, True, "", info.description, info.memory, info.tags, info.notes)
 
 
 def _nothing() -> None:

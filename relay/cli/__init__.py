@@ -5,6 +5,10 @@ commands are in `relay.cli.console`. Imported by `relay/__main__` and the entry 
 Invariant: torch is not imported until a command runs, so that `--help` is quick.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 import click
 
 from hal.spec.units import format_size
@@ -16,6 +20,9 @@ from relay.cli.plan import plan
 from relay.cli.sample import sample
 from relay.cli.simulate import simulate
 from relay.cli.train import train
+
+if TYPE_CHECKING:
+    from hal.device import Probe
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -38,39 +45,58 @@ def main() -> None:
 
 
 @main.command()
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60.0,
+    show_default=True,
+    help="Seconds after which a backend that does not answer is given up.",
+)
 @json_option
-def devices(as_json: bool) -> None:
+def devices(timeout: float, as_json: bool) -> None:
     """List the devices: usable (✓), simulated (~) or unusable (✗), with the reason.
 
-    Every usable device has passed a self-test: it was opened, ran a small kernel, and the result was read back.
+    Every usable device has passed a self-test: it was opened, multiplied matrices and drew random numbers, and the
+    results were read back. Each backend is printed as it answers; one that fails or hangs does not keep the others.
 
     \b
     Examples:
       relay devices
       relay devices --json
     """
-    import relay
+    from hal import registry
+
+    if as_json:
+        print_json({"devices": [_describe(device) for device in registry.devices(timeout)]})
+        return
+    for probes in registry.probe_each(timeout):
+        for device in probes:
+            _print_device(device)
+
+
+def _describe(device: Probe) -> dict[str, Any]:
     from hal.device import SIMULATED
 
-    found = relay.devices()
-    if as_json:
-        fields = ("name", "available", "reason", "description", "memory_bytes")
-        rows = [{field: getattr(device, field) for field in fields} for device in found]
-        for row, device in zip(rows, found, strict=True):
-            row["simulated"] = SIMULATED in device.tags
-            row["self_test"] = "passed" if device.available else "not run, or failed: see reason"
-            row["notes"] = list(device.notes)
-        print_json({"devices": rows})
-        return
-    width = max([len(device.name) for device in found], default=0)
-    for device in found:
-        memory = "" if device.memory_bytes is None else f", {format_size(device.memory_bytes)}"
-        usable = f"{device.description}{memory}; self-test passed"
-        text = usable if device.available else f"not usable: {device.reason}"
-        mark = "✗" if not device.available else "~" if SIMULATED in device.tags else "✓"
-        click.echo(f"{mark} {device.name:<{width}}  {text}")
-        for note in device.notes:
-            click.echo(f"  {'':<{width}}  {note}")
+    fields = ("name", "available", "reason", "description", "memory_bytes")
+    return {
+        **{field: getattr(device, field) for field in fields},
+        "simulated": SIMULATED in device.tags,
+        "self_test": "passed" if device.available else "not run, or failed: see reason",
+        "notes": list(device.notes),
+    }
+
+
+def _print_device(device: Probe) -> None:
+    from hal.device import SIMULATED
+
+    width = len("numpy:float64")
+    memory = "" if device.memory_bytes is None else f", {format_size(device.memory_bytes)}"
+    usable = f"{device.description}{memory}; self-test passed"
+    text = usable if device.available else f"not usable: {device.reason}"
+    mark = "✗" if not device.available else "~" if SIMULATED in device.tags else "✓"
+    click.echo(f"{mark} {device.name:<{width}}  {text}")
+    for note in device.notes:
+        click.echo(f"  {'':<{width}}  {note}")
 
 
 main.add_command(train)

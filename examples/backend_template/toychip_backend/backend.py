@@ -20,8 +20,8 @@ from hal.host import Host
 from hal.kit.arrays.dtypes import stored_dtype
 from hal.kit.arrays.numpy_arrays import as_array, numpy_arrays, numpy_constants
 from hal.kit.arrays.program import lower
-from hal.kit.host_device import self_test
 from hal.kit.pattern_kernel import PatternKernel
+from hal.kit.self_test import self_test
 from hal.memory import MemoryAccount, MemoryUse
 from hal.ops import check
 from hal.program import Kernel, Program

@@ -21,7 +21,7 @@ from backends.torch_device.accelerator import Accelerator
 from backends.torch_device.cuda_graphs import Recorder
 from backends.torch_device.device import TorchBackend, TorchDevice
 from hal.device import Device, Probe
-from hal.kit.host_device import self_test
+from hal.kit.self_test import self_test
 from hal.page_lock import PageLocker
 from tests.support.stubs import unregistered
 

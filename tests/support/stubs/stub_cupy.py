@@ -23,7 +23,7 @@ from hal.device import Device, Probe
 from hal.kit.arrays import random
 from hal.kit.arrays.dtypes import Arrays
 from hal.kit.arrays.numpy_arrays import as_array, numpy_arrays
-from hal.kit.host_device import self_test
+from hal.kit.self_test import self_test
 from tests.support.stubs import unregistered
 
 

@@ -14,11 +14,12 @@ from hal import registry
 
 
 def register(name: str, backend: str) -> None:
-    """Add `module:attribute` as the backend of that name to those that are installed."""
+    """Add `module:attribute` as the backend of that name to those that are known already."""
+    known = registry.entry_points
 
     def entry_points(*, group: str) -> Sequence[importlib.metadata.EntryPoint]:
         here = importlib.metadata.EntryPoint(name, backend, registry.GROUP)
-        return [*importlib.metadata.entry_points(group=group), here]
+        return [*known(group=group), here]
 
     registry.entry_points = entry_points  # type: ignore[attr-defined]
 
