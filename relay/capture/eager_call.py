@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hal.random import RandomKey
+from relay.capture.guards.bypasses import bypassed
 from relay.capture.guards.functional_call import call_with
 from relay.capture.guards.unsupported import hooks_wait
 from relay.capture.memory_order import Order, as_written, stored
@@ -149,7 +150,7 @@ class EagerCall:
             for number, seed in zip(self.seeded, seeds, strict=True)
         ]
         # Eager ops draw from torch's generator, which is seeded from the key and restored afterwards.
-        with torch.random.fork_rng(**generators_of(tensors)):
+        with bypassed(), torch.random.fork_rng(**generators_of(tensors)):
             torch.manual_seed(seed_of(key))
             if not seeds:
                 return self._forward(parameters, buffers, values)

@@ -13,16 +13,17 @@ import itertools
 import operator
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from hal.program import Port, Program, Role
 from relay.capture.eager_call import EagerCall, EagerLayouts, EagerSegment
 from relay.capture.fake_tensors import is_fake
+from relay.capture.guards.bypasses import bypassed
 from relay.capture.guards.functional_call import call_with
 from relay.capture.guards.messages import changed_parameter, explain, name_of_program
 from relay.capture.guards.unsupported import hooks_wait
@@ -80,22 +81,41 @@ def run_made_up(module: nn.Module, forward: Callable[..., Any], fill: Callable[[
     `inputs` are tensors of the shapes and dtypes to use, and `fill` turns tensors into (args, kwargs). Raises whatever
     `forward` raises.
     """
-    with _disable_current_modes(), torch.random.fork_rng(devices=()), warnings.catch_warnings():
+
+    class Shell(nn.Module):
+        def __init__(self, args: Any, kwargs: Any) -> None:
+            super().__init__()
+            self.inner = module
+            self.given = args, kwargs
+
+        def forward(self) -> Any:
+            args, kwargs = self.given
+            return forward(*args, **kwargs)
+
+    def run() -> Any:
+        with torch.random.fork_rng(devices=()), bypassed(), hooks_wait(), torch.no_grad():
+            originals = [*module.parameters(), *module.buffers()]
+            states = as_they_are(originals)
+            return call_with(Shell(*fill(made_up(inputs))), originals, states, ())
+
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        originals = [*module.parameters(), *module.buffers()]
-        states = as_they_are(originals)
-        args, kwargs = fill(made_up(inputs))
+        return _on_a_new_thread(run)
 
-        class Shell(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.inner = module
 
-            def forward(self) -> Any:
-                return forward(*args, **kwargs)
+def _on_a_new_thread(function: Callable[[], Any]) -> Any:
+    """The result of `function` outside of any trace, under this thread's autocast.
 
-        with hooks_wait(), torch.no_grad():
-            return call_with(Shell(), originals, states, ())
+    What a trace sets for dispatch belongs to its thread. Not all of it can be turned off where `vmap` is used.
+    """
+    compute = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
+
+    def run() -> Any:
+        with autocast(compute):
+            return function()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
 
 
 def eager_programs(request: CaptureRequest) -> EagerPrograms:

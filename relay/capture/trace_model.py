@@ -31,7 +31,7 @@ from relay.capture.guards.plain_tensors import PlainTensors
 from relay.capture.guards.unsupported import hooks_wait, inside_layer, refusing
 from relay.capture.native.kernel_strides import kernel_strides_mode
 from relay.capture.traced_module import autocast
-from relay.errors import PartitionError, RelayError
+from relay.errors import CaptureError, PartitionError, RelayError
 from relay.graph.pytree import TensorTree, is_taken_apart, tensor_leaves
 
 logger = logging.getLogger(__name__)
@@ -224,12 +224,23 @@ def trace(
             fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, tuple(arguments))
             with refusing() as unseen, inference_as_no_grad():
                 traced = make_fx(guarded, tracing_mode="fake", pre_dispatch=True)(*fakes)
+            _refuse_wrapped(traced, name)
             traced.meta["unseen"] = unseen
             return traced
     except RelayError:
         raise
     except Exception as failure:
         raise explain(failure, name) from failure
+
+
+def _refuse_wrapped(traced: fx.GraphModule, name: str) -> None:
+    """Raise CaptureError for code within `torch.func` transforms, whose inner tensors a trace takes for constants."""
+    for node in traced.graph.find_nodes(op="get_attr"):
+        constant = getattr(traced, str(node.target), None)
+        if isinstance(constant, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(constant):
+            raise CaptureError(
+                f"layer {name!r} cannot be captured: torch.func (vmap, grad, jvp) is not traced there", layer=name
+            )
 
 
 def run_fake(module: nn.Module, fakes: Sequence[torch.Tensor], name: str) -> Any:

@@ -48,9 +48,11 @@ def _search(module: nn.Module, prefix: str, found: dict[str, nn.Module]) -> None
 
 def _blocks_of(layers: nn.ModuleList | nn.Sequential | nn.ModuleDict) -> dict[str, nn.Module]:
     is_list = isinstance(layers, nn.ModuleList)
+    # What `torch.compile(layer)` wraps is the layer.
+    plain = {name: getattr(layer, "_orig_mod", layer) for name, layer in layers._modules.items()}
     members = {
         name: layer
-        for name, layer in layers._modules.items()
+        for name, layer in plain.items()
         if layer is not None
         and any(True for _ in layer.parameters())
         and (is_list or any(True for _ in layer.children()))
@@ -128,7 +130,7 @@ def _restore(container: Any, content: Any) -> None:
 _PLAIN = {bool, int, float, str}
 _CONTAINERS = {list, dict}
 
-_BOOKKEEPING = {"_parameters", "_buffers", "_modules", "_is_full_backward_hook"}
+_BOOKKEEPING = {"_parameters", "_buffers", "_modules", "_is_full_backward_hook", "_compiled_call_impl"}
 
 
 def same_structure(first: Any, second: Any, reads: Reads | None = None, depth: int = 0) -> bool:

@@ -18,6 +18,7 @@ from torch import nn
 
 from hal.errors import Unsupported
 from relay.capture import Lowering, ObservedGradientPresence, unlogged
+from relay.capture.guards.bypasses import bypassed
 from relay.capture.guards.unsupported import watching_draws
 from relay.data.buckets import Buckets
 from relay.data.loss_weight import SUM, LossPlan, StatedCount
@@ -292,7 +293,7 @@ class ModelCompiler:
         shapes = ", ".join("x".join(map(str, tensor.shape)) or "1" for tensor in tensors)
         purpose = "training" if training else "evaluation"
         logger.info("compiling for %s on micro-batches of %s", purpose, shapes, extra={"event": "compile"})
-        with _COMPILING, undisturbed(self.model), watching_draws(), unlogged():
+        with _COMPILING, undisturbed(self.model), bypassed(), watching_draws(), unlogged():
             if self.modules is None:
                 partition = partition_model(self.model, tensors, piece.tree, self._compute, active, whole, piece.size)
             else:

@@ -202,6 +202,8 @@ class _Walk:
         dot = f"{path}." if path else ""
         attributes, kind = vars(module), type(module)
         self.guards.add_type(path or "the model", module)
+        if isinstance(module, torch.jit.ScriptModule):
+            return  # holds no Python code, and is refused
         for name in HOOKS:
             if attributes.get(name):
                 self._in_backward = "backward" in name

@@ -15,14 +15,13 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
 from relay.errors import PartitionError
@@ -53,8 +52,8 @@ def hooks_wait() -> Iterator[None]:
 
 
 def check_module(model: nn.Module) -> None:
-    """Raise PartitionError for what no trace can hold: gradient hooks of parameters, compiled modules, tensors made in
-    inference mode, and parameters and buffers without a shape."""
+    """Raise PartitionError for what no trace can hold: gradient hooks of parameters, TorchScript modules, tensors made
+    in inference mode, and parameters and buffers without a shape."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
             layer = name.rpartition(".")[0]
@@ -76,12 +75,10 @@ def check_module(model: nn.Module) -> None:
                 "clip_grad_norm= or clip_grad_value=."
             )
     for name, module in model.named_modules():
-        by = "torch.jit" if isinstance(module, torch.jit.ScriptModule) else ""
-        by = "torch.compile" if "_orig_mod" in module._modules else by
-        if by:
+        if isinstance(module, torch.jit.ScriptModule):
             raise PartitionError(
-                f"{name or 'the model'!r} is compiled by {by}, so its Python code cannot be traced. Pass the module as "
-                "it was before compilation."
+                f"{name or 'the model'!r} is compiled by torch.jit, so its Python code cannot be traced. Pass the "
+                "module as it was before compilation."
             )
 
 
@@ -107,12 +104,6 @@ def refusing() -> Iterator[Unseen]:
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if _inside_layer or threading.get_ident() != thread:
             return plain.__get__(None, cls)(*args, **kwargs)
-        if cls is CheckpointFunction:
-            # Checkpointing is dropped, as every segment is recomputed anyway. As in PyTorch, nothing inside has a
-            # gradient unless an input requires one.
-            trained = any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in args[2:])
-            with nullcontext() if trained else torch.no_grad():
-                return args[0](*args[2:])
         raise PartitionError(
             f"the model calls {cls.__name__}.apply, a custom gradient, outside of its repeated layers, where only ops "
             "are traced, so its backward would be lost. Move the call into one of the layers, or pass the model as a "

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from relay.capture import SET_GRAD_ENABLED
+from relay.capture.fake_tensors import is_fake
 from relay.capture.op_parts import parts_of
 from relay.graph.mutations import memory_roots, written_by
 from relay.partition.batch_flow import rules
@@ -138,10 +139,11 @@ class BatchFlow:
         small = getattr(self.pair.small, str(self.pair.small_of[node].target), None)
         large = getattr(self.pair.large, str(node.target), None)
         if isinstance(small, torch.Tensor) and isinstance(large, torch.Tensor):
-            same = small.shape == large.shape
-            if type(small) is type(large) is torch.Tensor:  # fake tensors have no values to compare
-                same = same and bool(torch.equal(small, large))
-            if not same:
+            if is_fake(small) or is_fake(large):  # what an op made that the trace does not hold
+                cause = self.cause(node, "cannot be followed")
+                self.assumed.append(cause)
+                return Label(Kind.UNKNOWN, cause=cause)
+            if small.shape != large.shape or not torch.equal(small, large):
                 return Label(Kind.MIXED, given=True, cause=self.cause(node, "is made from the batch's length"))
         return free(True)
 

@@ -127,4 +127,5 @@ class LayerLabels:
 
 def _taken(label: Label) -> Label:
     """A label as a layer takes it: what it computes with parameters does not follow from the batch alone."""
-    return replace(label, given=False, terms=(), cause=label.cause if label.kind is Kind.MIXED else None)
+    explained = label.kind in (Kind.MIXED, Kind.UNKNOWN)
+    return replace(label, given=False, terms=(), cause=label.cause if explained else None)
