@@ -54,7 +54,7 @@ class _Bypass:
         def apply(cls: Any, function: Any, preserve: Any, *args: Any) -> Any:
             if mine.depth:
                 return without_checkpoint(function, args)
-            return super(CheckpointFunction, cls).apply(function, preserve, *args)
+            return super(CheckpointFunction, cls).apply(function, preserve, *args)  # type: ignore[misc]
 
         CheckpointFunction.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
         self._stack.callback(delattr, CheckpointFunction, "apply")
