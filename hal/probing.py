@@ -1,4 +1,4 @@
-"""Probing the backends of this machine, each apart from the others.
+"""Loading and probing the backends of this machine, each apart from the others.
 
 A backend of this distribution is probed in a thread, which is abandoned at its timeout. A third party's backend is
 probed in a process of its own (this module, run with `-m`), since it may crash, exit or hang. Not here: finding and
@@ -18,14 +18,34 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
-from hal.device import Backend, Probe
+from hal.device import HAL_VERSION, Backend, Probe
+from hal.errors import HalError
+
+GROUP = "relay.backends"
+"""The entry points under which backends register."""
 
 TIMEOUT = 60.0  # seconds; a cold OpenCL driver on a loaded machine compiles its first kernel in ten to twenty
 
 Load = Callable[[], Backend]
+
+
+def load(point: EntryPoint) -> Backend:
+    """The backend behind an entry point.
+
+    Raises:
+        HalError: it is no backend, or was written for another version of the HAL. Importing it may raise anything.
+    """
+    backend = point.load()()
+    if not isinstance(backend, Backend):
+        raise HalError(f"entry point {point.name!r} gives a {type(backend).__name__}, not a hal.device.Backend")
+    if backend.hal_version[0] != HAL_VERSION[0] or backend.hal_version > HAL_VERSION:
+        wanted, present = (".".join(map(str, version)) for version in (backend.hal_version, HAL_VERSION))
+        raise HalError(f"it was written for version {wanted} of the HAL; the one installed here has version {present}")
+    return backend
 
 
 def probe_here(name: str, load: Load, timeout: float) -> list[Probe]:
@@ -144,11 +164,7 @@ def _no_answer(name: str, timeout: float) -> Probe:
 
 def _main(name: str, target: str, path: str) -> None:
     """Probe one backend in this process, and write what came of it."""
-    from importlib.metadata import EntryPoint
-
-    from hal import registry
-
-    probes = _probe(name, lambda: registry.load(EntryPoint(name, target, registry.GROUP)))
+    probes = _probe(name, lambda: load(EntryPoint(name, target, GROUP)))
     rows = [{**asdict(probe), "tags": sorted(probe.tags), "notes": list(probe.notes)} for probe in probes]
     Path(path).write_text(json.dumps(rows), encoding="utf-8")
     os._exit(0)  # a driver's threads or exit handlers may hang; everything is written

@@ -11,10 +11,9 @@ from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 
 from hal import probing
-from hal.device import HAL_VERSION, Backend, Device, Probe
+from hal.device import Backend, Device, Probe
 from hal.errors import HalError, Unavailable
-
-GROUP = "relay.backends"
+from hal.probing import GROUP
 
 
 def backends() -> tuple[dict[str, Backend], dict[str, str]]:
@@ -85,26 +84,11 @@ def probe_each(timeout: float = probing.TIMEOUT) -> Iterator[list[Probe]]:
     for name, points in _points().items():
         if len(points) > 1:
             yield [Probe(name, False, _duplicates(name, points))]
-        elif _is_ours(points[0]):
-            here[name] = partial(load, points[0])
+        elif _is_probed_here(points[0]):
+            here[name] = partial(probing.load, points[0])
         else:
             elsewhere[name] = points[0].value
     yield from probing.probe_all(here, elsewhere, timeout)
-
-
-def load(point: EntryPoint) -> Backend:
-    """The backend behind an entry point.
-
-    Raises:
-        HalError: it is no backend, or was written for another version of the HAL. Importing it may raise anything.
-    """
-    backend = point.load()()
-    if not isinstance(backend, Backend):
-        raise HalError(f"entry point {point.name!r} gives a {type(backend).__name__}, not a hal.device.Backend")
-    if backend.hal_version[0] != HAL_VERSION[0] or backend.hal_version > HAL_VERSION:
-        wanted, present = (".".join(map(str, version)) for version in (backend.hal_version, HAL_VERSION))
-        raise HalError(f"it was written for version {wanted} of the HAL; the one installed here has version {present}")
-    return backend
 
 
 def _points() -> dict[str, list[EntryPoint]]:
@@ -121,7 +105,7 @@ def _backend(name: str, points: list[EntryPoint]) -> Backend:
     if len(points) > 1:
         raise Unavailable(f"The backend {name!r} cannot be used: {_duplicates(name, points)}.")
     try:
-        return load(points[0])
+        return probing.load(points[0])
     except (Exception, SystemExit) as failure:  # a third party's package may fail in any way; the others still work
         raise Unavailable(f"The backend {name!r} does not load: {type(failure).__name__}: {failure}") from failure
 
@@ -131,6 +115,6 @@ def _duplicates(name: str, points: list[EntryPoint]) -> str:
     return f"{len(points)} packages register a backend called {name!r}: {', '.join(packages)}. Uninstall all but one"
 
 
-def _is_ours(point: EntryPoint) -> bool:
-    """Whether the backend comes with this distribution, and is known to keep contract 10."""
-    return point.value.partition(":")[0].partition(".")[0] == "backends"
+def _is_probed_here(point: EntryPoint) -> bool:
+    """Whether it comes with this distribution and keeps contract 10, or no other process could load it."""
+    return point.value.partition(":")[0].partition(".")[0] in ("backends", "__main__")

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from torch import nn
 
 import relay
-from hal import registry
+from hal import probing, registry
 from hal.errors import CompileError, DeviceLost, HalError, Unavailable
 from relay import cli
 from tests.support.stubs import misbehaving
@@ -26,7 +26,7 @@ SILENT = ("KernelDoesNothing", "HalfTheBits", "HalfTheElements")  # no error: th
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = [EntryPoint(fault, f"{misbehaving.__name__}:{fault}", registry.GROUP) for fault in misbehaving.RUNS]
+    points = [EntryPoint(fault, f"{misbehaving.__name__}:{fault}", probing.GROUP) for fault in misbehaving.RUNS]
     monkeypatch.setattr(registry, "entry_points", lambda *, group: points)
 
 

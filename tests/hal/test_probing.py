@@ -8,12 +8,12 @@ import pytest
 from click.testing import CliRunner
 
 import backends.cpu
-from hal import registry
+from hal import probing, registry
 from hal.errors import Unavailable
 from relay import cli
 from tests.support.stubs import misbehaving
 
-CPU = EntryPoint("cpu", "backends.cpu:CpuBackend", registry.GROUP)
+CPU = EntryPoint("cpu", "backends.cpu:CpuBackend", probing.GROUP)
 MODULE = misbehaving.__name__
 TIMEOUT = 20.0  # of seconds; a process must import torch within it on a loaded machine
 IN_THE_SAMPLE = ("ProbeEndsTheProcess", "ProbeCrashes", "ProbePrints", "WrittenForTheNext")
@@ -45,7 +45,7 @@ def list_beside_the_cpu(
     ],
 )
 def test_a_third_partys_backend_that_misbehaves_is_one_line(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    reasons = list_beside_the_cpu(monkeypatch, EntryPoint(fault, f"{MODULE}:{fault}", registry.GROUP))
+    reasons = list_beside_the_cpu(monkeypatch, EntryPoint(fault, f"{MODULE}:{fault}", probing.GROUP))
     assert misbehaving.PROBES[fault][1] in reasons[fault]
 
 
@@ -53,19 +53,19 @@ def test_a_third_partys_backend_that_misbehaves_is_one_line(monkeypatch: pytest.
 def test_a_backend_of_our_own_that_misbehaves_is_one_line(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     monkeypatch.setattr(backends.cpu, fault, misbehaving.PROBES[fault][0], raising=False)
     timeout = 3.0 if fault == "ProbeHangs" else TIMEOUT
-    point = EntryPoint(fault, f"backends.cpu:{fault}", registry.GROUP)
+    point = EntryPoint(fault, f"backends.cpu:{fault}", probing.GROUP)
     reasons = list_beside_the_cpu(monkeypatch, point, timeout=timeout)
     assert misbehaving.PROBES[fault][1] in reasons[fault]
 
 
 def test_a_third_partys_backend_that_hangs_is_ended_at_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = EntryPoint("ProbeHangs", f"{MODULE}:ProbeHangs", registry.GROUP)
+    point = EntryPoint("ProbeHangs", f"{MODULE}:ProbeHangs", probing.GROUP)
     reasons = list_beside_the_cpu(monkeypatch, point, timeout=4.0)
     assert reasons["ProbeHangs"] == "its probe did not answer within 4 seconds"
 
 
 def test_a_healthy_backend_of_a_third_party_is_listed_with_its_description(monkeypatch: pytest.MonkeyPatch) -> None:
-    register(monkeypatch, EntryPoint("healthy", f"{MODULE}:Healthy", registry.GROUP))
+    register(monkeypatch, EntryPoint("healthy", f"{MODULE}:Healthy", probing.GROUP))
     (probe,) = registry.devices()
     assert (probe.name, probe.available, probe.reason) == ("healthy", True, "")
     assert probe.description == backends.cpu.describe_processor()
@@ -82,7 +82,7 @@ def test_the_self_test_notices_a_device_that_computes_nothing_or_half(fault: str
 
 def test_two_packages_under_one_name_are_an_error_that_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("backends.numpy_device:NumpyBackend", f"{MODULE}:Healthy")
-    twice = [EntryPoint("numpy", name, registry.GROUP) for name in names]
+    twice = [EntryPoint("numpy", name, probing.GROUP) for name in names]
     reasons = list_beside_the_cpu(monkeypatch, *twice)
     assert all(name in reasons["numpy"] for name in names)
     for ask in (registry.open, registry.backend):
@@ -97,7 +97,7 @@ def test_one_package_found_twice_is_no_conflict(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_command_prints_the_others_and_exits_with_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    register(monkeypatch, EntryPoint("ProbeCrashes", f"{MODULE}:ProbeCrashes", registry.GROUP), CPU)
+    register(monkeypatch, EntryPoint("ProbeCrashes", f"{MODULE}:ProbeCrashes", probing.GROUP), CPU)
     result = CliRunner().invoke(cli.main, ["devices", "--timeout", str(TIMEOUT)])
     assert result.exit_code == 0
     lines = result.stdout.splitlines()

@@ -8,11 +8,11 @@ from importlib.metadata import EntryPoint
 import pytest
 import torch
 
-from hal import registry
+from hal import probing, registry
 from hal.device import Backend, Device, Probe
 from hal.errors import HalError, Unavailable
 
-CPU = EntryPoint("cpu", "backends.cpu:CpuBackend", registry.GROUP)
+CPU = EntryPoint("cpu", "backends.cpu:CpuBackend", probing.GROUP)
 HERE = __name__
 
 
@@ -50,7 +50,7 @@ class NoBackend:
 
 
 def point(name: str, value: str) -> EntryPoint:
-    return EntryPoint(name, value, registry.GROUP)
+    return EntryPoint(name, value, probing.GROUP)
 
 
 def register(monkeypatch: pytest.MonkeyPatch, *points: EntryPoint) -> None:

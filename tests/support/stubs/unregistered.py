@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from hal import registry
+from hal import probing, registry
 
 
 def register(name: str, backend: str) -> None:
@@ -18,7 +18,7 @@ def register(name: str, backend: str) -> None:
     known = registry.entry_points
 
     def entry_points(*, group: str) -> Sequence[importlib.metadata.EntryPoint]:
-        here = importlib.metadata.EntryPoint(name, backend, registry.GROUP)
+        here = importlib.metadata.EntryPoint(name, backend, probing.GROUP)
         return [*known(group=group), here]
 
     registry.entry_points = entry_points  # type: ignore[attr-defined]
