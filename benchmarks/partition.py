@@ -22,7 +22,7 @@ from torch import nn
 
 import relay
 from hal.page_lock import give_back_free_memory
-from relay.models.huggingface import empty_weights, load_weights
+from relay.models import empty_weights, load_weights
 
 
 def resident() -> int:

@@ -32,7 +32,7 @@ from relay.checkpoint.saving import (
 from relay.eps.master_weights import to_master_weights
 from relay.eps.torch_form import RelayOptimizer
 from relay.errors import InconsistentState, RelayError
-from relay.models.huggingface import save_pretrained
+from relay.models.save_pretrained import save_pretrained
 from relay.optim.loss_scale import LossScale
 from relay.options import TrainOptions, fixed_scale
 from relay.partition.edit_layers import edit_blocks, inserted, names_by_tensor, removed, renames, reordered, replaced

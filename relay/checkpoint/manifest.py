@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -177,7 +178,8 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         with path.open("rb") as file:
-            data = file.read(LARGEST + 1)
+            # Python takes the memory of as many bytes as are asked for.
+            data = file.read(min(os.fstat(file.fileno()).st_size, LARGEST) + 1)
     except FileNotFoundError as missing:
         raise CheckpointError(f"'{folder}' is no checkpoint: it has no {MANIFEST}", file=str(path)) from missing
     except OSError as refused:
