@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from hal.device import Device
 from hal.program import Kernel, Program, Role
@@ -331,9 +331,9 @@ class Captures:
 
 
 def _modes(module: nn.Module) -> Any:
-    """What may change in a module after it was captured."""
+    """What may change in a module after it was captured. Each graph has a class of its own: `alike` compares it."""
     return (
-        tuple((type(one), one.training) for one in module.modules()),
+        tuple((fx.GraphModule if isinstance(m, fx.GraphModule) else type(m), m.training) for m in module.modules()),
         tuple((one.shape, one.dtype, one.requires_grad) for one in module.parameters()),
         tuple((one.shape, one.dtype) for one in module.buffers()),
     )
