@@ -18,6 +18,13 @@ class BatchError(RelayError, ValueError):
     """
 
 
+class IndexOutOfRange(BatchError, IndexError):
+    """An index in a batch (a token, a class, a position) is outside of what it indexes.
+
+    What to do: correct the batch, or enlarge the vocabulary or the number of classes.
+    """
+
+
 class PartitionError(RelayError):
     """A model that cannot be cut into layers, or whose loss is missing or not a scalar.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
 from hal.conformance.conftest import OpenDevice
-from hal.device import Device
+from hal.device import NATIVE, Device, KernelCall
 from hal.errors import HalError, OutOfMemory
 from hal.kit.program_builder import QUEUE, GraphBuilder, fetch, for_device, upload
 
@@ -188,3 +190,23 @@ def test_what_crosses_from_the_hosts_own_memory_arrives(open_device: OpenDevice)
     for tensor in (up, down):
         host.free(tensor, "staging")
     host.close()
+
+
+@pytest.mark.parametrize("index", [8, -1, -9, 1000, -1000, 2**31 + 5])
+def test_an_index_outside_of_its_operand_touches_no_other_memory(device: Device, index: int) -> None:
+    """The relay refuses such an index where the batch has it; one that is computed may raise, or stay inside."""
+    if NATIVE in device.info.tags:
+        pytest.skip("PyTorch's own kernels raise, or end the device's context")
+    builder = GraphBuilder("scatter and gather")
+    x, places = builder.input((8, 4)), builder.input((3, 4), torch.int64)
+    written = builder.call("aten.scatter.value", x, 0, places, 5.0)
+    taken = builder.call("aten.gather.default", x, 0, places)
+    kernel = device.compile(builder.program([written, taken], accumulates=False))
+    given = [torch.zeros(8, 4), torch.full((3, 4), index)]
+    around = [torch.full((4096,), 7.0) for _ in range(2)]
+    buffer, views = upload(device, [*given, around[0], torch.zeros(8, 4), around[1], torch.zeros(3, 4)])
+    with contextlib.suppress(HalError):
+        device.queue(QUEUE).run(KernelCall(kernel, views[:2], [views[3], views[5]])).wait()
+    for before, after in zip((given[0], *around), fetch(device, [views[0], views[2], views[4]]), strict=True):
+        assert torch.equal(before, after)
+    buffer.free()

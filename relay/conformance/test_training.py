@@ -75,3 +75,19 @@ def test_twenty_steps_are_those_of_the_cpu(
         torch.set_num_threads(threads)
     assert theirs[0] != theirs[-1]
     assert max(abs(our - their) / abs(their) for our, their in zip(ours, theirs, strict=True)) <= within
+
+
+def test_an_index_outside_of_its_domain_is_an_error_before_the_step_and_the_device_goes_on(
+    request: pytest.FixtureRequest,
+) -> None:
+    torch.manual_seed(11)
+    layers = [nn.Embedding(10, 8), nn.Linear(8, 8), nn.Linear(8, 4)]
+    loss = nn.functional.cross_entropy
+    trainer = relay.Trainer(layers, loss, device=device_name(request.config), microbatches=1)
+    right = (torch.tensor([1, 9]), torch.tensor([0, 3]))
+    with closing(trainer):
+        trainer.step(right)
+        for tokens, classes in (([1, 10], [0, 3]), ([1, -1], [0, 3]), ([1, 9], [0, 4]), ([1, 2_000_000_000], [0, 3])):
+            with pytest.raises(IndexError, match="indexes with"):
+                trainer.step((torch.tensor(tokens), torch.tensor(classes)))
+        trainer.step(right)

@@ -56,6 +56,7 @@ def train_step(
     Returns:
         The submitted step, which has ended except for deferred updates.
     """
+    _check_indices(prepared, inputs)
     count = len(weights)
     device, scheduler, scalars = session.device, prepared.scheduler, prepared.scalars
     device.reset_peak()
@@ -174,6 +175,7 @@ def forward(
 
     `read_back` is called when the kernels are submitted; it submits reads of further results.
     """
+    _check_indices(prepared, inputs)
     compiled, scheduler = prepared.compiled, prepared.scheduler
     session.device.reset_peak()
     has_loss = compiled[0].partition.has_loss
@@ -241,6 +243,14 @@ def metrics_of(
         skipped=submitted.result.skipped,
         outputs=list(outputs),
     )
+
+
+def _check_indices(prepared: PreparedStep, inputs: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Refuse indices in the batch that are outside of what they index."""
+    for microbatch, tensors in enumerate(inputs):
+        model = prepared.compiled[microbatch]
+        orders = [model.partition.values[value].order for value in model.partition.inputs]
+        model.index_checks.check([stored(*pair) for pair in zip(tensors, orders, strict=True)], microbatch)
 
 
 def _write_inputs(prepared: PreparedStep, inputs: Sequence[Sequence[torch.Tensor]]) -> None:

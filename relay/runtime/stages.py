@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from relay.capture import Captured, CaptureRequest, Lowering, ObservedGradientPr
 from relay.capture.guards.code_guards import CodeGuards
 from relay.capture.guards.code_walk import follow, reads_by_class
 from relay.capture.memory_order import Order, as_written, order_of, stored_shape
+from relay.data.index_domain import IndexChecks, Visit
 from relay.eps.store import GradientField, Wanted
 from relay.partition.find_blocks import same_structure, tie_pattern
 from relay.partition.segments import Partition, Segment, Value
@@ -111,6 +113,17 @@ class CompiledModel:
     def loss_dtype(self) -> torch.dtype:
         """The dtype of the loss and of its gradient seed."""
         return torch.float32 if self.loss is None else self.partition.values[self.loss].dtype
+
+    @cached_property
+    def index_checks(self) -> IndexChecks:
+        """The checks of the indices in a micro-batch."""
+        visits = []
+        for stage in self.stages:
+            chosen = stage.forward or stage.backward
+            if chosen is not None and stage.captured.eager is None:
+                segment = stage.segment
+                visits.append(Visit(segment.name, chosen.program, segment.inputs, segment.outputs))
+        return IndexChecks(visits, self.partition.inputs)
 
     def compile(self, device: Device) -> None:
         """Make the kernels. Raises Unsupported, CompileError or OutOfMemory, naming the layer."""

@@ -193,6 +193,12 @@ class Scope:
         self.ranges.extents[name] = max(extent, 1)
         return Index(((name, 1),))
 
+    def pick(self, name: str, extent: int) -> Index:
+        """The index that a value names: below zero it counts from the end, and it never leaves the memory."""
+        from_start = f"{name} < {extent} ? {name} : {extent - 1}"
+        from_end = f"{name} < {-extent} ? 0 : {name} + {extent}"
+        return self.index(f"(INDEX)({name} < 0 ? ({from_end}) : ({from_start}))", extent)
+
     def load(self, buffer: Buffer, index: Index) -> str:
         """The value of an element, in a register."""
         pointer = self.writer.pointer(buffer)

@@ -21,8 +21,7 @@ from hal.ops.rules import broadcast
 
 
 def _picked(scope: Scope, index: Value, coordinates: Coordinates, extent: int) -> Index:
-    name = index.at(scope, coordinates)
-    return scope.index(f"(INDEX)({name} < 0 ? {name} + {extent} : {name})", extent)
+    return scope.pick(index.at(scope, coordinates), extent)
 
 
 def _embedding(tasks: Tasks, node: fx.Node, weight: Value, index: Value) -> Value:

@@ -71,7 +71,7 @@ def index_put(
         wide = expand(index, picked)
         extent = target.shape[dim]
         name = wide.at(outside, seen)
-        coordinates[dim] = outside.index(f"(INDEX)({name} < 0 ? {name} + {extent} : {name})", extent)
+        coordinates[dim] = outside.pick(name, extent)
     for dim, coordinate in zip(free, own, strict=True):
         coordinates[dim] = coordinate
     inner = Scope(writer, outside)
@@ -109,7 +109,7 @@ def scatter(target: Stored, dim: int, index: Value, source: Value | Any, accumul
     extent = target.shape[dim]
     taken = index.at(scope, seen)
     coordinates = list(seen)
-    coordinates[dim] = scope.index(f"(INDEX)({taken} < 0 ? {taken} + {extent} : {taken})", extent)
+    coordinates[dim] = scope.pick(taken, extent)
     name = source.at(scope, seen) if isinstance(source, Value) else number(source, target.dtype)
     _put(scope, target, coordinates, name, accumulate)
     return _launch(writer, [*lines, *loops, *scope.lines, "}"], items, "scatter")

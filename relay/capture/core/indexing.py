@@ -43,8 +43,16 @@ def _index_put(builder: Builder, call: Call) -> Any:
 
 
 def _index_select(builder: Builder, call: Call) -> Any:
+    """As an embedding, whose indices may not count from the end either."""
     index = builder.cast(builder.view(call.args[2], [part_spec(call.args[2]).count]), torch.int64)
-    return builder.call(aten.index.Tensor, call.x, [*[None] * call.dim(), index])
+    shape, dim = list(part_spec(call.x).shape), call.dim()
+    if not shape:
+        return builder.view(builder.call(aten.index.Tensor, builder.view(call.x, [1]), [index]), call.wanted.shape)
+    order = [dim, *(axis for axis in range(len(shape)) if axis != dim)]
+    rest = [shape[axis] for axis in order[1:]]
+    table = builder.view(builder.permute(call.x, order), [shape[dim], math.prod(rest)])
+    rows = builder.view(builder.call(aten.embedding.default, table, index), [*call.wanted.shape[dim : dim + 1], *rest])
+    return builder.permute(rows, [order.index(axis) for axis in range(len(shape))])
 
 
 def _scatter_value(builder: Builder, call: Call) -> Any:
