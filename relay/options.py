@@ -44,6 +44,7 @@ Count = Annotated[int, Meta(ge=1)]
 Positive = Annotated[float, Meta(gt=0)]
 Size = Annotated[int | str, Meta(extra={"kind": "size"})]
 Scale = Annotated[float | str, Meta(extra={"kind": "loss scale"})]
+Chunk = Annotated[Annotated[int, Meta(ge=1)] | Literal["auto"] | None, Meta(extra={"kind": "chunk"})]
 Segments = Annotated[bool | Annotated[int, Meta(ge=0)], Meta(extra={"kind": "recompute"})]
 PythonObject = Annotated[Any, Meta(extra={"kind": "object"})]
 
@@ -101,6 +102,15 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "layers of each slot. No result changes."
         ),
     ] = True
+    head_chunk_tokens: Annotated[
+        Chunk,
+        Meta(
+            description="Run what follows the last layer (norm, head, loss) over chunks of so many positions of a "
+            "micro-batch, so that the logits of one chunk exist at a time; 'auto' does so where they would take more "
+            "than a quarter of the free memory. A loss that reads positions across chunks is left whole, with the "
+            "reason in the log."
+        ),
+    ] = None
     clip_grad_norm: Annotated[
         Positive | None,
         Meta(
@@ -196,7 +206,7 @@ class Option(typing.NamedTuple):
     """One option as commands, files and documents use it.
 
     `kind` is "choice", "count" (whole numbers), "number", "flag" (True or False), "size", "loss scale", "recompute",
-    "seed", "text", "names" or "object" (Python only). `allowed` describes the values in words.
+    "chunk", "seed", "text", "names" or "object" (Python only). `allowed` describes the values in words.
     """
 
     name: str
@@ -243,7 +253,7 @@ class Option(typing.NamedTuple):
             return words[text.strip().lower()]
         value: Any = text
         try:
-            if self.kind in ("count", "recompute", "seed"):
+            if self.kind in ("count", "recompute", "seed") or (self.kind == "chunk" and text != "auto"):
                 value = int(text)
             elif self.kind == "number" or (self.kind == "loss scale" and text not in ("dynamic", "fixed")):
                 value = float(text)
@@ -263,7 +273,9 @@ def _option(name: str, annotation: Any, default: Any) -> Option:
     found: dict[str, Any] = {"help": "", "kind": "", "least": None, "above": None, "choices": (), "none": False}
     _look(annotation, found)
     kind, choices = found["kind"], found["choices"]
-    if choices:
+    if kind == "chunk":
+        choices, allowed = (), "a whole number of at least 1, or 'auto'"
+    elif choices:
         kind, allowed = "choice", "one of " + ", ".join(map(repr, choices))
     elif kind == "size":
         allowed = "a size in bytes or such as '256MB'"

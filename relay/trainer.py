@@ -43,6 +43,7 @@ from relay.run_state import RunState
 from relay.runtime import run_step
 from relay.runtime.compiler import ModelCompiler, PreparedBatch, list_of_modules
 from relay.runtime.grad_mode import as_if_alone
+from relay.runtime.head.choose_chunks import HeadChunks
 from relay.runtime.session import Session
 from relay.runtime.trace import Trace
 from relay.verification.comparison import verify
@@ -138,6 +139,8 @@ class Trainer(RunState):
         session.guard.defer_updates = chosen.defer_updates
         session.guard.stall_timeout = chosen.stall_timeout
         compiler.device, (compiler.lowering, compiler.traced_for) = opened.info.name, graphs_for(opened.info)
+        memory = cast("int | None", chosen.capacity) or opened.info.memory
+        compiler.head = HeadChunks(chosen.head_chunk_tokens, memory, chosen.slots, chosen.stash, chosen.microbatches)
         scheduled = RelayOptimizer(groups, defaults)
         super().__init__(compiler, session, scheduled, grouping, scale, chosen)
         run = weakref.ref(self)  # the optimizer may outlive the trainer

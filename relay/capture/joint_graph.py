@@ -40,6 +40,7 @@ class Extraction:
         self.strides = request.keeps_strides
         self.wants_gradients = request.wants_gradients
         self.given_seed_orders = request.seed_orders
+        self.adds_loss = request.adds_loss
         name, given_seeds = request.name, request.seed_orders
         self.parameters: list[list[tuple[str, fx.Node]]] = []
         self.buffers: list[tuple[str, fx.Node]] = []
@@ -151,6 +152,9 @@ class Extraction:
         """
         self.asked_orders = asked
         outputs = [(node, self._stored_port(Role.VALUE, index, node)) for index, node in sorted(self.outputs.items())]
+        if self.adds_loss:
+            loss, port = outputs[0]
+            outputs[0] = loss, replace(port, accumulates=True)
         updates = self._buffer_updates()
         gradients = self._gradient_results() if self.wants_gradients else []
         seeds = sorted(self.seeds.items())

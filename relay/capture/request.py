@@ -74,6 +74,9 @@ class CaptureRequest:
     shown: frozenset[int] = frozenset()
     """Outputs besides the loss that the joint program of a segment that ends in the loss returns too."""
 
+    adds_loss: bool = False
+    """Whether the loss may be added to what its memory holds, since it is one part of a sum."""
+
     @property
     def wants_gradients(self) -> bool:
         """Whether there is a parameter or an input that requires a gradient."""

@@ -115,6 +115,7 @@ class _Cut:
         self.state_nodes = dict(zip(placeholders, states.items(), strict=False))
         self.batch_nodes = placeholders[len(states) :]
         _drop_skipped(traced.graph, calls)
+        _drop_unused(traced.graph)
         self.alias_groups = bind_writes(traced.graph, set(self.state_nodes))
         self.output_node = next(iter(reversed(traced.graph.nodes)))
         self.results: list[fx.Node] = list(self.output_node.args[0])
@@ -369,6 +370,15 @@ def _drop_skipped(graph: fx.Graph, calls: Sequence[BlockCall]) -> None:
     for node in reversed(list(graph.nodes)):
         source = node.args[0] if node.target is operator.getitem else node
         if isinstance(source, fx.Node) and source.target is BLOCK and calls[source.args[0]].skipped:  # type: ignore[index]
+            graph.erase_node(node)
+
+
+def _drop_unused(graph: fx.Graph) -> None:
+    """Drop ops without effect whose results nothing uses, which could keep what they read in an early stage."""
+    for node in reversed(list(graph.nodes)):
+        if node.users or not isinstance(node.target, torch._ops.OpOverload) or node.target is BLOCK:
+            continue
+        if torch.Tag.nondeterministic_seeded not in node.target.tags and not node.is_impure():
             graph.erase_node(node)
 
 

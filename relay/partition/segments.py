@@ -45,6 +45,23 @@ class Value:
         return self.parts or (Field(0, shape, self.dtype),)
 
 
+@dataclass(frozen=True)
+class PositionChunks:
+    """A last segment that runs over chunks of `size` of a micro-batch's `positions`, and returns its part of the loss.
+
+    `leads` has for each input of the segment how many of its first dimensions are the positions; a chunk takes its own
+    rows of it. It is 0 for an input that every chunk takes whole.
+    """
+
+    positions: int
+    size: int
+    leads: tuple[int, ...]
+
+    def rows(self) -> list[tuple[int, int]]:
+        """The first position and the number of positions of each chunk."""
+        return [(start, min(self.size, self.positions - start)) for start in range(0, self.positions, self.size)]
+
+
 @dataclass(eq=False)
 class Segment:
     """A part of a model that is loaded and run as one. `module(*inputs)` returns the tuple of its outputs.
@@ -53,7 +70,7 @@ class Segment:
     (as `relay.partition.find_blocks.same_structure` compares them); None is equal to nothing. `kind` is equal for the
     layers of one stack, which may share a slot, and None for a segment that is not a layer. `layer_index` is the index
     of the segment, or of its first layer, before layers were merged: random keys count by it. `layers` is the number
-    of layers in the segment.
+    of layers in the segment. `chunks` is set for a last segment that runs over chunks of positions.
     """
 
     index: int
@@ -67,6 +84,7 @@ class Segment:
     kind: Any = None
     layer_index: int = -1
     layers: int = 1
+    chunks: PositionChunks | None = None
 
     def __post_init__(self) -> None:
         if self.layer_index < 0:
@@ -89,7 +107,8 @@ class Partition:
     outputs; `result_tree` nests them as the model does. `guards` are the conditions on the batch under which the model
     takes the traced path. `loss_plan` says how the losses of micro-batches make the loss of the batch, and what follows
     the batch's tensors among the `inputs`. `reads` are the attributes that the code around the layers read.
-    `named_outputs` are the outputs that a training step returns besides the loss.
+    `named_outputs` are the outputs that a training step returns besides the loss. The first `leading` segments prepare
+    the batch for the last one.
     """
 
     segments: list[Segment]
@@ -102,3 +121,4 @@ class Partition:
     guards: tuple[Guard, ...] = ()
     reads: Reads = field(default_factory=dict)
     named_outputs: dict[str, NamedOutput] = field(default_factory=dict)
+    leading: int = 0

@@ -29,7 +29,9 @@ from relay.partition.edit_layers import chosen_layers, layer_names
 from relay.partition.find_blocks import undisturbed
 from relay.partition.merge_layers import merge_layers
 from relay.partition.named_outputs import named_outputs
+from relay.partition.positions.labels import NotByPosition
 from relay.runtime.code_states import CodeState, CodeStates
+from relay.runtime.head.choose_chunks import HeadChunks, left_whole
 from relay.runtime.program_cache import ProgramCache
 from relay.runtime.stages import Captures, CompiledModel, build_compiled_model
 
@@ -57,7 +59,7 @@ class ModelCompiler:
     `modules` is the list that the model was given as, with `loss`; None for a whole model. At most
     `max_cached_programs` compiled models are kept. `device` names the device in error messages, `lowering` is the kind
     of graph that it executes, and `traced_for` the torch device that native graphs are traced for. `loss_weight` is
-    what the user says that a micro-batch counts.
+    what the user says that a micro-batch counts. `head` says whether the last segment runs over chunks.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class ModelCompiler:
         self._code = CodeStates(lambda: self.model, {} if loss is None else {"loss": loss})
         self._loss_weight = loss_weight
         self._warned = False
+        self.head = HeadChunks()
 
     @property
     def whole(self) -> bool:
@@ -275,7 +278,11 @@ class ModelCompiler:
             for parameter in self.model.parameters()
         )
         state += sum(buffer.numel() * buffer.element_size() for buffer in self.model.buffers())
-        return state + sum(stage.captured.saved_bytes for stage in compiled.stages)
+        for stage in compiled.stages:
+            chunks = stage.segment.chunks
+            share = 1.0 if chunks is None else chunks.positions / chunks.size
+            state += int(stage.captured.saved_bytes * share)
+        return state
 
     def _compile(
         self,
@@ -285,8 +292,10 @@ class ModelCompiler:
         active: tuple[str, ...] | None,
         outputs: tuple[str, ...],
         whole: Piece | None,
+        head: HeadChunks | None = None,
     ) -> CompiledModel:
         """Partition and capture for the shapes of one micro-batch. Tracing cannot run in several threads at once."""
+        head = head or self.head
         tensors = list(piece.tensors)
         for number in piece.sources if training else ():
             tensors[number] = tensors[number].detach().requires_grad_()
@@ -307,11 +316,18 @@ class ModelCompiler:
             for value, tensor in zip(partition.inputs, tensors, strict=False):
                 partition.values[value].requires_grad = tensor.requires_grad
             partition.named_outputs = named_outputs(partition, outputs, self.whole)
+            if partition.named_outputs and head.tokens is not None:
+                left_whole(head.tokens, f"the step returns outputs of the model ({', '.join(outputs)})")
+            elif not results:
+                partition = head.split(partition, self._compute)
             try:
                 return build_compiled_model(
                     partition, training, results, self._compute, self._presences, self.lowering, self._captures,
                     self._recompute, self.traced_for,
                 )  # fmt: skip
+            except NotByPosition as why:
+                left_whole(head.tokens, str(why))
+                return self._compile(piece, training, results, active, outputs, whole, HeadChunks())
             except Unsupported as refused:
                 what = f"device {self.device!r} takes graphs of known ops only: {refused}"
                 raise Unsupported(what, op=refused.op, dtype=refused.dtype, device=self.device) from refused

@@ -90,10 +90,7 @@ def scalar_bytes(microbatches: int) -> int:
 
 def kernel_workspace(compiled: CompiledModel) -> int:
     """Bytes that the largest kernel needs while it runs."""
-    programs = [
-        program for stage in compiled.stages for program in (stage.forward, stage.backward) if program is not None
-    ]
-    return max(program.program.workspace for program in programs)
+    return max(program.program.workspace for stage in compiled.stages for program in stage.programs)
 
 
 def plan_for(models: Sequence[CompiledModel], stash: str, training: bool) -> StashPlan:

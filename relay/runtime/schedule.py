@@ -25,6 +25,7 @@ from hal.slot import DeviceSlot, SlotContent
 from relay.eps.server import GradientPlan, ParameterServer
 from relay.eps.step_record import SubmittedStep
 from relay.eps.store import LayerStore
+from relay.runtime.head.chunk_calls import chunk_calls
 from relay.runtime.stages import CompiledModel, Stage, StageProgram
 from relay.runtime.stash import Key, Stash
 from relay.runtime.trace import Trace
@@ -299,14 +300,16 @@ class Scheduler:
             if program.program.draws:
                 key = RandomKey(step.seed, step.number, stage.segment.layer_index, microbatch)
             call = KernelCall(program.kernel, inputs, outputs, program.first if microbatch == 0 else program.later, key)
-            event = slot.run(self._compute, call, waits, bool(program.parameter_gradients))
+            calls = [call] if program.chunks is None else chunk_calls(program, call, accesses, microbatch == 0)
+            for call in calls:
+                event = slot.run(self._compute, call, waits, bool(program.parameter_gradients))
+                submitted.compute.append(event)
+                if step.trace is not None:
+                    # Layers built alike share a program, which has the first one's name.
+                    kind = program.program.name.rpartition(" ")[2]
+                    step.trace.mark("compute", f"{visit.content.name} {kind} {microbatch}", event)
             for access in accesses:
                 access.finish(event)
-            submitted.compute.append(event)
-            if step.trace is not None:
-                # Layers built alike share a program, which has the first one's name.
-                kind = program.program.name.rpartition(" ")[2]
-                step.trace.mark("compute", f"{visit.content.name} {kind} {microbatch}", event)
         self._send_buffers(visit, step.prepared.compiled[0].stages[visit.index], submitted)
 
     def _send_buffers(self, visit: _Visit, stage: Stage, submitted: SubmittedStep) -> None:

@@ -25,9 +25,10 @@ from relay.capture.memory_order import Order, as_written, order_of, stored_shape
 from relay.data.index_domain import IndexChecks, Visit
 from relay.eps.store import GradientField, Wanted
 from relay.partition.find_blocks import same_structure, tie_pattern
-from relay.partition.segments import Partition, Segment, Value
+from relay.partition.segments import Partition, PositionChunks, Segment, Value
 from relay.runtime.gradient_layout import Orders, settle_gradients
 from relay.runtime.gradient_presence import Backward, DerivedGradientPresence, derive_presence
+from relay.runtime.head.chunk_examples import check_captured, chunk_of, row_orders
 
 CPU = torch.device("cpu")
 
@@ -46,6 +47,9 @@ class StageProgram:
             is there already.
         first, later: the accumulate patterns for the first micro-batch and for the others.
         kernel: the compiled program, once compiled.
+        chunks: the chunks of positions that the program is run for, one after the other; None for a program that is run
+            once.
+        rest: the same visit for the last chunk, where that is smaller.
     """
 
     program: Program
@@ -59,11 +63,20 @@ class StageProgram:
     first: tuple[bool, ...] = ()
     later: tuple[bool, ...] = ()
     kernel: Kernel | None = None
+    chunks: PositionChunks | None = None
+    rest: StageProgram | None = None
 
     def accumulate(self, later: bool) -> tuple[bool, ...]:
         """The kernel's accumulate pattern, for the first micro-batch or a later one."""
         plain = sum(port.role in (Role.VALUE, Role.BUFFER_UPDATE) for port in self.program.outputs)
         pattern = (False,) * plain + (later,) * len(self.parameter_gradients) + self.added
+        return pattern if any(pattern) else ()
+
+
+    def accumulate_chunk(self, first_microbatch: bool, first_chunk: bool) -> tuple[bool, ...]:
+        """The kernel's accumulate pattern for a chunk: the loss is added from the second chunk of a micro-batch on."""
+        later = not (first_microbatch and first_chunk)
+        pattern = (not first_chunk,) + (later,) * len(self.parameter_gradients) + self.added
         return pattern if any(pattern) else ()
 
 
@@ -86,8 +99,9 @@ class Stage:
 
     @property
     def programs(self) -> list[StageProgram]:
-        """Its programs: forward and backward, as far as it has them."""
-        return [program for program in (self.forward, self.backward) if program is not None]
+        """Its programs: forward and backward, as far as it has them, and those for a smaller last chunk."""
+        found = [program for program in (self.forward, self.backward) if program is not None]
+        return found + [program.rest for program in found if program.rest is not None]
 
     @property
     def gradients(self) -> tuple[str, ...]:
@@ -190,7 +204,8 @@ def build_compiled_model(
         unreached: frozenset[int],
     ) -> Captured:
         last = segment.index == count - 1
-        save = training and not last and segment.index >= recomputing(recompute, count)
+        own = count - partition.leading
+        save = training and not last and segment.index - partition.leading >= recomputing(recompute, own)
         examples = {index: _example(partition.values[segment.outputs[index]], seeds[index]) for index in seeds}
         described = [(tuple(x.shape), x.dtype, x.requires_grad, order_of(x)) for x in inputs]
         ends_in_loss = last and partition.has_loss
@@ -213,6 +228,7 @@ def build_compiled_model(
                     gradient_orders=gradients,
                     unreached=unreached,
                     shown=shows,
+                    adds_loss=segment.chunks is not None,
                 )
             )
             if captured.eager is None:
@@ -232,9 +248,11 @@ def build_compiled_model(
     for segment in partition.segments:
         values = [partition.values[number] for number in segment.inputs]
         inputs = [_example(value, value.order) for value in values]
+        if segment.chunks is not None:
+            inputs = chunk_of(segment.chunks, values, segment.chunks.size)
         for example, number in zip(inputs, segment.inputs, strict=True):
             example.requires_grad_(training and requires_grad.get(number, False))
-        captured = captured_as(segment, inputs, {}, {}, frozenset())
+        captured = captured_as(segment, inputs, {}, row_orders(segment), frozenset())
         for index, number in enumerate(segment.outputs):
             requires_grad[number] = captured.output_requires_grad[index]
             # As computed, which may differ from what was traced.
@@ -247,13 +265,30 @@ def build_compiled_model(
     built = list(zip(partition.segments, found, strict=True))
     for segment, captured in built:
         _add_saved(segment, captured, partition)
+    rest: Captured | None = None
+    final = partition.segments[-1]
+    if final.chunks is not None:
+        check_captured(found[-1])
+        left = final.chunks.rows()[-1][1]
+        if left < final.chunks.size:
+            examples = chunk_of(final.chunks, [partition.values[number] for number in final.inputs], left)
+            for example, like in zip(examples, given[-1], strict=True):
+                example.requires_grad_(like.requires_grad)
+            rest = captured_as(final, examples, {}, row_orders(final), frozenset())
 
     stages = [_stage(segment, captured, partition, training, results) for segment, captured in built]
+    if rest is not None:
+        smaller = _stage(final, rest, partition, training, results)
+        for program, other in ((stages[-1].forward, smaller.forward), (stages[-1].backward, smaller.backward)):
+            if program is not None:
+                program.rest = other
     fed: set[int] = set()
     for stage in reversed(stages):
         if stage.backward is None:
             continue
         stage.backward.added = tuple(value in fed for value in stage.backward.value_gradients)
+        if stage.backward.rest is not None:
+            stage.backward.rest.added = stage.backward.added
         fed.update(stage.backward.value_gradients)
     for stage in stages:
         for program in stage.programs:
@@ -375,6 +410,7 @@ def _stage(segment: Segment, captured: Captured, partition: Partition, training:
             updates=tuple(port.index for port in ports if port.role is Role.BUFFER_UPDATE),
             parameter_gradients=tuple(port.index for port in ports if port.role is Role.PARAMETER_GRADIENT),
             value_gradients=tuple(segment.inputs[port.index] for port in ports if port.role is Role.VALUE_GRADIENT),
+            chunks=segment.chunks,
         )
 
     forward = backward = None

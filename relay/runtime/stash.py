@@ -12,6 +12,7 @@ stash returns the events to wait for, takes the event that ends an access, and n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -211,6 +212,17 @@ class Access:
         """The tensor of a value that has one."""
         return self.views[0]
 
+    def part(self, first: int, shape: tuple[int, ...]) -> View:
+        """A part of the value's tensor: as many elements as `shape` has, from element `first` on."""
+        dtype = self.view.dtype
+        start, size = first * dtype.itemsize, math.prod(shape) * dtype.itemsize
+        memory = self.cell.buffer if self.entry is None else self.entry.buffer
+        if memory is not None:
+            return memory.view(start, shape, dtype)
+        host = self.cell.host
+        assert host is not None
+        return self.stash.adopt(host[start : start + size].view(dtype).view(shape))
+
     def finish(self, event: Event) -> None:
         """Record the event that ends this use, and submit the transfer to the host of a value that streams."""
         cell = self.cell
@@ -308,6 +320,10 @@ class Stash:
         event = self.queue_in.write(access.view, tensor, access.waits)
         self.transfers.append(event)
         access.finish(event)
+
+    def adopt(self, tensor: torch.Tensor) -> View:
+        """Host memory as a view of a unified device."""
+        return self._device.adopt(tensor)
 
     def settle(self) -> None:
         """Forget all events. Everything submitted must have ended."""

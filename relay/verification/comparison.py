@@ -104,8 +104,10 @@ class _Comparison:
         self._exact = native and self._where.type == traced_for.type
         self._tied = self._tied_names(prepared)
         loose_tied = bool(self._tied) and run.options.clip_grad_norm is not None
-        self._all_loose = not self._exact or loose_tied
-        self._tolerance = ROUNDING[run.options.precision] if not self._exact else TIED if self._tied else 0.0
+        self._chunked = any(model.stages[-1].segment.chunks is not None for model in prepared.compiled)
+        rounds = not self._exact or self._chunked
+        self._all_loose = rounds or loose_tied
+        self._tolerance = ROUNDING[run.options.precision] if rounds else TIED if self._tied else 0.0
         self._layer_of: dict[str, str] = {}
         for stage in prepared.compiled[0].stages:
             for name in (*stage.parameters, *stage.buffers):
@@ -304,6 +306,8 @@ class _Comparison:
     def _loose_in_words(self) -> str:
         if not self._exact:
             return "losses, gradients and buffers, which another device computed"
+        if self._chunked:
+            return "losses and gradients, since the head runs over chunks of positions"
         if self._tied and self._all_loose:
             return f"gradients: {', '.join(sorted(self._tied))} is tied, and clipping by norm passes its rounding on"
         return f"gradients of tied weights: {', '.join(sorted(self._tied))}" if self._tied else ""

@@ -1,0 +1,99 @@
+"""Whether the last segment runs over chunks of positions, and how many positions a chunk has.
+
+It decides by the option `head_chunk_tokens` and by the bytes that the logits take, and says in the log what it chose.
+The split itself is `relay.partition.positions`. Invariant: nothing is chosen silently where an option asks for chunks.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from hal.spec.units import format_size
+from relay.partition.positions.labels import NotByPosition
+from relay.partition.positions.split import LastSegment, follow_positions, in_chunks
+from relay.partition.segments import Partition
+
+logger = logging.getLogger("relay")
+
+LARGE_SHARE = 4
+"""With "auto" the head is chunked where the logits would take more than one part in so many of what is free."""
+CHUNK_SHARE = 16
+"""Then the logits of a chunk take at most one part in so many."""
+LEAST, MOST = 128, 8192
+"""Bounds of the chunks that "auto" chooses. Each chunk adds to the weight's gradient, so smaller ones lose time."""
+
+
+@dataclass(frozen=True)
+class HeadChunks:
+    """The option `head_chunk_tokens`, and what "auto" needs to know.
+
+    `memory` is the device memory in bytes, None if it is not known; `slots`, `stash` and `microbatches` are the
+    trainer's options.
+    """
+
+    tokens: int | str | None = None
+    memory: int | None = None
+    slots: int = 2
+    stash: str = "device"
+    microbatches: int = 1
+
+    def split(self, partition: Partition, compute: torch.dtype) -> Partition:
+        """The partition, with its last segment over chunks where the option says so.
+
+        What was chosen, or why the segment is left whole, is logged.
+        """
+        if self.tokens is None:
+            return partition
+        try:
+            last = follow_positions(partition, compute)
+            size = self.tokens if isinstance(self.tokens, int) else self.automatic(last, compute)
+            chunked = partition if size is None else in_chunks(last, size)
+        except NotByPosition as why:
+            left_whole(self.tokens, str(why))
+            return partition
+        return chunked
+
+    def automatic(self, last: LastSegment, compute: torch.dtype) -> int | None:
+        """The positions of a chunk that "auto" chooses, or None to leave the segment whole."""
+        row = last.width * torch.float32.itemsize
+        logits = last.positions * row
+        if self.memory is None:
+            logger.info("head_chunk_tokens='auto': the head is left whole, since the device's memory is not known")
+            return None
+        free = max(0, self.memory - self._taken(last.partition, compute))
+        if logits * LARGE_SHARE <= free:
+            logger.info(
+                "head_chunk_tokens='auto': the head is left whole; its logits take %s of %s that are free",
+                format_size(logits), format_size(free),
+            )  # fmt: skip
+            return None
+        size = LEAST
+        while size < MOST and 2 * size * row * CHUNK_SHARE <= free:
+            size *= 2
+        size = min(size, last.positions)
+        logger.info(
+            "head_chunk_tokens='auto' chose %d: the logits of a micro-batch would take %s of %s that are free",
+            size, format_size(logits), format_size(free),
+        )  # fmt: skip
+        return size
+
+    def _taken(self, partition: Partition, compute: torch.dtype) -> int:
+        """Bytes that slots and stash take, before anything is captured."""
+        largest = 0
+        for segment in partition.segments:
+            named = {id(tensor): tensor for tensor in segment.module.parameters()}
+            weights = sum(tensor.numel() * min(compute.itemsize, tensor.element_size()) for tensor in named.values())
+            trained = [tensor for tensor in named.values() if tensor.requires_grad]
+            largest = max(largest, weights + sum(tensor.numel() * tensor.element_size() for tensor in trained))
+        made = [value for value in partition.values if value.producer is not None and value.shape]
+        bytes_made = [torch.Size(value.shape).numel() * min(compute.itemsize, value.dtype.itemsize) for value in made]
+        boundaries = bytes_made[:-1] if self.stash == "device" else bytes_made[:4]
+        return self.slots * largest + self.microbatches * sum(boundaries)
+
+
+def left_whole(tokens: int | str | None, why: str) -> None:
+    """Log why the last segment is left whole."""
+    logger.warning("head_chunk_tokens=%r: the head is left whole, since %s.", tokens, why)
