@@ -9,6 +9,9 @@ The slot adds the waits that its own memory needs, so that a schedule cannot lea
   * a drain waits for every kernel that writes the gradients, even if another segment was loaded since, and for the
     drain before it.
 
+The gradients lie in a `GradientRegion`, which a slot has to itself or borrows from another slot. The waits belong to
+the region, so slots that share one take turns.
+
 A slot does not decide which segment it holds, nor when. Everything is freed by `free`, and by nothing else.
 
 On a unified device nothing is transferred: the parameters are views of the host's memory. The regions are accounted all
@@ -127,6 +130,27 @@ class SlotContent:
         return tuple((at + start, part) for at, piece in self.pieces for start, part in _chunks(piece))
 
     @functools.cached_property
+    def identity(self) -> tuple[object, ...]:
+        """What the weights of two contents have in common where they are the same memory in the same layout."""
+        return (self.fields, *map(id, self.tensors))
+
+    def parts_of(self, indices: Sequence[int]) -> list[tuple[int, torch.Tensor]]:
+        """The transfers that send these tensors alone (ascending indices into `fields`), like `parts`."""
+        runs: list[tuple[int, int]] = []  # from offset to offset
+        for index in indices:
+            start, end = self.fields[index].offset, self.fields[index].offset + aligned(self.fields[index].size)
+            if runs and runs[-1][1] == start:
+                start = runs.pop()[0]
+            runs.append((start, end))
+        found = []
+        for start, end in runs:
+            for at, piece in self.pieces:
+                first, last = max(start, at), min(end, at + piece.numel())
+                if first < last:
+                    found += [(first + offset, part) for offset, part in _chunks(piece[first - at : last - at])]
+        return found
+
+    @functools.cached_property
     def gradient_sizes(self) -> tuple[int, ...]:
         """Bytes of each gradient."""
         return tuple(field.size for field in self.gradient_fields)
@@ -139,6 +163,50 @@ class SlotContent:
         ]
 
 
+class _Region:
+    """A contiguous region of device memory, and its views, which layers alike have in common."""
+
+    def __init__(self, device: Device, size: int, what: str) -> None:
+        self._buffer: Buffer = device.alloc(size, what)
+        self._parts: dict[tuple[int, int], View] = {}  # by offset and bytes
+        self._fields: dict[tuple[Field, ...], list[View]] = {}
+
+    def part(self, start: int, part: torch.Tensor) -> View:
+        """The bytes that a chunk goes to, or comes from."""
+        view = self._parts.get((start, part.numel()))
+        if view is None:
+            view = self._parts[(start, part.numel())] = self._buffer.view(start, part.shape, part.dtype)
+        return view
+
+    def tensors(self, fields: tuple[Field, ...]) -> list[View]:
+        """The tensors of a layout."""
+        views = self._fields.get(fields)
+        if views is None:
+            views = [self._buffer.view(field.offset, field.shape, field.dtype) for field in fields]
+            self._fields[fields] = views
+        return views
+
+    def free(self) -> None:
+        """Free the memory."""
+        self._buffer.free()
+        self._parts.clear()
+        self._fields.clear()
+
+
+class GradientRegion(_Region):
+    """Device memory for the gradients of one layer at a time, and the events that guard it.
+
+    Attributes:
+        writers: kernels that wrote gradients which no drain has been submitted for.
+        drained: after these events the gradients may be overwritten.
+    """
+
+    def __init__(self, device: Device, size: int, what: str) -> None:
+        super().__init__(device, size, what)
+        self.writers: list[Event] = []
+        self.drained: list[Event] = []
+
+
 class DeviceSlot:
     """A slot of a device.
 
@@ -147,35 +215,50 @@ class DeviceSlot:
         number: the number of the slot, for errors.
         parameter_size: bytes of the region for parameters and buffers.
         gradient_size: bytes of the region for gradients.
+        region: a region for gradients that the slot borrows, instead of one of its own.
+        what: the slot in words, for errors and logs.
 
     Raises:
-        OutOfMemory: the two regions do not fit.
+        OutOfMemory: the regions do not fit.
     """
 
-    def __init__(self, device: Device, number: int, parameter_size: int, gradient_size: int) -> None:
+    def __init__(
+        self,
+        device: Device,
+        number: int,
+        parameter_size: int,
+        gradient_size: int,
+        region: GradientRegion | None = None,
+        what: str = "",
+    ) -> None:
         self.number = number
+        self.what = what or f"slot {number}"
         self.state = SlotState.EMPTY
         self.content: SlotContent | None = None
         self.version = -1
         self._device = device
-        self._parameters: Buffer = device.alloc(parameter_size, f"parameters of slot {number}")
+        self._parameters = _Region(device, parameter_size, f"parameters of {self.what}")
+        self._borrows = region is not None
         try:
-            self._gradients: Buffer = device.alloc(gradient_size, f"gradients of slot {number}")
+            self.region = region or GradientRegion(device, gradient_size, f"gradients of {self.what}")
         except BaseException:
             self._parameters.free()
             raise
         # An entry lives as long as its content is referenced elsewhere.
         self._views: weakref.WeakKeyDictionary[SlotContent, tuple[list[View], list[View]]] = weakref.WeakKeyDictionary()
-        self._regions: dict[tuple[bool, int, int], View] = {}  # by whether of gradients, offset and bytes
-        self._fields: dict[tuple[bool, tuple[Field, ...]], list[View]] = {}
         self._loaded: list[Event] = []
         self._readers: list[Event] = []
-        self._writers: list[Event] = []
-        self._drained: list[Event] = []
         self.parameters: list[View] = []
         self.gradients: list[View] = []
 
-    def load(self, content: SlotContent, version: int, queue: Queue, wait: Sequence[Event] = ()) -> list[Event]:
+    def load(
+        self,
+        content: SlotContent,
+        version: int,
+        queue: Queue,
+        wait: Sequence[Event] = (),
+        stale: Sequence[int] | None = None,
+    ) -> list[Event]:
         """Load a segment. If the slot holds this content in this version already, nothing is sent.
 
         Args:
@@ -183,6 +266,8 @@ class DeviceSlot:
             version: the version of its values, which changes with each update.
             queue: the queue of the transfers.
             wait: events after which the host's copy may be read.
+            stale: the tensors that are sent, as ascending indices into the content's fields. The slot must hold the
+                others already. None for all tensors.
 
         Returns:
             The events of the transfers.
@@ -192,12 +277,13 @@ class DeviceSlot:
         before = [*wait, *self._loaded, *self._readers]
         self.state = SlotState.LOADING
         self.parameters, self.gradients = self._views_of(content)
-        if self._device.info.unified:
-            targets = [self._device.adopt(piece) for _, piece in content.pieces]
-            sources = [piece for _, piece in content.pieces]
+        unified = self._device.info.unified
+        parts = (content.pieces if unified else content.parts) if stale is None else content.parts_of(stale)
+        sources = [part for _, part in parts]
+        if unified:
+            targets = [self._device.adopt(part) for part in sources]
         else:
-            sources = [part for _, part in content.parts]
-            targets = [self._region(False, start, part) for start, part in content.parts]
+            targets = [self._parameters.part(start, part) for start, part in parts]
         self._loaded = [queue.write(target, source, before) for target, source in zip(targets, sources, strict=True)]
         # Where nothing was overwritten the next load still waits for the readers.
         self._readers = [] if self._loaded else before
@@ -205,6 +291,11 @@ class DeviceSlot:
         self.version = version
         self.state = SlotState.READY
         return self._loaded
+
+    def exchange(self, content: SlotContent) -> None:
+        """Hold another content with the same weights, such as that of an evaluation. Nothing is sent."""
+        self.parameters, self.gradients = self._views_of(content)
+        self.content = content
 
     def run(
         self,
@@ -227,11 +318,11 @@ class DeviceSlot:
         self.state = SlotState.COMPUTING
         waits = [*self._loaded, *wait]
         if writes_gradients:
-            waits += self._drained
+            waits += self.region.drained
         event = queue.run(call, waits)
         self._readers.append(event)
         if writes_gradients:
-            self._writers.append(event)
+            self.region.writers.append(event)
         return event
 
     def drain(self, queue: Queue, targets: Sequence[tuple[torch.Tensor, View]], wait: Sequence[Event]) -> list[Event]:
@@ -246,10 +337,10 @@ class DeviceSlot:
             The events of the transfers.
         """
         self.state = SlotState.DRAINING
-        before = [*self._writers, *self._readers, *self._drained, *wait]
-        self._writers = []
-        self._drained = [queue.read(target, source, before) for target, source in targets]
-        return self._drained
+        before = [*self.region.writers, *self._readers, *self.region.drained, *wait]
+        self.region.writers = []
+        self.region.drained = [queue.read(target, source, before) for target, source in targets]
+        return self.region.drained
 
     def send(self, queue: Queue, targets: Sequence[tuple[torch.Tensor, View]]) -> list[Event]:
         """Send parameters or buffers of the slot to the host, after the kernels submitted so far; see `drain`."""
@@ -261,8 +352,8 @@ class DeviceSlot:
     def hold_gradients(self, events: Sequence[Event]) -> None:
         """On a unified device: make the next kernel that writes gradients wait for these events of their readers."""
         self.state = SlotState.DRAINING
-        self._writers = []
-        self._drained = list(events)
+        self.region.writers = []
+        self.region.drained = list(events)
 
     @property
     def loaded(self) -> list[Event]:
@@ -276,39 +367,20 @@ class DeviceSlot:
 
     def settle(self) -> None:
         """Drop the events of all work submitted so far. The caller has waited for its end."""
-        self._loaded, self._readers, self._writers, self._drained = [], [], [], []
+        self._loaded, self._readers, self.region.writers, self.region.drained = [], [], [], []
 
     def flat_gradients(self, pieces: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[torch.Tensor, View]]:
         """The gradients that `drain` sends: host memory (bytes), and the part of the region from each offset on."""
-        return [(part, self._region(True, at + start, part)) for at, piece in pieces for start, part in _chunks(piece)]
+        return [(part, self.region.part(at + start, part)) for at, piece in pieces for start, part in _chunks(piece)]
 
     def free(self) -> None:
-        """Free the memory."""
+        """Free the memory, except a gradient region that is borrowed."""
         self._parameters.free()
-        self._gradients.free()
+        if not self._borrows:
+            self.region.free()
         self.state = SlotState.EMPTY
         self.content = None
         self._views.clear()
-        self._regions.clear()
-        self._fields.clear()
-
-    def _region(self, of_gradients: bool, start: int, part: torch.Tensor) -> View:
-        """The bytes that a chunk goes to, or comes from. Layers alike have the same ones."""
-        size = part.numel()
-        view = self._regions.get((of_gradients, start, size))
-        if view is None:
-            buffer = self._gradients if of_gradients else self._parameters
-            view = self._regions[(of_gradients, start, size)] = buffer.view(start, part.shape, part.dtype)
-        return view
-
-    def _views_in(self, of_gradients: bool, fields: tuple[Field, ...]) -> list[View]:
-        """A buffer's tensors by a layout, which layers alike have in common."""
-        views = self._fields.get((of_gradients, fields))
-        if views is None:
-            buffer = self._gradients if of_gradients else self._parameters
-            views = [buffer.view(field.offset, field.shape, field.dtype) for field in fields]
-            self._fields[(of_gradients, fields)] = views
-        return views
 
     def _views_of(self, content: SlotContent) -> tuple[list[View], list[View]]:
         views = self._views.get(content)
@@ -316,10 +388,10 @@ class DeviceSlot:
             if self._device.info.unified:
                 parameters = [self._device.adopt(tensor) for tensor in content.tensors]
             else:
-                parameters = self._views_in(False, content.fields)
+                parameters = self._parameters.tensors(content.fields)
             if self._device.info.unified and content.gradient_tensors:
                 gradients = [self._device.adopt(tensor) for tensor in content.gradient_tensors]
             else:
-                gradients = self._views_in(True, content.gradient_fields)
+                gradients = self.region.tensors(content.gradient_fields)
             views = self._views[content] = (parameters, gradients)
         return views

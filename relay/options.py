@@ -46,6 +46,7 @@ Size = Annotated[int | str, Meta(extra={"kind": "size"})]
 Scale = Annotated[float | str, Meta(extra={"kind": "loss scale"})]
 Chunk = Annotated[Annotated[int, Meta(ge=1)] | Literal["auto"] | None, Meta(extra={"kind": "chunk"})]
 Segments = Annotated[bool | Annotated[int, Meta(ge=0)], Meta(extra={"kind": "recompute"})]
+Residents = Annotated[Annotated[int, Meta(ge=0)] | Literal["auto"], Meta(extra={"kind": "resident layers"})]
 PythonObject = Annotated[Any, Meta(extra={"kind": "object"})]
 
 
@@ -94,6 +95,14 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Count,
         Meta(description="Consecutive layers that share a slot: fewer and larger transfers, larger slots."),
     ] = 1
+    resident_layers: Annotated[
+        Residents,
+        Meta(
+            description="Segments whose weights stay on the device from step to step, so that fewer bytes cross the "
+            "link: none (0), so many, or as many as fit ('auto', which leaves 5 % of the device free). The embedding "
+            "is one segment, and so are the layers of each slot, and the head. No result changes."
+        ),
+    ] = 0
     recompute: Annotated[
         Segments,
         Meta(
@@ -206,7 +215,8 @@ class Option(typing.NamedTuple):
     """One option as commands, files and documents use it.
 
     `kind` is "choice", "count" (whole numbers), "number", "flag" (True or False), "size", "loss scale", "recompute",
-    "chunk", "seed", "text", "names" or "object" (Python only). `allowed` describes the values in words.
+    "chunk", "resident layers", "seed", "text", "names" or "object" (Python only). `allowed` describes the values in
+    words.
     """
 
     name: str
@@ -253,7 +263,8 @@ class Option(typing.NamedTuple):
             return words[text.strip().lower()]
         value: Any = text
         try:
-            if self.kind in ("count", "recompute", "seed") or (self.kind == "chunk" and text != "auto"):
+            words_or_number = self.kind in ("chunk", "resident layers") and text != "auto"
+            if self.kind in ("count", "recompute", "seed") or words_or_number:
                 value = int(text)
             elif self.kind == "number" or (self.kind == "loss scale" and text not in ("dynamic", "fixed")):
                 value = float(text)
@@ -273,8 +284,8 @@ def _option(name: str, annotation: Any, default: Any) -> Option:
     found: dict[str, Any] = {"help": "", "kind": "", "least": None, "above": None, "choices": (), "none": False}
     _look(annotation, found)
     kind, choices = found["kind"], found["choices"]
-    if kind == "chunk":
-        choices, allowed = (), "a whole number of at least 1, or 'auto'"
+    if kind in ("chunk", "resident layers"):
+        choices, allowed = (), f"a whole number of at least {found['least']}, or 'auto'"
     elif choices:
         kind, allowed = "choice", "one of " + ", ".join(map(repr, choices))
     elif kind == "size":

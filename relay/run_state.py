@@ -45,7 +45,7 @@ logger = logging.getLogger("relay")
 
 SAVED_OPTIONS = (
     "device", "microbatches", "precision", "stash", "slots", "state_dtype", "clip_grad_norm", "clip_grad_value",
-    "layers_per_slot", "recompute", "master_weights",
+    "layers_per_slot", "recompute", "master_weights", "resident_layers",
 )  # fmt: skip
 """The options that a checkpoint shows to whoever looks into it; a resumed run may have others."""
 
@@ -171,9 +171,12 @@ class RunState:
 
         A step notices by itself when something that the code reads has changed: attributes, hooks, functions,
         containers, globals. Call this after a change that it cannot notice, such as one in a file, an environment
-        variable or a C extension, or in a tensor of more than a mebibyte that was written to through `.data`.
+        variable or a C extension, or in a tensor of more than a mebibyte that was written to through `.data`. Resident
+        layers are sent again too.
         """
         self._compiler.forget()
+        if self._session.scheduler is not None:
+            self._session.scheduler.slots.forget()
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 

@@ -1,12 +1,14 @@
 """The notice that `relay train` shows while the model is compiled: in the progress bar, or as a line.
 
-The model compiler logs a record with the attribute `event="compile"` (logger `relay`, level info); this handler shows
-it. It compiles nothing. Invariant: the logger is afterwards as it was before.
+The model compiler logs a record with the attribute `event="compile"` (logger `relay`, level info), and the session one
+with `event="residents"` about the layers that stay on the device; this handler shows both. It compiles nothing.
+Invariant: the logger is afterwards as it was before.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -23,9 +25,12 @@ class CompileNotice(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Called by the logger for each record."""
-        if getattr(record, "event", None) != "compile":
+        event = getattr(record, "event", None)
+        if event == "residents" and self.bar is not None:
+            self.bar.write(record.getMessage(), file=sys.stderr)
+        elif event not in ("compile", "residents"):
             return
-        if self.bar is not None:
+        elif self.bar is not None:
             self.bar.set_postfix_str("compiling", refresh=True)
         else:
             self.log(record.getMessage())

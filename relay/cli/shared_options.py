@@ -22,9 +22,11 @@ class OptionType(click.ParamType):
 
     def __init__(self, option: Option) -> None:
         self.option = option
-        self.name = {"recompute": "number, 'all' or 'none'", "loss scale": "number, 'dynamic' or 'fixed'"}.get(
-            option.kind, option.kind
-        )
+        self.name = {
+            "recompute": "number, 'all' or 'none'",
+            "loss scale": "number, 'dynamic' or 'fixed'",
+            "resident layers": "number or 'auto'",
+        }.get(option.kind, option.kind)
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
         try:

@@ -35,7 +35,8 @@ class Count(click.ParamType):
 
 SWEPT = (
     "device", "link", "host", "software", "layers", "hidden", "heads", "seq", "batch", "microbatches", "precision",
-    "state-dtype", "stash", "slots", "layers-per-slot", "recompute", "loss-scale",
+    "state-dtype", "stash", "slots", "layers-per-slot", "resident-layers", "recompute",
+    "loss-scale",
 )  # fmt: skip
 
 
@@ -52,6 +53,7 @@ SWEPT = (
 @training_option("slots")
 @training_option("clip_grad_norm")
 @training_option("layers_per_slot")
+@training_option("resident_layers")
 @training_option("recompute")
 @training_option("loss_scale")
 @machine_options

@@ -373,6 +373,7 @@ class ParameterServer:
     def _note_update(self, plan: GradientPlan, done: Event, submitted: SubmittedStep) -> None:
         submitted.updates.append(done)
         submitted.updated_segments.append(plan.name)
+        self._store.changed(plan.names[index] for index in plan.updates)
         for index in plan.updates:
             self._store.updated[plan.names[index]] = done
 

@@ -51,6 +51,7 @@ class SubmittedStep:
             before; without, they are `updates`.
         verdict: the host task that checks the loss.
         decision: the host task that computes the gradient norm, and for deferred updates the factor.
+        resident_layers: how many segments are resident on the device.
         result: what came of the pass.
     """
 
@@ -65,6 +66,7 @@ class SubmittedStep:
     verdict: Event | None = None
     decision: Event | None = None
     weight_bytes: int = 0
+    resident_layers: int = 0
     result: StepResult = field(default_factory=StepResult)
 
     def required(self) -> list[Event]:

@@ -81,6 +81,8 @@ class LayerStore:
         self._adopted: dict[str, tuple[torch.Tensor, torch.dtype]] = {}
         self.updated: dict[str, Event] = {}
         self.version = 0
+        self._changes: dict[str, int] = {}
+        self._change = 0
 
     def take_over(self, model: nn.Module, groups: Iterable[Sequence[Wanted]]) -> None:
         """Move a model's tensors in, one group (a segment's) after another. Tensors that are here already are skipped.
@@ -201,12 +203,25 @@ class LayerStore:
     def take_edits(self) -> None:
         """Round again the weights that were written through the model since the last call."""
         edited = {self.owner(name) for name, (tensor, version) in self._seen.items() if tensor._version != version}
+        self.changed(edited)
         for (name, dtype), stored in self._stored.items():
             if dtype != self._master[name] and name in edited:
                 with torch.no_grad():
                     stored.tensor.copy_(self[name])
         for name, (tensor, _) in self._seen.items():
             self._seen[name] = (tensor, tensor._version)
+
+    def changed(self, names: Iterable[str]) -> None:
+        """Note that these tensors change, so that copies on the device are old."""
+        self._change += 1
+        self._changes.update((self.owner(name), self._change) for name in names)
+
+    def versions(self, content: SlotContent) -> tuple[int, ...]:
+        """A number for each tensor of a content. It differs from an earlier one if the tensor was changed since.
+
+        Writes through a tensor's `.data` are not noticed.
+        """
+        return tuple(self._changes.get(name, 0) for name in self._names_of[content])
 
     def rename(self, names: Mapping[str, str | None]) -> None:
         """Rename tensors, and remove those whose new name is None, with their memory.

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hal.errors import OutOfMemory
-from hal.slot import SlotContent
 from hal.spec.units import format_size
 from relay.partition.segments import Value
 from relay.runtime.stages import CompiledModel, Stage, StageProgram
@@ -31,6 +30,7 @@ class Requirement:
         workspace: what the largest kernel needs while it runs.
         scalars: losses and gradient seeds.
         layers: the most layers that share a slot.
+        resident: the slots of resident layers. There are `resident_count`; `most_resident` fit.
     """
 
     slots: int
@@ -40,11 +40,14 @@ class Requirement:
     scalars: int
     saved: int = 0
     layers: int = 1
+    resident: int = 0
+    resident_count: int = 0
+    most_resident: int = 0
 
     @property
     def total(self) -> int:
         """All bytes."""
-        return self.slots + self.stash + self.workspace + self.scalars
+        return self.slots + self.stash + self.workspace + self.scalars + self.resident
 
     def check(self, device: str, capacity: int | None, stash: str, microbatches: int, largest: str) -> None:
         """Raise OutOfMemory, with advice, where the requirement exceeds the capacity."""
@@ -55,6 +58,12 @@ class Requirement:
     def advice(self, stash: str, microbatches: int, largest: str) -> str:
         """What the bytes are for, and what would reduce them."""
         options = []
+        if self.resident_count:
+            fewer = min(self.most_resident, self.resident_count - 1)
+            options.append(
+                f"resident_layers={fewer} ({self.resident_count} take {format_size(self.resident)}; at most "
+                f"{self.most_resident} fit beside the rest)"
+            )
         if self.saved:
             options.append(f"recompute=True (the saved tensors take {format_size(self.saved)})")
         if self.layers > 1:
@@ -64,9 +73,10 @@ class Requirement:
         if self.slot_count > 1:
             options.append(f"slots={self.slot_count - 1} (each takes {format_size(self.slots // self.slot_count)})")
         options.append(f"more micro-batches than {microbatches} (smaller pieces: less workspace and stash)")
+        resident = f"{self.resident_count} resident layers {self.resident:,}, " if self.resident_count else ""
         return (
             f"It needs {self.total:,} bytes: {self.slot_count} slots of {self.slots // self.slot_count:,} (the largest "
-            f"layer is {largest!r}), stash {self.stash:,}, workspace {self.workspace:,}. "
+            f"layer is {largest!r}), {resident}stash {self.stash:,}, workspace {self.workspace:,}. "
             f"What reduces it: {'; '.join(options)}; or raise capacity=."
         )
 
@@ -76,11 +86,6 @@ def with_advice(failure: OutOfMemory, advice: str) -> OutOfMemory:
     if failure.advice or not advice:
         return failure
     return OutOfMemory(failure.what, failure.requested, failure.in_use, failure.capacity, advice)
-
-
-def slot_sizes(contents: Sequence[SlotContent]) -> tuple[int, int]:
-    """Bytes a slot needs for parameters and for gradients."""
-    return max(content.size for content in contents), max(content.gradient_size for content in contents)
 
 
 def scalar_bytes(microbatches: int) -> int:

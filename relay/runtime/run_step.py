@@ -241,6 +241,7 @@ def metrics_of(
         optimizer_seconds=total_elapsed(submitted.ended_updates),
         weight_bytes=submitted.weight_bytes,
         skipped=submitted.result.skipped,
+        resident_layers=submitted.resident_layers,
         outputs=list(outputs),
     )
 

@@ -11,6 +11,7 @@ slot, the stash and the server, where the memory is.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from relay.eps.server import GradientPlan, ParameterServer
 from relay.eps.step_record import SubmittedStep
 from relay.eps.store import LayerStore
 from relay.runtime.head.chunk_calls import chunk_calls
+from relay.runtime.residency.slots import ResidentSlot, Slots
 from relay.runtime.stages import CompiledModel, Stage, StageProgram
 from relay.runtime.stash import Key, Stash
 from relay.runtime.trace import Trace
@@ -94,49 +96,6 @@ class TrainingStep(ForwardPass):
     unscale: float
 
 
-class SlotRing:
-    """The slots, and which segment goes to which: the least recently visited slot is used next."""
-
-    def __init__(self, device: Device, count: int, parameter_size: int, gradient_size: int) -> None:
-        self.parameter_size = parameter_size
-        self.gradient_size = gradient_size
-        self.slots: list[DeviceSlot] = []
-        try:
-            for number in range(count):
-                self.slots.append(DeviceSlot(device, number, parameter_size, gradient_size))
-        except BaseException:
-            self.free()
-            raise
-
-    def assign(self, visits: Sequence[SlotContent]) -> list[DeviceSlot]:
-        """A slot for each visit in order. A content keeps its slot until another content needs it."""
-        holds = {slot: slot.content for slot in self.slots}
-        order = sorted(self.slots, key=lambda slot: slot.content is not None)
-        assigned = []
-        for content in visits:
-            slot = next((slot for slot in self.slots if holds[slot] is content), order[0])
-            holds[slot] = content
-            order.remove(slot)
-            order.append(slot)
-            assigned.append(slot)
-        return assigned
-
-    def forget(self) -> None:
-        """Discard what the slots hold, as after a failure."""
-        for slot in self.slots:
-            slot.content = None
-
-    def settle(self) -> None:
-        """Forget the events of the slots. Everything submitted must have ended."""
-        for slot in self.slots:
-            slot.settle()
-
-    def free(self) -> None:
-        """Free the device memory."""
-        for slot in self.slots:
-            slot.free()
-
-
 @dataclass
 class _Visit:
     index: int
@@ -144,6 +103,11 @@ class _Visit:
     content: SlotContent
     stage: Stage
     slot: DeviceSlot | None = None
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether the segment has a slot of its own."""
+        return isinstance(self.slot, ResidentSlot)
 
     def program_of(self, stage: Stage) -> StageProgram:
         """The program that the visit runs, of the stage for one micro-batch."""
@@ -160,7 +124,7 @@ class _Visit:
 class Scheduler:
     """Submits passes over the model: training steps and forward passes."""
 
-    def __init__(self, device: Device, host: Host, store: LayerStore, server: ParameterServer, slots: SlotRing) -> None:
+    def __init__(self, device: Device, host: Host, store: LayerStore, server: ParameterServer, slots: Slots) -> None:
         self._device = device
         self._host = host
         self._store = store
@@ -168,6 +132,7 @@ class Scheduler:
         self.slots = slots
         self._compute: Queue = device.queue("compute")
         self.load_queue: Queue = device.queue("load")
+        self._refresh_queue: Queue = device.queue("refresh")  # what waits for updates must not hold up other loads
         self.drain_queue: Queue = device.queue("drain")
 
     def train(self, step: TrainingStep, submitted: SubmittedStep) -> None:
@@ -197,6 +162,8 @@ class Scheduler:
             plan = prepared.gradient_plans[visit.index]
             if visit.backward and plan.names:
                 self._server.collect(plan, visit.slot, self.drain_queue, step.groups, step.unscale, submitted)
+                if visit is not visits[-1]:
+                    self._refresh(visit, submitted, trace)
         gradients = [content.gradient_tensors for content in contents]
         self._server.conclude(prepared.gradient_plans, gradients, step.groups, step.unscale, submitted)
         if trace is not None:
@@ -223,32 +190,71 @@ class Scheduler:
         """Yield the visits in order, each with its slot loading, and the loads of the next ones submitted."""
         for visit, slot in zip(visits, self.slots.assign([visit.content for visit in visits]), strict=True):
             visit.slot = slot
+        # A resident layer is sent once a pass at most, even if an update in the pass changes what no later visit reads.
+        versions = {visit.content: self._store.versions(visit.content) for visit in visits if visit.is_resident}
+        submitted.resident_layers = len(versions)
+        coming: deque[_Visit] = deque()  # those whose loads are submitted
         loaded = 0
-        for position, visit in enumerate(visits):
-            # As far ahead as there are slots, but never into a slot that an earlier visit still needs.
-            while loaded < min(len(visits), position + len(self.slots.slots)):
-                coming = visits[loaded]
-                assert coming.slot is not None
-                before = [earlier for earlier in visits[position:loaded] if earlier.slot is coming.slot]
-                if any(earlier.content is not coming.content for earlier in before):
-                    break
-                # Nor before a buffer that two segments share has come home from the one that changes it first.
-                if any(earlier.changes_buffer_of(coming) for earlier in visits[position:loaded]):
-                    break
-                self._submit_load(coming.slot, coming.content, submitted, trace)
+        for visit in visits:
+            while loaded < len(visits) and self._may_load(visits[loaded], coming):
+                following = visits[loaded]
+                self._submit_load(following, versions.get(following.content, ()), submitted, trace)
+                coming.append(following)
                 loaded += 1
+            if visit.slot is not None and visit.slot.content is not visit.content:
+                visit.slot.exchange(visit.content)
             yield visit
+            coming.popleft()
+
+    def _may_load(self, following: _Visit, coming: Sequence[_Visit]) -> bool:
+        """Whether the load of the next visit may be submitted: as far ahead as there are slots in the ring."""
+        if not following.is_resident and sum(not visit.is_resident for visit in coming) >= len(self.slots.ring.slots):
+            return False
+        # Never into a slot that an earlier visit still needs for another content, nor before a buffer that two segments
+        # share has come home from the one that changes it first.
+        return not any(
+            (earlier.slot is following.slot and earlier.content is not following.content)
+            or earlier.changes_buffer_of(following)
+            for earlier in coming
+        )
 
     def _submit_load(
-        self, slot: DeviceSlot, content: SlotContent, submitted: SubmittedStep, trace: Trace | None
+        self,
+        visit: _Visit,
+        versions: tuple[int, ...],
+        submitted: SubmittedStep,
+        trace: Trace | None,
+        refresh: bool = False,
     ) -> None:
-        if slot.content is content and slot.version == self._store.version:
+        """Send what the slot lacks of a segment: of a resident one the tensors older than these versions."""
+        slot, content = visit.slot, visit.content
+        assert slot is not None
+        stale: list[int] | None = None
+        if isinstance(slot, ResidentSlot):
+            stale = slot.stale(versions)
+            slot.versions = versions
+            if stale == []:
+                return
+        elif slot.content is content and slot.version == self._store.version:
             return
-        submitted.loads += slot.load(content, self._store.version, self.load_queue, self._store.ready(content))
-        submitted.weight_bytes += content.size
+        queue = self._refresh_queue if refresh else self.load_queue
+        ready = self._store.ready(content)
+        if isinstance(slot, ResidentSlot):
+            submitted.loads += slot.reload(content, stale, queue, ready)
+        else:
+            submitted.loads += slot.load(content, self._store.version, queue, ready)
+        submitted.weight_bytes += content.size if stale is None else sum(content.fields[index].size for index in stale)
         if trace is not None:
             for event in slot.loaded:
                 trace.mark("load", content.name, event)
+
+    def _refresh(self, visit: _Visit, submitted: SubmittedStep, trace: Trace | None) -> None:
+        """After the last visit of a resident segment: send its new weights as soon as they are updated.
+
+        Deferred updates come when the backward has ended; their weights are sent in the next step, in forward order.
+        """
+        if visit.is_resident and not self._server.deferred:
+            self._submit_load(visit, self._store.versions(visit.content), submitted, trace, refresh=True)
 
     def _visit(
         self,
@@ -324,5 +330,6 @@ class Scheduler:
         ]
         sent = slot.send(self.drain_queue, targets)
         submitted.reads += sent
+        self._store.changed(stage.buffers[index] for index in updates)
         for index in updates:
             self._store.updated[stage.buffers[index]] = sent[-1]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,10 +30,12 @@ from relay.runtime.memory_plan import (
     kernel_workspace,
     plans_for,
     scalar_bytes,
-    slot_sizes,
     with_advice,
 )
-from relay.runtime.schedule import PreparedStep, Scalars, Scheduler, SlotRing
+from relay.runtime.residency.choice import Residents, SlotBytes, candidates, choose
+from relay.runtime.residency.notice import note_residents
+from relay.runtime.residency.slots import Slots
+from relay.runtime.schedule import PreparedStep, Scalars, Scheduler
 from relay.runtime.stages import CompiledModel, changing_buffers, gradient_fields, wanted_of
 from relay.runtime.stash import STASH_STATE, Stash, device_bytes, host_bytes, saved_bytes
 from relay.runtime.step_guard import StepGuard
@@ -55,6 +58,8 @@ class Session:
         capacity: the device memory that may be used, or None.
         build: makes another store and server, to find out what the host must hold; None to skip that check.
         precision, state_dtype: the trainer's options, for advice in errors.
+        resident_layers: how many segments stay on the device between visits, or "auto".
+        resident_limit: the device memory that "auto" fills, where no `capacity` is given.
     """
 
     def __init__(
@@ -70,6 +75,8 @@ class Session:
         build: Build | None = None,
         precision: str = "fp32",
         state_dtype: str = "fp32",
+        resident_layers: int | str = 0,
+        resident_limit: int | None = None,
     ) -> None:
         self.device = device
         self.host = host
@@ -86,6 +93,9 @@ class Session:
         self._build = build
         self._precision = precision
         self._state_dtype = state_dtype
+        self._resident_layers = resident_layers
+        self._resident_limit = resident_limit
+        self._noted: dict[bool, Residents] = {}
         self._checked: set[int] = set()
         self._saved_buffers: dict[str, torch.Tensor] = {}
         self._stash: Stash | None = None
@@ -103,15 +113,10 @@ class Session:
         contents = self.take_over(compiled, groups, training)
         gradient_plans = self._gradient_plans(compiled[0]) if training else []
         distinct = list(dict.fromkeys(compiled))
-        parameter_size, gradient_size = slot_sizes(contents)
-        slots = self.scheduler.slots if self.scheduler is not None else None
-        if slots is not None:
-            parameter_size = max(parameter_size, slots.parameter_size)
-            gradient_size = max(gradient_size, slots.gradient_size)
         stash_plans = plans_for(compiled, self._stash_location, training)
         largest = max(contents, key=lambda content: content.size)
         requirement = Requirement(
-            slots=self._slot_count * (parameter_size + gradient_size),
+            slots=0,
             slot_count=self._slot_count,
             stash=device_bytes(stash_plans),
             workspace=max(kernel_workspace(model) for model in distinct),
@@ -119,20 +124,60 @@ class Session:
             saved=saved_bytes(stash_plans),
             layers=max(stage.segment.layers for stage in compiled[0].stages),
         )
+        slots = self.scheduler.slots if self.scheduler is not None else None
+        ring = slots.ring if slots is not None else None
+        slot_bytes = SlotBytes(
+            contents, self._slot_count, (0, 0) if ring is None else (ring.parameter_size, ring.gradient_size),
+            requirement.total + max(0, self._held_by_others() - requirement.workspace),
+            slots.held if slots is not None else {},
+        )  # fmt: skip
+        residents = self._residents(compiled[0], slot_bytes, training)
+        ring_sizes = slot_bytes.ring(residents)
+        requirement = replace(
+            requirement,
+            slots=self._slot_count * sum(ring_sizes),
+            resident=residents.weight_bytes + slot_bytes.gradients(residents),
+            resident_count=len(residents.contents),
+            most_resident=residents.most,
+        )
         requirement.check(self.device.info.name, self.capacity, self._stash_location, len(compiled), largest.name)
         advice = requirement.advice(self._stash_location, len(compiled), largest.name)
         try:
             saved_buffers = self._memory_for_buffers(compiled[0]) if training else {}
             for model in distinct:
                 model.compile(self.device)
-            self.server.allocate(gradient_plans, groups, gradient_size)
-            scheduler = self._scheduler_with(parameter_size, gradient_size)
+            self.server.allocate(gradient_plans, groups, max(content.gradient_size for content in contents))
+            scheduler = self._scheduler_with(*ring_sizes)
+            if self._stash_key != (training, tuple(compiled)):
+                self._free_stash()  # before residents take its room
+            scheduler.slots.keep(residents.contents, residents.with_gradients)
             stash, scalars = self._stash_for(compiled, training)
         except OutOfMemory as failure:
             # The requirement is within the capacity, so something else holds memory too.
             self._free_stash()
             raise with_advice(failure, advice) from failure
+        if self._resident_layers == "auto":
+            self._noted[training] = note_residents(
+                residents, self._noted.get(training), len(contents), requirement.resident, training
+            )
         return PreparedStep(compiled, contents, gradient_plans, scheduler, stash, scalars, saved_buffers, advice)
+
+    def _held_by_others(self) -> int:
+        """Bytes of device memory in use beside slots, stash and scalars: workspace and constants of kernels."""
+        own = self.scheduler.slots.size if self.scheduler is not None else 0
+        own += device_bytes(self._stash.plans) if self._stash is not None else 0
+        own += self._scalars.memory.size if self._scalars is not None else 0
+        return self.device.memory().in_use - own
+
+    def _residents(self, compiled: CompiledModel, slots: SlotBytes, training: bool) -> Residents:
+        """The segments that stay on the device between visits."""
+        wanted = self._resident_layers
+        limit = self._resident_limit if self.capacity is None else self.capacity
+        if wanted == 0 or (wanted == "auto" and limit is None and self.device.info.unified):
+            return Residents()  # a unified device works in host memory: nothing crosses a link
+        if limit is None:
+            limit = self.device.memory().capacity or self.device.info.memory
+        return choose(wanted, candidates(compiled, slots.contents, training, slots.held), slots, limit)
 
     def take_over(
         self, compiled: Sequence[CompiledModel], groups: Sequence[Mapping[str, Any]], training: bool
@@ -262,12 +307,13 @@ class Session:
     def _scheduler_with(self, parameter_size: int, gradient_size: int) -> Scheduler:
         """The scheduler, with slots of these sizes."""
         slots = self.scheduler.slots if self.scheduler is not None else None
-        if slots is None or (parameter_size, gradient_size) != (slots.parameter_size, slots.gradient_size):
+        ring = slots.ring if slots is not None else None
+        if ring is None or (parameter_size, gradient_size) != (ring.parameter_size, ring.gradient_size):
             self._free_stash()
             if slots is not None:
                 slots.free()
             self.scheduler = None
-            slots = SlotRing(self.device, self._slot_count, parameter_size, gradient_size)
+            slots = Slots(self.device, self._slot_count, parameter_size, gradient_size)
             self.scheduler = Scheduler(self.device, self.host, self.store, self.server, slots)
         assert self.scheduler is not None
         return self.scheduler

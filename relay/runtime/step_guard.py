@@ -27,7 +27,7 @@ from relay.runtime.memory_plan import with_advice
 from relay.runtime.schedule import PreparedStep
 from relay.runtime.watchdog import Watchdog, waited_for
 
-QUEUES = ("compute", "load", "drain", "stash in", "stash out")
+QUEUES = ("compute", "load", "refresh", "drain", "stash in", "stash out")
 
 PATIENCE = 3
 """At this many Ctrl-C the step is abandoned, and the state can no longer be trusted."""
@@ -72,7 +72,7 @@ class StepGuard:
         self._store.version += 1
         with (
             DeferredInterrupt() as interrupt,
-            Watchdog(self.stall_timeout, lambda: waited_for(submitted, stash, self.pending, slots.slots, device)),
+            Watchdog(self.stall_timeout, lambda: waited_for(submitted, stash, self.pending, slots.all, device)),
         ):
             try:
                 yield submitted
@@ -97,6 +97,7 @@ class StepGuard:
         if error is not None or submitted.result.skipped:
             for name, saved in prepared.saved_buffers.items():
                 self._store[name].copy_(saved)
+            self._store.changed(prepared.saved_buffers)
         if error is not None:
             slots.forget()
             # Updates of the step before may still have been running, and may be what failed.

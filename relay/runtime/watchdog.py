@@ -67,7 +67,7 @@ def waited_for(
             lines.append(f"{kind}: {len(waiting)} of {len(events)} have not ended, number {waiting[0]} first")
     for slot in slots:
         content = slot.content.name if slot.content is not None else "nothing"
-        lines.append(f"slot {slot.number}: {slot.state.value}, holds {content}")
+        lines.append(f"{slot.what}: {slot.state.value}, holds {content}")
     use = device.memory()
     lines.append(f"device {device.info.name}: {use.in_use:,} bytes in use of {use.capacity or 'no limit'}")
     return "\n".join(lines)

@@ -26,8 +26,8 @@ _FEWER_LAUNCHES = (
 )
 _TRACKS = {"down": "link down", "up": "link up", "compute": "compute", "host": "host optimizer"}
 _RUN = (
-    "seq", "batch", "microbatches", "precision", "state_dtype", "stash", "slots", "layers_per_slot", "recompute",
-    "loss_scale", "clip_grad_norm",
+    "seq", "batch", "microbatches", "precision", "state_dtype", "stash", "slots", "layers_per_slot", "resident_layers",
+    "recompute", "loss_scale", "clip_grad_norm",
 )  # fmt: skip
 
 
@@ -44,6 +44,7 @@ def as_json(found: SimulationFigures, tokens: float | None) -> dict[str, Any]:
         "run": {key: getattr(run, key) for key in _RUN},
         "device": {
             "name": found.machine.device.name,
+            "resident_layers": memory.resident_layers,
             "capacity_bytes": found.device_capacity,
             "needed_bytes": memory.device_total,
             "ledger": memory.device,
@@ -104,9 +105,11 @@ def tier(found: SimulationFigures) -> str:
     return f"preset, with assumptions ({', '.join(assumed)})" if assumed else "preset"
 
 
-def _of_segments(run: RunShape) -> str:
-    """Layers a slot and recomputing as text, where they are not the defaults."""
+def _of_segments(run: RunShape, resident: int) -> str:
+    """Layers a slot, resident layers and recomputing as text, where they are not the defaults."""
     text = f" of {run.layers_per_slot} layers" if run.layers_per_slot > 1 else ""
+    if run.resident_layers:
+        text += f", {resident} layers resident"
     if run.recompute is not True:
         text += f", {run.recompute} segments recompute" if run.recompute else ", nothing recomputed"
     return text
@@ -121,7 +124,7 @@ def as_text(found: SimulationFigures, tokens: float | None) -> str:
         "states",
         f"{machine.device.title}, {machine.link.title}, {machine.host.title}",
         f"{run.tokens:,} tokens a step: {run.batch} sequences of {run.seq} in {run.microbatches} micro-batches, "
-        f"stash on the {run.stash}, {run.slots} slots{_of_segments(run)}",
+        f"stash on the {run.stash}, {run.slots} slots{_of_segments(run, memory.resident_layers)}",
         "",
         f"verdict         {'it fits' if found.fits else 'it does not fit'}",
     ]

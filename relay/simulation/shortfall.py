@@ -55,7 +55,7 @@ def suggestions(
     loss_scales: list[dict[str, Any]] = [{}]
     if run.precision == "fp16" and run.loss_scale == "dynamic":
         loss_scales.append({"loss_scale": "fixed"})
-    smallest = {"recompute": True, "layers_per_slot": 1}
+    smallest = {"recompute": True, "layers_per_slot": 1, "resident_layers": 0}
     segment_choices: list[dict[str, Any]] = [{}]
     if any(getattr(run, key) != value for key, value in smallest.items()):
         segment_choices.append(smallest)
@@ -70,7 +70,7 @@ def suggestions(
     for change in sorted(changes, key=len):
         if any(all(change.get(key) == value for key, value in other.items()) for other in found):
             continue  # a part of this change already fits
-        prepared = SimulatedRun(shape, replace(run, **change), described, host_cache)
+        prepared = SimulatedRun(shape, replace(run, **change), described, host_cache, device)
         memory = prepared.memory()
         prepared.close()
         if not shortfalls(memory, device, host, described.device.unified):

@@ -118,7 +118,8 @@ def simulate(
             it without.
         host_cache: Shares the host state between simulations of one model, which saves time.
         run: `seq`, `batch`, `microbatches` (by default one per sequence), `state_dtype`, `stash`, `slots`,
-            `layers_per_slot`, `recompute`, `clip_grad_norm`, `loss_scale` and `optimizer`, as in `RunShape`.
+            `layers_per_slot`, `resident_layers`, `recompute`, `clip_grad_norm`, `loss_scale` and `optimizer`, as in
+            `RunShape`.
 
     Raises DoesNotFit for a run that does not fit, SpecError for arithmetic that the device does not have, ShapeError
     for an impossible model or batch, ValueError for a value that `relay.Trainer` refuses too, and TypeError for an
@@ -140,7 +141,9 @@ def simulate(
     check_precision(described, wanted.precision)
     limits = _capacities(described, capacity, host_memory)
     host_cache = HostCache() if host_cache is None else host_cache
-    prepared = SimulatedRun(shape, wanted, described, host_cache)
+    # Without a limit of its own a unified device has nothing to gain from layers that stay.
+    room = None if capacity is None and described.device.unified else limits[0]
+    prepared = SimulatedRun(shape, wanted, described, host_cache, room)
     wanted = prepared.run
     memory = prepared.memory()
     missing = shortfalls(memory, *limits, described.device.unified)
@@ -154,7 +157,7 @@ def simulate(
     would_fit = suggestions(shape, wanted, described, *limits, host_cache) if suggests else ()
     gains: dict[str, float] = {}
     if step is not None and sensitivity:
-        gains = _sensitivity(shape, wanted, described, step.timeline.now, host_cache)
+        gains = _sensitivity(shape, wanted, described, step.timeline.now, host_cache, room)
     notes = (*description.notes_at(wanted.seq), *loss_scale_notes(wanted.loss_scale, wanted.precision))
     result = Simulation(shape, wanted, described, memory, *limits, missing, would_fit, step, gains, notes)
     if missing and must_fit:
@@ -192,12 +195,17 @@ def _capacities(described: Machine, capacity: int | str | None, host_memory: int
 
 
 def _sensitivity(
-    shape: ModelShape | MetaModel, run: RunShape, described: Machine, seconds: float, host_cache: HostCache
+    shape: ModelShape | MetaModel,
+    run: RunShape,
+    described: Machine,
+    seconds: float,
+    host_cache: HostCache,
+    room: int | None,
 ) -> dict[str, float]:
     """The share of the step that is saved when one part of the machine gets ten per cent better."""
     gains = {}
     for label, better in _improved(described):
-        faster = SimulatedRun(shape, run, better, host_cache)
+        faster = SimulatedRun(shape, run, better, host_cache, room)
         gains[label] = 1 - faster.step().timeline.now / seconds
         faster.close()
     return gains

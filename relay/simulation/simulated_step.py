@@ -29,7 +29,7 @@ from relay.optim.optimizers import AdamW
 from relay.options import OPTIONS, STEP_OPTIONS
 from relay.precision import COMPUTE
 from relay.runtime import run_step
-from relay.runtime.memory_plan import kernel_workspace, slot_sizes
+from relay.runtime.memory_plan import kernel_workspace
 from relay.runtime.session import Session
 from relay.runtime.stages import CompiledModel, recomputing
 from relay.runtime.stash import device_bytes, saved_bytes
@@ -63,6 +63,7 @@ class RunShape:
     loss_scale: str | float = "dynamic"
     layers_per_slot: int = 1
     recompute: bool | int = True
+    resident_layers: int | str = 0
     optimizer: Any = field(default_factory=AdamW)
 
     def __post_init__(self) -> None:
@@ -96,13 +97,14 @@ class Memory:
     """Bytes on the device by purpose, with the allocator's rounding, and on the host by state and dtype.
 
     `page_locked` is the part of the host memory that crosses the link, in whole pages. `parameters` is the number of
-    elements in all parameters.
+    elements in all parameters, `resident_layers` that of segments that stay on the device.
     """
 
     device: dict[str, int]
     host: list[tuple[str, str, int]]
     page_locked: int
     parameters: int
+    resident_layers: int = 0
 
     @property
     def device_total(self) -> int:
@@ -111,8 +113,8 @@ class Memory:
 
     @property
     def slots(self) -> int:
-        """The bytes of the slots on the device."""
-        return sum(size for what, size in self.device.items() if what.startswith("slots"))
+        """The bytes of the slots on the device, those of resident layers among them."""
+        return sum(size for what, size in self.device.items() if what.startswith(("slots", "resident")))
 
     @property
     def host_total(self) -> int:
@@ -133,11 +135,17 @@ class SimulatedRun:
     """A model on a simulated machine, ready to run steps."""
 
     def __init__(
-        self, shape: ModelShape | MetaModel, run: RunShape, machine: Machine, host_cache: HostCache | None = None
+        self,
+        shape: ModelShape | MetaModel,
+        run: RunShape,
+        machine: Machine,
+        host_cache: HostCache | None = None,
+        capacity: int | None = None,
     ) -> None:
         """`host_cache` holds host states of earlier runs of this shape; `close` puts this run's into it.
 
-        The attribute `run` holds the options as they take effect: as many micro-batches as the batch is cut into, no
+        `capacity` is the device memory that `resident_layers="auto"` fills; that of the machine if not given. The
+        attribute `run` holds the options as they take effect: as many micro-batches as the batch is cut into, no
         more layers a slot than the model has, and True for `recompute` where the number covers all segments (the last
         segment, the head, never repeats its forward).
         """
@@ -157,7 +165,12 @@ class SimulatedRun:
         self._state_key, self._state = self._host_state(shape)
         state = self._state
         parts = state.model, self._device, state.host, state.store, state.server
-        self._session = Session(*parts, run.slots, run.stash, None)
+        device = machine.device
+        if capacity is None and not device.unified:
+            capacity = int(device["memory"] - device["reserved"])
+        self._session = Session(
+            *parts, run.slots, run.stash, None, resident_layers=run.resident_layers, resident_limit=capacity
+        )
         self._session.guard.defer_updates = True
         self._prepared = self._session.prepare(self._compiled, state.groups, training=True)
         self._inputs = [_inputs(compiled) for compiled in self._compiled]
@@ -193,10 +206,12 @@ class SimulatedRun:
     def memory(self) -> Memory:
         """The memory that the run needs, which is known before any step."""
         plans = self._prepared.stash.plans
-        parameters, gradients = slot_sizes(self._prepared.contents)
+        slots = self._prepared.scheduler.slots
         rows = {
-            "slots: weights": self.run.slots * parameters,
-            "slots: gradients": self.run.slots * gradients,
+            "slots: weights": self.run.slots * slots.ring.parameter_size,
+            "slots: gradients": self.run.slots * slots.ring.gradient_size,
+            **({"resident layers: weights": slots.resident_weights} if self.run.resident_layers else {}),
+            **({"resident layers: gradients": slots.resident_gradients} if self.run.resident_layers else {}),
             "stash of activations": device_bytes(plans) - saved_bytes(plans),
             "saved tensors for backward": saved_bytes(plans),
             "workspace of kernels": max(kernel_workspace(compiled) for compiled in set(self._compiled)),
@@ -206,15 +221,18 @@ class SimulatedRun:
         ledger = self._session.host.ledger.rows()
         host = [(state, str(dtype).removeprefix("torch."), size) for state, dtype, size in ledger]
         locked = self._session.host.page_locked
-        return Memory(rows, host, locked, self._state.parameters)
+        return Memory(rows, host, locked, self._state.parameters, len(slots.held))
 
     def record(self) -> None:
         """Record a span of every call from now on."""
         self._device.record()
 
     def step(self) -> Step:
-        """A step in the steady state. Where updates are deferred that is the third step, else the first."""
-        for _ in range(2 if self.run.defers_updates else 0):
+        """A step in the steady state. Where updates are deferred that is the third step, else the first.
+
+        Where layers are resident, their first transfer belongs to no step, so one more is made before.
+        """
+        for _ in range(2 if self.run.defers_updates else 1 if self._prepared.scheduler.slots.held else 0):
             self._step()
         before = self._device.timeline()
         submitted = self._step()

@@ -55,10 +55,10 @@ MUTATIONS = {
         hal.slot, "DeviceSlot", "run", "[*self._loaded, *wait]", "[*self._loaded]"
     ),
     "a kernel for the drain of the gradients before": Mutation(
-        hal.slot, "DeviceSlot", "run", "waits += self._drained", "pass"
+        hal.slot, "DeviceSlot", "run", "waits += self.region.drained", "pass"
     ),
     "a drain for the kernels that write the gradients": Mutation(
-        hal.slot, "DeviceSlot", "drain", "*self._writers, *self._readers, ", ""
+        hal.slot, "DeviceSlot", "drain", "*self.region.writers, *self._readers, ", ""
     ),
     "a drain for what its caller says": Mutation(
         hal.slot, "DeviceSlot", "drain", ", *wait]", "]", "one slot, one micro-batch"
