@@ -8,6 +8,7 @@ known to fit.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -96,6 +97,7 @@ class Session:
         self._resident_layers = resident_layers
         self._resident_limit = resident_limit
         self._noted: dict[bool, Residents] = {}
+        self._chosen: weakref.WeakKeyDictionary[CompiledModel, Residents] = weakref.WeakKeyDictionary()
         self._checked: set[int] = set()
         self._saved_buffers: dict[str, torch.Tensor] = {}
         self._stash: Stash | None = None
@@ -170,14 +172,19 @@ class Session:
         return self.device.memory().in_use - own
 
     def _residents(self, compiled: CompiledModel, slots: SlotBytes, training: bool) -> Residents:
-        """The segments that stay on the device between visits."""
+        """The segments that stay on the device between visits: those of the last time, as long as they fit."""
         wanted = self._resident_layers
         limit = self._resident_limit if self.capacity is None else self.capacity
         if wanted == 0 or (wanted == "auto" and limit is None and self.device.info.unified):
             return Residents()  # a unified device works in host memory: nothing crosses a link
         if limit is None:
             limit = self.device.memory().capacity or self.device.info.memory
-        return choose(wanted, candidates(compiled, slots.contents, training, slots.held), slots, limit)
+        known = self._chosen.get(compiled)
+        if known is not None and slots.has(known) and (limit is None or slots.total(known) <= limit):
+            return known
+        order = candidates(compiled, slots.contents, training, slots.held)
+        chosen = self._chosen[compiled] = choose(wanted, order, slots, limit)
+        return chosen
 
     def take_over(
         self, compiled: Sequence[CompiledModel], groups: Sequence[Mapping[str, Any]], training: bool
@@ -225,6 +232,7 @@ class Session:
         """
         self._model = model
         self._checked.clear()
+        self._chosen.clear()
         self.knows_every_layer = False
         self._free_device_memory()
         self.store.rename(names)

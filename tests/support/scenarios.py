@@ -280,11 +280,14 @@ def _captures(name: str) -> ProgramCache:
     return ProgramCache(32)
 
 
-def observed(name: str, device: str) -> tuple[Seen, dict[str, Tensor]]:
-    """What a scenario's run saw on a device, and the weights, buffers and optimizer states that it ended with."""
+def observed(name: str, device: str, **changes: Any) -> tuple[Seen, dict[str, Tensor]]:
+    """What a scenario's run saw on a device, and the weights, buffers and optimizer states that it ended with.
+
+    `changes` are options that it has instead of its own.
+    """
     scenario = SCENARIOS[name]
     torch.manual_seed(0)
-    trainer = share(relay.Trainer(scenario.make(), device=device, **scenario.options))
+    trainer = share(relay.Trainer(scenario.make(), device=device, **(scenario.options | changes)))
     trainer._compiler.cache = _captures(name)
     try:
         seen = scenario.run(trainer)
@@ -308,9 +311,9 @@ def expected(name: str) -> tuple[Seen, dict[str, Tensor]]:
     return observed(name, "cpu:discrete")
 
 
-def differences(name: str, device: str) -> list[str]:
+def differences(name: str, device: str, **changes: Any) -> list[str]:
     """Where a device's answer is another than the CPU's: numbers of what was seen, and names of what was left."""
-    seen, state = observed(name, device)
+    seen, state = observed(name, device, **changes)
     right, right_state = expected(name)
     pairs = enumerate(zip(seen, right, strict=True))
     found = [f"observation {number}" for number, (one, other) in pairs if not _same(one, other)]

@@ -116,6 +116,10 @@ class SlotBytes:
         gradients = [content.gradient_size for content in self.contents if content.identity not in own]
         return max(self.least[0], *weights, 0), max(self.least[1], *gradients, 0)
 
+    def has(self, residents: Residents) -> bool:
+        """Whether these residents are among the segments."""
+        return set(residents.contents) <= set(self.contents)
+
     def gradients(self, residents: Residents) -> int:
         """Bytes of the residents' own gradient regions."""
         new = {content.identity: content.gradient_size for content in residents.with_gradients}
