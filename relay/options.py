@@ -170,12 +170,20 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         tuple[str, ...],
         Meta(description="Names of inputs of a whole model that every micro-batch gets whole."),
     ] = ()
+    loss_over: Annotated[
+        Literal["auto", "microbatch", "batch"],
+        Meta(
+            description="What the head (all that comes after the last layer) runs over. 'batch' runs it once a step, "
+            "over the whole batch, which a loss that compares samples needs; the layers still run micro-batch by "
+            "micro-batch. 'auto' chooses that for a loss that mixes samples."
+        ),
+    ] = "auto"
     loss_weight: Annotated[
         PythonObject,
         Meta(
             description="What a micro-batch counts in the loss of the batch: a function of the micro-batch that "
             "returns a number, or 'sum' if the losses of micro-batches add up. None reads it from the model, and a "
-            "loss that mixes samples is refused."
+            "loss that mixes samples runs over the whole batch (see loss_over)."
         ),
     ] = None
     buckets: Annotated[PythonObject, Meta(description="A `relay.Buckets` that pads sequences to a few lengths.")] = None
@@ -360,6 +368,11 @@ def train_options(function: str, given: Mapping[str, Any]) -> TrainOptions:
     weight = given.get("loss_weight")
     if weight is not None and weight != "sum" and not callable(weight):
         raise ValueError(f"loss_weight={weight!r} must be None, 'sum', or a function of a micro-batch.")
+    if weight is not None and given.get("loss_over") == "batch":
+        raise ValueError(
+            f"loss_weight={weight!r} gives each micro-batch a loss of its own, and with loss_over='batch' there is one "
+            "loss, that of the whole batch. Leave one of them out."
+        )
     return TrainOptions(**checked(given))
 
 

@@ -37,11 +37,12 @@ from relay.optim.loss_scale import LossScale
 from relay.optim.optimizers import AdamW
 from relay.optim.param_groups import split_into_groups
 from relay.options import documentation, refuse_renamed, takes_train_options, train_options
+from relay.partition.module_list import list_of_modules
 from relay.precision import COMPUTE
 from relay.processes import refuse_in_child, warn_if_alone
 from relay.run_state import RunState
 from relay.runtime import run_step
-from relay.runtime.compiler import ModelCompiler, PreparedBatch, list_of_modules
+from relay.runtime.compiler import ModelCompiler, PreparedBatch
 from relay.runtime.grad_mode import as_if_alone
 from relay.runtime.head.choose_chunks import HeadChunks
 from relay.runtime.session import Session
@@ -102,7 +103,7 @@ class Trainer(RunState):
         compiler = ModelCompiler(
             model if isinstance(model, nn.Module) else None, modules, loss, chosen.microbatches,
             COMPUTE[chosen.precision], chosen.max_cached_programs, chosen.buckets, chosen.shared_inputs,
-            chosen.layers_per_slot, chosen.recompute, chosen.loss_weight,
+            chosen.layers_per_slot, chosen.recompute, chosen.loss_weight, chosen.loss_over,
         )  # fmt: skip
         whole = compiler.model
         if not any(parameter.requires_grad for parameter in whole.parameters()):
@@ -182,8 +183,9 @@ class Trainer(RunState):
             weights: what each piece's loss is multiplied by. Without it the pieces count as if they were cut from one
                 batch: by their samples or targets, or fully if the loss is a sum.
             outputs: names of outputs (attributes or keys of what the model returns, such as "logits") that
-                `metrics.outputs` gives for each micro-batch, as the training forward computed them, detached. For a
-                list of modules "output" is all that the last one returns.
+                `metrics.outputs` gives for each micro-batch, as the training forward computed them, detached; once,
+                for the whole batch, if the head runs over it. For a list of modules "output" is all that the last one
+                returns.
 
         Raises BatchError, PartitionError, CaptureError or OutOfMemory before anything runs, and NonFiniteLoss after the
         forward, with nothing applied. After any other error the step is applied completely or not at all, or else the
@@ -229,10 +231,10 @@ class Trainer(RunState):
         prepared = session.prepare(prepared_batch.compiled, groups, training=True)
         # With a dynamic loss scale a loss that is not finite is an overflow like any other, and the step is skipped.
         on_nonfinite = self.options.on_nonfinite if self._scale is None else "apply"
-        reads = run_step.TrainingReads(prepared, pieces.pieces)
+        reads = run_step.TrainingReads(prepared, prepared_batch.rows)
         scale = self.loss_scale
         submitted = run_step.train_step(
-            session, prepared, pieces.tensors, prepared_batch.weights, groups, self._seed, self._step, scale,
+            session, prepared, prepared_batch.inputs, prepared_batch.weights, groups, self._seed, self._step, scale,
             on_nonfinite, reads.submit,
         )  # fmt: skip
         skipped = submitted.result.skipped
@@ -244,7 +246,9 @@ class Trainer(RunState):
         if not skipped:
             reads.pass_gradients_on(1.0 / scale, were_cut=asked["pieces"] is None)
         outputs: list[dict[str, Any] | None] = []
-        if asked["outputs"]:
+        if asked["outputs"] and prepared.compiled[0].head is not None:
+            outputs = list(reads.outputs())
+        elif asked["outputs"]:
             outputs = [None] * prepared_batch.count
             for number, found in zip(prepared_batch.numbers, reads.outputs(), strict=True):
                 outputs[number] = found
@@ -259,9 +263,9 @@ class Trainer(RunState):
             start = perf_counter()
             prepared_batch = self._prepare_batch(batch, training=False, active_layers=active_layers)
             prepared = self._session.prepare(prepared_batch.compiled, self.param_groups, training=False)
-            pieces, weights = prepared_batch.pieces, prepared_batch.weights
-            submitted = run_step.forward(self._session, prepared, pieces.tensors, weights, self._seed, self._step)
-            return run_step.metrics_of(self._session, submitted, pieces, start)
+            inputs, weights = prepared_batch.inputs, prepared_batch.weights
+            submitted = run_step.forward(self._session, prepared, inputs, weights, self._seed, self._step)
+            return run_step.metrics_of(self._session, submitted, prepared_batch.pieces, start)
 
     @as_if_alone()
     def predict(self, batch: Any) -> Any:
@@ -273,8 +277,8 @@ class Trainer(RunState):
         with self._eval_mode():
             prepared_batch = self._compiler.prepare_outputs(batch)
             prepared = self._session.prepare(prepared_batch.compiled, self.param_groups, training=False)
-            pieces, weights = prepared_batch.pieces, prepared_batch.weights
-            return run_step.outputs(self._session, prepared, pieces, weights, self._seed, self._step)
+            pieces, inputs, weights = prepared_batch.pieces, prepared_batch.inputs, prepared_batch.weights
+            return run_step.outputs(self._session, prepared, pieces, inputs, weights, self._seed, self._step)
 
     @as_if_alone()
     def verify(

@@ -27,13 +27,16 @@ from relay.data.microbatches import Piece
 from relay.errors import PartitionError
 from relay.graph.pytree import TensorTree, tensor_leaves
 from relay.models.huggingface import without_cache
-from relay.partition.batch_analysis import TracedModel, plan_for
+from relay.partition.batch_analysis import NotFollowed, TracedModel, follow_batch, plan_for
+from relay.partition.cut_head import cut_over_batch
 from relay.partition.find_blocks import find_blocks
 from relay.partition.graph_split import cut_graph
+from relay.partition.list_over_batch import partition_list_over_batch
 from relay.partition.module_list import canonical_names, check_scalar, list_as_model, partition_list
 from relay.partition.segments import Partition
+from relay.partition.whole_head import WantedOutputs
 
-__all__ = ["list_as_model", "loss_of", "partition_list", "partition_model"]
+__all__ = ["list_as_model", "loss_of", "partition_list", "partition_list_over_batch", "partition_model"]
 
 
 def partition_model(
@@ -44,12 +47,14 @@ def partition_model(
     active: Sequence[str] | None = None,
     whole: Piece | None = None,
     size: int = 0,
+    over_batch: WantedOutputs | None = None,
 ) -> Partition:
     """Cut a whole model into segments.
 
     The model is called as `model(**tree.fill(batch))`, under PyTorch's autocast to `compute` where that is not float32.
     With `active`, the names of some of its repeated blocks, the other blocks return their first argument unchanged.
-    If `batch` is a micro-batch of `size` samples, `whole` is the batch that it is cut from.
+    If `batch` is a micro-batch of `size` samples, `whole` is the batch that it is cut from. With `over_batch`, what
+    comes after the last layer is a head over the `whole` batch, which computes these outputs besides the loss.
 
     Raises PartitionError if the model cannot be cut, and CaptureError if it cannot be traced.
     """
@@ -92,6 +97,20 @@ def partition_model(
             f"{type(model).__name__} did not call any of its repeated layers ({', '.join(list(blocks)[:3])}, ...) for "
             "this batch. Pass the model as a list of modules, with loss=."
         )
+    if over_batch is not None:
+        assert whole is not None
+        name = type(model).__name__
+        try:
+            followed = follow_batch(traced, guard_tracer.answers, traced_for, whole, size, states)
+        except NotFollowed as why:
+            raise PartitionError(
+                f"{name} cannot be run with a head over the whole batch: {why}. Use microbatches=1, or "
+                "loss_over='microbatch' if its loss does not mix samples."
+            ) from why
+        partition, unknown = cut_over_batch(followed, states, names, over_batch, name)
+        plan = LossPlan(unknown=unknown, guards=followed.guards)
+        partition.guards, partition.loss_plan, partition.reads = tuple(guard_tracer.guards), plan, reads
+        return partition
     plan = LossPlan()
     if whole is not None:
         plan, _ = plan_for(traced, guard_tracer.answers, traced_for, whole, size, states)

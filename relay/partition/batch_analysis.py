@@ -16,6 +16,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from relay.capture import BLOCK, BlockCall, GuardTracer
+from relay.capture.guards.data_guards import Guard
 from relay.data.loss_weight import LossPlan
 from relay.data.microbatches import Piece
 from relay.errors import RelayError
@@ -44,23 +45,48 @@ class TracedModel:
         return found
 
 
-def plan_for(
+@dataclass(frozen=True, eq=False)
+class Followed:
+    """A model traced for a micro-batch (`small`) and for the batch (`large`), with the batch followed through it.
+
+    `assumed` are the ops that cannot be followed and are taken for row-wise. `guards` are the model's questions about
+    the whole batch.
+    """
+
+    small: TracedModel
+    large: TracedModel
+    pair: TracePair
+    flow: BatchFlow
+    assumed: tuple[Cause, ...]
+    guards: tuple[Guard, ...]
+
+    def where(self, cause: Cause) -> str:
+        """An op and its position, in words."""
+        return f"{cause.op} {_place(cause, self.large)} {cause.reason}"
+
+
+class NotFollowed(Exception):
+    """The batch cannot be followed through a model; the text says why."""
+
+
+def follow_batch(
     small: TracedModel,
     answers: Sequence[Any],
     trace: Callable[[Sequence[torch.Tensor], GuardTracer], TracedModel],
     whole: Piece,
     size: int,
     states: Mapping[str, torch.Tensor],
-) -> tuple[LossPlan, bool]:
-    """The plan for a batch of which `small` is the trace of a micro-batch, and whether that trace was changed.
+) -> Followed:
+    """Trace the model for the `whole` batch, and follow the batch through it.
 
-    The micro-batch has `size` samples; `answers` are its answers to what the model asked. `trace` traces the model for
-    the `whole` batch; `states` are its parameters and buffers, the first inputs of a trace.
+    `small` is the trace of a micro-batch of `size` samples; `answers` are its answers to what the model asked. `trace`
+    traces the model for a batch; `states` are its parameters and buffers, the first inputs of a trace. Raises
+    NotFollowed.
     """
     own = GuardTracer(whole.tensors)
     lengths = size, whole.size
     if len(small.module.graph.find_nodes(op="placeholder")) - len(states) != len(whole.tensors):
-        return LossPlan(unknown="it takes lists with one tensor for each sample"), False
+        raise NotFollowed("it takes lists with one tensor for each sample")
     try:
         large = trace(whole.tensors, own)
         try:
@@ -75,17 +101,48 @@ def plan_for(
             large = again
     except (RelayError, ValueError) as why:
         short = str(why).split(". ")[0]
-        return LossPlan(unknown=f"its code differs for a micro-batch and for the batch ({short})"), False
-    return _plan(small, large, pair, list(states.values()), own)
+        raise NotFollowed(f"its code differs for a micro-batch and for the batch ({short})") from why
+    return _followed(small, large, pair, list(states.values()), own)
 
 
-def _plan(
+def plan_for(
     small: TracedModel,
-    large: TracedModel,
-    pair: TracePair,
-    states: Sequence[torch.Tensor],
-    guards: GuardTracer,
+    answers: Sequence[Any],
+    trace: Callable[[Sequence[torch.Tensor], GuardTracer], TracedModel],
+    whole: Piece,
+    size: int,
+    states: Mapping[str, torch.Tensor],
 ) -> tuple[LossPlan, bool]:
+    """The plan for a batch of which `small` is the trace of a micro-batch, and whether that trace was changed.
+
+    The arguments are those of `follow_batch`.
+    """
+    try:
+        followed = follow_batch(small, answers, trace, whole, size, states)
+    except NotFollowed as why:
+        return LossPlan(unknown=str(why)), False
+    pair, large = followed.pair, followed.large
+    placeholders = large.module.graph.find_nodes(op="placeholder")
+    small_placeholders = [pair.small_of[node] for node in placeholders]
+    count, tensors = len(states), list(states.values())
+    terms = LossTerms(
+        followed.flow,
+        large.results,
+        (small_placeholders[count:], placeholders[count:]),
+        (
+            dict(zip(small_placeholders, tensors, strict=False)),
+            dict(zip(placeholders[:count], tensors, strict=True)),
+        ),
+        followed.where,
+    )
+    if not large.has_loss:
+        return terms.plan_without_loss(followed.guards), terms.changed
+    return terms.plan(followed.assumed, followed.guards), terms.changed
+
+
+def _followed(
+    small: TracedModel, large: TracedModel, pair: TracePair, states: Sequence[torch.Tensor], guards: GuardTracer
+) -> Followed:
     placeholders = large.module.graph.find_nodes(op="placeholder")
     of_states, batch = placeholders[: len(states)], placeholders[len(states) :]
     labels = {node: free(not tensor.requires_grad) for node, tensor in zip(of_states, states, strict=True)}
@@ -100,24 +157,8 @@ def _plan(
         return layers.labels(call, ours, theirs, given)
 
     flow = BatchFlow(pair, labels, of_block)
-    assumed = [*(cause for cause in flow.assumed if not cause.layer), *layers.assumed]
-
-    def where(cause: Cause) -> str:
-        return f"{cause.op} {_place(cause, large)} {cause.reason}"
-
-    small_placeholders = [pair.small_of[node] for node in placeholders]
-    terms = LossTerms(
-        flow,
-        large.results,
-        (small_placeholders[len(states) :], batch),
-        (
-            dict(zip(small_placeholders, states, strict=False)),
-            dict(zip(of_states, states, strict=True)),
-        ),
-        where,
-    )
-    plan = terms.plan(assumed, guards.guards) if large.has_loss else terms.plan_without_loss(guards.guards)
-    return plan, terms.changed
+    assumed = (*(cause for cause in flow.assumed if not cause.layer), *layers.assumed)
+    return Followed(small, large, pair, flow, assumed, tuple(guards.guards))
 
 
 def _place(cause: Cause, traced: TracedModel) -> str:

@@ -40,7 +40,7 @@ def cut_graph(
     in order; `names` the canonical names of tensors by id. With `has_loss` the first result of the trace is the loss,
     and `result_tree` nests the other results. Raises PartitionError.
     """
-    return _Cut(traced, states, calls, names, has_loss).partition(result_tree)
+    return GraphCut(traced, states, calls, names, has_loss).partition(result_tree)
 
 
 class GraphSegment(nn.Module):
@@ -98,7 +98,12 @@ class BlockSegment(nn.Module):
         return tuple(outputs[number] for number in self.used)
 
 
-class _Cut:
+class GraphCut:
+    """The cut of a traced model. The arguments are those of `cut_graph`.
+
+    `stage` gives the stage of each node, and `value_of` the value of each key (`key`) once `partition` was called.
+    """
+
     def __init__(
         self,
         traced: fx.GraphModule,
@@ -221,7 +226,7 @@ class _Cut:
         self.value_of[key] = value.index
         return value.index
 
-    def _key(self, node: fx.Node) -> Any:
+    def key(self, node: fx.Node) -> Any:
         """The key of a node in `value_of`: (block node, number) for an item of a block's output, else the node."""
         return self.item.get(node, node)
 
@@ -230,7 +235,7 @@ class _Cut:
         items = [other for other in node.users if other in self.item]
         used = sorted({self.item[item][1] for item in items if item.users})
         given: Any = node.args[1]
-        arguments = [self.value_of[self._key(other)] for other in given]
+        arguments = [self.value_of[self.key(other)] for other in given]
         sources = tuple(dict.fromkeys(arguments))
         indices = tuple(sources.index(argument) for argument in arguments)
         outputs = []
@@ -268,7 +273,7 @@ class _Cut:
         graph = self._stage_graph(nodes, states, sources, results, last)
         used_states = [self.state_nodes[node] for node in states]
         module = GraphSegment(graph, used_states)
-        keys = list(dict.fromkeys(self._key(node) for node in sources))
+        keys = list(dict.fromkeys(self.key(node) for node in sources))
         if len(keys) != len(sources):
             raise PartitionError(f"the {name} uses one output of a layer under two names. Please report this model.")
         outputs = tuple(

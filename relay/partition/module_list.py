@@ -81,7 +81,7 @@ def partition_list(
     loss_graph: GraphSegment | None = None
     further: tuple[int, ...] = ()
     if whole is not None:
-        traced = _Traced(model, taking_part, loss, input_tree, len(inputs), target_tree, compute)
+        traced = TracedList(model, taking_part, loss, input_tree, len(inputs), target_tree, compute)
         reads = traced.reads
         plan, loss_graph, given = traced.planned([*inputs, *targets], whole, size)
         further = new_values(given, None)
@@ -114,8 +114,8 @@ def partition_list(
                 segment_module,
                 sources,
                 outputs,
-                _own_names(segment_module, module, f"{name}.", names, buffers=False),
-                _own_names(segment_module, module, f"{name}.", names, buffers=True),
+                own_names(segment_module, f"{name}.", names, buffers=False),
+                own_names(segment_module, f"{name}.", names, buffers=True),
                 alike,
                 None if last else type(module),
             )
@@ -145,7 +145,7 @@ def check_scalar(loss: Any) -> None:
         )
 
 
-class _Traced(nn.Module):
+class TracedList(nn.Module):
     """A list of modules as one function, traced with each module as an opaque call."""
 
     def __init__(
@@ -185,10 +185,10 @@ class _Traced(nn.Module):
         """The plan for the loss; if the loss was rewritten its graph, and fakes of what that is given besides."""
         states = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         try:
-            traced = self._traced(batch)
+            traced = self.traced(batch)
         except RelayError as failure:
             return LossPlan(unknown=f"it cannot be traced ({str(failure).split('. ')[0]})"), None, []
-        plan, changed = plan_for(traced, (), lambda tensors, _: self._traced(tensors), whole, size, states)
+        plan, changed = plan_for(traced, (), lambda tensors, _: self.traced(tensors), whole, size, states)
         if not changed:
             return plan, None, []
         placeholders = traced.module.graph.find_nodes(op="placeholder")
@@ -199,7 +199,8 @@ class _Traced(nn.Module):
         graph = graph_of_loss(traced.module, loss, of_states, [*outputs, *rest])
         return plan, graph, [node.meta["val"] for node in placeholders[len(states) + len(batch) :]]
 
-    def _traced(self, tensors: Sequence[torch.Tensor]) -> TracedModel:
+    def traced(self, tensors: Sequence[torch.Tensor]) -> TracedModel:
+        """The trace of the modules, and of the loss if there is one, for the batch's tensors."""
         originals = [*self.model.parameters(), *self.model.buffers()]
         blocks = {id(module): (name, module) for name, module in reversed(self.modules_in_order)}
 
@@ -274,6 +275,22 @@ class _LossAlone(nn.Module):
         return (loss,)
 
 
+def list_of_modules(
+    model: nn.Module | Sequence[nn.Module], loss: Callable[..., torch.Tensor] | None
+) -> list[nn.Module] | None:
+    """The modules of a model given as a list, or as a Sequential with a loss beside it; None for a whole model."""
+    if isinstance(model, nn.Module) and not (isinstance(model, (nn.Sequential, nn.ModuleList)) and loss is not None):
+        if loss is not None:
+            raise ValueError("loss= goes with a list of modules; a whole model gives its loss in output.loss")
+        return None
+    modules: list[nn.Module] = list(model)
+    if not modules or loss is None:
+        raise ValueError("a list of modules needs at least one module, and loss=callable(output, targets)")
+    if not all(isinstance(module, nn.Module) for module in modules):
+        raise TypeError("model must be an nn.Module or a list of nn.Module")
+    return modules
+
+
 def canonical_names(model: nn.Module) -> dict[int, str]:
     """The first name of every parameter and buffer, by the tensor's id. A tied tensor has one name."""
     names: dict[int, str] = {}
@@ -285,9 +302,8 @@ def canonical_names(model: nn.Module) -> dict[int, str]:
     return names
 
 
-def _own_names(
-    wrapper: nn.Module, module: nn.Module, prefix: str, names: dict[int, str], buffers: bool
-) -> dict[str, str]:
+def own_names(wrapper: nn.Module, prefix: str, names: dict[int, str], buffers: bool) -> dict[str, str]:
+    """The model's names of a segment's parameters (or else buffers), by the names that the segment has for them."""
     members = (
         wrapper.named_buffers(remove_duplicate=False) if buffers else wrapper.named_parameters(remove_duplicate=False)
     )

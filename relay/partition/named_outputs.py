@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from relay.graph.pytree import tensor_leaves
+from relay.graph.pytree import TensorTree, tensor_leaves
 from relay.partition.segments import NamedOutput, Partition
 
 WHOLE = "output"
@@ -19,15 +19,20 @@ WHOLE = "output"
 
 def named_outputs(partition: Partition, names: Sequence[str], whole_model: bool) -> dict[str, NamedOutput]:
     """The outputs of these names. Raises ValueError for a name that the model's output does not have."""
+    return outputs_in(partition.result_tree, len(partition.results), names, whole_model)
+
+
+def outputs_in(tree: TensorTree, count: int, names: Sequence[str], whole_model: bool) -> dict[str, NamedOutput]:
+    """The same for a model whose output is `tree`, with `count` tensors in it."""
     if not names:
         return {}
-    marks = [torch.empty(0) for _ in partition.results]
+    marks = [torch.empty(0) for _ in range(count)]
     number = {id(mark): position for position, mark in enumerate(marks)}
-    output = partition.result_tree.fill(marks)
+    output = tree.fill(marks)
     found: dict[str, NamedOutput] = {}
     for name in names:
-        tensors, tree = tensor_leaves(_part(output, name, whole_model))
-        found[name] = NamedOutput(tuple(number[id(tensor)] for tensor in tensors), tree)
+        tensors, part = tensor_leaves(_part(output, name, whole_model))
+        found[name] = NamedOutput(tuple(number[id(tensor)] for tensor in tensors), part)
     return found
 
 

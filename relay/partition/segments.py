@@ -108,7 +108,8 @@ class Partition:
     takes the traced path. `loss_plan` says how the losses of micro-batches make the loss of the batch, and what follows
     the batch's tensors among the `inputs`. `reads` are the attributes that the code around the layers read.
     `named_outputs` are the outputs that a training step returns besides the loss. The first `leading` segments prepare
-    the batch for the last one.
+    the batch for the last one. With a `head` the last segment stands for one that runs over the whole batch
+    (`relay.partition.whole_head`): its inputs are what the head takes of this micro-batch.
     """
 
     segments: list[Segment]
@@ -122,3 +123,33 @@ class Partition:
     reads: Reads = field(default_factory=dict)
     named_outputs: dict[str, NamedOutput] = field(default_factory=dict)
     leading: int = 0
+    head: WholeHead | None = None
+
+
+@dataclass(frozen=True)
+class Join:
+    """How the micro-batches' parts of a value make that of the whole batch.
+
+    `kind` is "rows" (samples lie along `dim`, in blocks of `unit`), "same" (every micro-batch has the same), "sum", or
+    "mean" (every micro-batch counts by its samples).
+    """
+
+    kind: str
+    dim: int = 0
+    unit: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class WholeHead:
+    """The head over the whole batch.
+
+    `partition` has one segment, the head as a module of the whole batch's tensors, and the values of the batch; of its
+    results those that are not computed are -1. `joins` are of the inputs of the last segment in the partition of a
+    micro-batch. Argument i of the module is number `arguments[i]` of the joined values followed by the batch's tensors
+    that the head takes. `form` is equal for heads that compute the same.
+    """
+
+    partition: Partition
+    joins: tuple[Join, ...]
+    arguments: tuple[int, ...]
+    form: Any

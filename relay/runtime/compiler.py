@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,16 +24,21 @@ from relay.data.buckets import Buckets
 from relay.data.loss_weight import SUM, LossPlan, StatedCount
 from relay.data.microbatches import Batch, Piece, check_weights, join, take_apart, weigh, with_whole_values
 from relay.errors import BatchError, PartitionError
-from relay.partition import list_as_model, partition_list, partition_model
+from relay.partition import list_as_model, partition_list, partition_list_over_batch, partition_model
+from relay.partition.capture_cache import Captures
 from relay.partition.edit_layers import chosen_layers, layer_names
 from relay.partition.find_blocks import undisturbed
 from relay.partition.merge_layers import merge_layers
 from relay.partition.named_outputs import named_outputs
 from relay.partition.positions.labels import NotByPosition
+from relay.partition.segments import Partition
+from relay.partition.whole_head import WantedOutputs
 from relay.runtime.code_states import CodeState, CodeStates
+from relay.runtime.head.checks import check_loss, refuse_mixed_output, refuse_other_layers, refuse_pieces
 from relay.runtime.head.choose_chunks import HeadChunks, left_whole
+from relay.runtime.head.whole_batch import build_over_batch
 from relay.runtime.program_cache import ProgramCache
-from relay.runtime.stages import Captures, CompiledModel, build_compiled_model
+from relay.runtime.stages import Capturing, CompiledModel, build_compiled_model
 
 _COMPILING = threading.RLock()
 logger = logging.getLogger("relay")
@@ -43,7 +48,8 @@ logger = logging.getLogger("relay")
 class PreparedBatch:
     """A batch in micro-batches, what each counts in the mean loss, and the compiled model for each.
 
-    Micro-batches that count nothing are left out: these are numbers `numbers` of `count`.
+    Micro-batches that count nothing are left out: these are numbers `numbers` of `count`. With a head over the whole
+    batch there is one weight, that of the batch.
     """
 
     pieces: Batch
@@ -52,6 +58,17 @@ class PreparedBatch:
     numbers: list[int]
     count: int
 
+    @property
+    def rows(self) -> list[Piece]:
+        """What a pass is given: every micro-batch, and after them the whole batch if a head runs over it."""
+        whole = self.pieces.whole
+        return [*self.pieces.pieces, *([whole] if self.compiled[0].head is not None and whole is not None else [])]
+
+    @property
+    def inputs(self) -> list[list[torch.Tensor]]:
+        """The tensors of each row."""
+        return [row.tensors for row in self.rows]
+
 
 class ModelCompiler:
     """Partitions and captures a model, and keeps the compiled models by shape of batch.
@@ -59,7 +76,8 @@ class ModelCompiler:
     `modules` is the list that the model was given as, with `loss`; None for a whole model. At most
     `max_cached_programs` compiled models are kept. `device` names the device in error messages, `lowering` is the kind
     of graph that it executes, and `traced_for` the torch device that native graphs are traced for. `loss_weight` is
-    what the user says that a micro-batch counts. `head` says whether the last segment runs over chunks.
+    what the user says that a micro-batch counts, `loss_over` what the head runs over. `head` says whether the last
+    segment runs over chunks.
     """
 
     def __init__(
@@ -75,6 +93,7 @@ class ModelCompiler:
         layers_per_slot: int,
         recompute: bool | int,
         loss_weight: Callable[[Any], float] | str | None = None,
+        loss_over: str = "auto",
     ) -> None:
         assert model is not None or modules is not None
         self.modules = modules
@@ -92,6 +111,7 @@ class ModelCompiler:
         self._captures = Captures()
         self._code = CodeStates(lambda: self.model, {} if loss is None else {"loss": loss})
         self._loss_weight = loss_weight
+        self._loss_over = loss_over
         self._warned = False
         self.head = HeadChunks()
 
@@ -142,6 +162,9 @@ class ModelCompiler:
         stated = check_weights(weights, len(given.pieces)) if weights is not None else None
         state = self._code.current()
         names = tuple(outputs)
+        if self._loss_over == "batch" and len(given.pieces) > 1:
+            refuse_pieces(given, stated)
+            return self._prepare_over_batch(given, training, False, chosen, state, names)
         follow = stated is None and self._loss_weight is None
         first = self.compiled(given, 0, training, False, chosen, state, names, follow).partition
         if not first.has_loss:
@@ -150,17 +173,13 @@ class ModelCompiler:
                 "an object with .loss: does the batch hold labels?"
             )
         count = len(given.pieces)
+        if follow and first.loss_plan.problem is not None and self._may_go_over(given):
+            return self._prepare_over_batch(given, training, False, chosen, state, names)
         if follow:
             self._check_loss([first.loss_plan], count)
         numbers = range(count)
         compiled = [self.compiled(given, number, training, False, chosen, state, names, follow) for number in numbers]
-        for other in compiled[1:]:
-            if other is not compiled[0] and other.signature() != compiled[0].signature():
-                raise PartitionError(
-                    "The model calls different layers for different micro-batches (a smaller last one, or one with "
-                    "different numbers in it), so they cannot share a step. Make the batch a multiple of "
-                    "microbatches, or use microbatches=1."
-                )
+        refuse_other_layers(compiled)
         if stated is not None:
             return PreparedBatch(given, stated, compiled, list(numbers), count)
         plans = self._plans(compiled)
@@ -180,16 +199,69 @@ class ModelCompiler:
         """The same for a forward pass in eval mode that returns the model's outputs. The batch needs no targets."""
         pieces = self.take_apart(batch, needs_targets=False)
         count = len(pieces.pieces)
+        if count > 1 and self._loss_weight is None:
+            state = self._code.current()
+            first = self.compiled(pieces, 0, False, True, None, state).partition
+            mixes = first.loss_plan.problem or first.loss_plan.mixed_output
+            if self._may_go_over(pieces) and (mixes or (self._loss_over == "batch" and first.has_loss)):
+                return self._prepare_over_batch(pieces, False, True, None, state, ())
         compiled = [self.compiled(pieces, number, False, True) for number in range(count)]
         plans = self._plans(compiled)
         for plan in plans:
-            if plan.mixed_output is not None:
-                raise PartitionError(
-                    f"An output of {type(self.model).__name__} mixes samples: {plan.mixed_output}. In {count} "
-                    "micro-batches it is not what it is for the whole batch. Use microbatches=1."
-                )
+            refuse_mixed_output(type(self.model).__name__, plan, count)
         weights = weigh(pieces, plans)
         return PreparedBatch(with_whole_values(pieces, plans), weights, compiled, list(range(count)), count)
+
+    def _may_go_over(self, given: Batch) -> bool:
+        """Whether the head may run over the whole batch."""
+        return self._loss_over != "microbatch" and given.whole is not None
+
+    def _prepare_over_batch(
+        self,
+        given: Batch,
+        training: bool,
+        results: bool,
+        active: tuple[str, ...] | None,
+        state: CodeState,
+        outputs: tuple[str, ...],
+    ) -> PreparedBatch:
+        """A batch whose head runs once, over all of it."""
+        compiled = self._models_over_batch(given, training, results, active, state, outputs)
+        plans = [model.partition.loss_plan for model in compiled]
+        self._check_loss(plans, len(compiled))
+        refuse_other_layers(compiled)
+        numbers = list(range(len(compiled)))
+        return PreparedBatch(given, [1.0], compiled, numbers, len(compiled))
+
+    def _models_over_batch(
+        self,
+        given: Batch,
+        training: bool,
+        results: bool,
+        active: tuple[str, ...] | None,
+        state: CodeState,
+        outputs: tuple[str, ...],
+    ) -> list[CompiledModel]:
+        """The compiled models of a batch's micro-batches with one head, from the cache or compiled now."""
+        whole = given.whole
+        assert whole is not None
+        sizes, signatures = tuple(given.sizes), tuple(piece.signature() for piece in given.pieces)
+        common = (sizes, signatures, whole.signature(), training, results, active, state, outputs)
+        keys = [(*common, signature) for signature in signatures]
+        known = [
+            self.cache.find(key, piece.tensors, whole.tensors) for key, piece in zip(keys, given.pieces, strict=True)
+        ]
+        found = [model for model in known if model is not None]
+        if len(found) == len(known) and len({id(model.head) for model in found}) == 1:
+            return found
+        with self._code.capturing(state) as captured:
+            compiled = self._compile_over_batch(given, whole, training, results, active, outputs)
+            for model in dict.fromkeys(compiled):
+                captured.append((self.model, model.partition.reads))
+                captured += [(one.segment.module, one.captured.reads or {}) for one in model.stages]
+        for model, key in dict(zip(compiled, keys, strict=True)).items():
+            self.cache.add(key, model)
+        return compiled
 
     def _plans(self, compiled: Sequence[CompiledModel]) -> list[LossPlan]:
         """How the losses of the micro-batches make the loss of the batch."""
@@ -200,29 +272,7 @@ class ModelCompiler:
 
     def _check_loss(self, plans: Sequence[LossPlan], microbatches: int) -> None:
         """Refuse a loss that micro-batches cannot make, and warn once of one that cannot be followed."""
-        name = type(self.model).__name__
-        for plan in plans:
-            if plan.problem is not None:
-                raise PartitionError(
-                    f"The loss of {name} mixes samples: {plan.problem}. The losses of {microbatches} micro-batches do "
-                    "not add up to that of the whole batch. Use microbatches=1; or, if each micro-batch is meant to "
-                    "have its own loss, say by loss_weight= what each counts."
-                )
-            if plan.form() != plans[0].form():
-                raise PartitionError(
-                    f"The loss of {name} is computed in another way for one micro-batch than for the others, so they "
-                    "do not add up to the loss of the batch. Use microbatches=1, or say by loss_weight= what each "
-                    "micro-batch counts."
-                )
-        unknown = next((plan.unknown for plan in plans if plan.unknown is not None), None)
-        if unknown is not None and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"The loss of {name} in {microbatches} micro-batches may not be that of the whole batch, because it "
-                f"cannot be followed: {unknown}. It is right if nothing there mixes samples, and if the loss is a mean "
-                "over samples. Otherwise use microbatches=1, or say by loss_weight= what each micro-batch counts.",
-                stacklevel=4,
-            )
+        self._warned = check_loss(type(self.model).__name__, plans, microbatches, self._warned)
 
     def take_apart(self, batch: Any, needs_targets: bool) -> Batch:
         """The batch cut into micro-batches; into fewer than asked where it has fewer samples."""
@@ -294,27 +344,14 @@ class ModelCompiler:
         whole: Piece | None,
         head: HeadChunks | None = None,
     ) -> CompiledModel:
-        """Partition and capture for the shapes of one micro-batch. Tracing cannot run in several threads at once."""
+        """Partition and capture for the shapes of one micro-batch."""
         head = head or self.head
-        tensors = list(piece.tensors)
-        for number in piece.sources if training else ():
-            tensors[number] = tensors[number].detach().requires_grad_()
-        shapes = ", ".join("x".join(map(str, tensor.shape)) or "1" for tensor in tensors)
-        purpose = "training" if training else "evaluation"
-        logger.info("compiling for %s on micro-batches of %s", purpose, shapes, extra={"event": "compile"})
-        with _COMPILING, undisturbed(self.model), bypassed(), watching_draws(), unlogged():
-            if self.modules is None:
-                partition = partition_model(self.model, tensors, piece.tree, self._compute, active, whole, piece.size)
-            else:
-                inputs, targets = tensors[: piece.input_count], tensors[piece.input_count :]
-                partition = partition_list(
-                    self.modules, self._loss, inputs, piece.tree, targets, piece.target_tree, self._compute, active,
-                    whole, piece.size,
-                )  # fmt: skip
-            partition = merge_layers(partition, self._layers_per_slot)
-            # What is given of the whole batch follows the batch's tensors, and has no gradient.
-            for value, tensor in zip(partition.inputs, tensors, strict=False):
-                partition.values[value].requires_grad = tensor.requires_grad
+        with self._at_work(piece, training):
+            partition = self._partition(piece, training, active, whole)
+            plan = partition.loss_plan
+            mixes = plan.problem is not None or (results and plan.mixed_output is not None)
+            if mixes and (not results or self._loss_over != "microbatch"):
+                return CompiledModel(partition, [])  # it is refused, or compiled with a head over the whole batch
             partition.named_outputs = named_outputs(partition, outputs, self.whole)
             if partition.named_outputs and head.tokens is not None:
                 left_whole(head.tokens, f"the step returns outputs of the model ({', '.join(outputs)})")
@@ -328,22 +365,84 @@ class ModelCompiler:
             except NotByPosition as why:
                 left_whole(head.tokens, str(why))
                 return self._compile(piece, training, results, active, outputs, whole, HeadChunks())
-            except Unsupported as refused:
-                what = f"device {self.device!r} takes graphs of known ops only: {refused}"
-                raise Unsupported(what, op=refused.op, dtype=refused.dtype, device=self.device) from refused
+
+    def _compile_over_batch(
+        self,
+        given: Batch,
+        whole: Piece,
+        training: bool,
+        results: bool,
+        active: tuple[str, ...] | None,
+        outputs: tuple[str, ...],
+    ) -> list[CompiledModel]:
+        """Partition and capture for the micro-batches of a batch, with one head."""
+        if self.head.tokens is not None:
+            left_whole(self.head.tokens, "the head runs over the whole batch")
+        wanted = WantedOutputs(outputs, results)
+        made: list[tuple[Piece, Partition]] = []
+        partitions = []
+        with self._at_work(given.pieces[0], training):
+            for piece in given.pieces:
+                known = next((partition for of, partition in made if _alike(of, piece, partition)), None)
+                if known is None:
+                    known = self._partition(piece, training, active, whole, wanted)
+                    made.append((piece, known))
+                partitions.append(known)
+            capturing = Capturing(
+                training, self._compute, self._presences, self.lowering, self._captures, self._recompute,
+                self.traced_for,
+            )  # fmt: skip
+            head = partitions[0].head
+            assert head is not None
+            head.partition.named_outputs = named_outputs(head.partition, outputs, self.whole)
+            for number, value in enumerate(head.partition.inputs):
+                head.partition.values[value].requires_grad = training and number in whole.sources
+            return build_over_batch(partitions, given.sizes, capturing, results)
+
+    def _partition(
+        self,
+        piece: Piece,
+        training: bool,
+        active: tuple[str, ...] | None,
+        whole: Piece | None,
+        over_batch: WantedOutputs | None = None,
+    ) -> Partition:
+        """The partition for the shapes of one micro-batch; with `over_batch` its last segment stands for the head."""
+        tensors = list(piece.tensors)
+        for number in piece.sources if training else ():
+            tensors[number] = tensors[number].detach().requires_grad_()
+        if self.modules is None:
+            partition = partition_model(
+                self.model, tensors, piece.tree, self._compute, active, whole, piece.size, over_batch
+            )
+        else:
+            inputs, targets = tensors[: piece.input_count], tensors[piece.input_count :]
+            given = self.modules, self._loss, inputs, piece.tree, targets, piece.target_tree, self._compute, active
+            if over_batch is None:
+                partition = partition_list(*given, whole, piece.size)
+            else:
+                assert whole is not None
+                partition = partition_list_over_batch(*given, whole, piece.size)
+        partition = merge_layers(partition, self._layers_per_slot)
+        # What is given of the whole batch follows the batch's tensors, and has no gradient.
+        for value, tensor in zip(partition.inputs, tensors, strict=False):
+            partition.values[value].requires_grad = tensor.requires_grad
+        return partition
+
+    @contextmanager
+    def _at_work(self, piece: Piece, training: bool) -> Iterator[None]:
+        """Around partitioning and capturing. Tracing cannot run in several threads at once."""
+        shapes = ", ".join("x".join(map(str, tensor.shape)) or "1" for tensor in piece.tensors)
+        purpose = "training" if training else "evaluation"
+        logger.info("compiling for %s on micro-batches of %s", purpose, shapes, extra={"event": "compile"})
+        try:
+            with _COMPILING, undisturbed(self.model), bypassed(), watching_draws(), unlogged():
+                yield
+        except Unsupported as refused:
+            what = f"device {self.device!r} takes graphs of known ops only: {refused}"
+            raise Unsupported(what, op=refused.op, dtype=refused.dtype, device=self.device) from refused
 
 
-def list_of_modules(
-    model: nn.Module | Sequence[nn.Module], loss: Callable[..., torch.Tensor] | None
-) -> list[nn.Module] | None:
-    """The modules of a model given as a list, or as a Sequential with a loss beside it; None for a whole model."""
-    if isinstance(model, nn.Module) and not (isinstance(model, (nn.Sequential, nn.ModuleList)) and loss is not None):
-        if loss is not None:
-            raise ValueError("loss= goes with a list of modules; a whole model gives its loss in output.loss")
-        return None
-    modules: list[nn.Module] = list(model)
-    if not modules or loss is None:
-        raise ValueError("a list of modules needs at least one module, and loss=callable(output, targets)")
-    if not all(isinstance(module, nn.Module) for module in modules):
-        raise TypeError("model must be an nn.Module or a list of nn.Module")
-    return modules
+def _alike(known: Piece, piece: Piece, partition: Partition) -> bool:
+    """Whether a micro-batch takes the partition that was made for another."""
+    return known.signature() == piece.signature() and all(guard.holds(piece.tensors) for guard in partition.guards)

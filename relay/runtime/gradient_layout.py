@@ -36,22 +36,34 @@ class CapturedAs(Protocol):
         """Seeds and outputs are counted among the segment's outputs, gradients among its inputs."""
 
 
-def settle_gradients(
-    partition: Partition, given: Sequence[list[torch.Tensor]], found: list[Captured], captured_as: CapturedAs
-) -> None:
-    """Replace captures in `found` by ones that agree on gradients. The partition ends in a loss.
-
-    The segment that first computes a gradient decides its order in memory. Other segments add theirs to it, and a
-    segment that was captured for another order is captured again. Raises PartitionError.
-    """
-    if not found[-1].output_requires_grad[0]:
+def refuse_without_gradient(ending: Captured) -> None:
+    """Raise PartitionError where nothing before the loss, the first output of `ending`, is trained."""
+    if not ending.output_requires_grad[0]:
         raise PartitionError(
             "The loss depends on no parameter that is trained: torch.no_grad or detach cuts off every path to it, or "
             "the parameters are frozen. Plain PyTorch could not differentiate it either."
         )
-    settled: dict[int, Order] = {}
+
+
+def settle_gradients(
+    partition: Partition,
+    given: Sequence[list[torch.Tensor]],
+    found: list[Captured],
+    captured_as: CapturedAs,
+    of_head: Orders | None = None,
+) -> None:
+    """Replace captures in `found` by ones that agree on gradients. The partition ends in a loss.
+
+    The segment that first computes a gradient decides its order in memory. Other segments add theirs to it, and a
+    segment that was captured for another order is captured again. With `of_head`, the orders of the gradients that a
+    head over the whole batch computes, `given` and `found` are of the segments before it. Raises PartitionError.
+    """
+    if of_head is None:
+        refuse_without_gradient(found[-1])
+    settled = dict(of_head or {})
     loss = partition.segments[-1].outputs[0]
-    for segment, inputs in zip(reversed(partition.segments), reversed(given), strict=True):
+    segments = partition.segments[: len(found)]
+    for segment, inputs in zip(reversed(segments), reversed(given), strict=True):
         captured = found[segment.index]
         unreached = frozenset(
             index

@@ -101,7 +101,8 @@ def kernel_workspace(compiled: CompiledModel) -> int:
 def plan_for(models: Sequence[CompiledModel], stash: str, training: bool) -> StashPlan:
     """Where each value and gradient of a pass lives, by the order of visits that the schedule makes.
 
-    `models` are of one layout, the largest micro-batch first; what segments save may be largest in another.
+    `models` are of one layout, the largest micro-batch first; what segments save may be largest in another. What a head
+    over the whole batch takes of a micro-batch stays on the device with its gradient: it takes all of them at once.
     """
     compiled, values = models[0], models[0].partition.values
     corresponding = zip(*(model.partition.values for model in models), strict=False)  # as far as they are used
@@ -110,9 +111,16 @@ def plan_for(models: Sequence[CompiledModel], stash: str, training: bool) -> Sta
     end = len(visits)
     lives: dict[Key, Life] = {}
     most_streamed = 0
+    parts = compiled.stages[-1].programs if compiled.head is not None else []
+    at_once = {value for part in parts for value in (*part.reads, *part.value_gradients)}
+
+    def use(key: Key, visit: int) -> None:
+        where = "device" if key.value in at_once else stash
+        _use(lives, key, visit, values[key.value], sizes[key.value], where)
+
     for value in compiled.partition.inputs:
         if values[value].consumers:
-            _use(lives, Key(value, False), 0, values[value], sizes[value], stash)
+            use(Key(value, False), 0)
     for number, program in enumerate(visits):
         keys = [Key(value, False) for value in (*program.reads, *program.writes)]
         keys += [Key(value, True) for value in (*program.seeds, *program.value_gradients)]
@@ -120,7 +128,7 @@ def plan_for(models: Sequence[CompiledModel], stash: str, training: bool) -> Sta
             key for key in keys if key.value != compiled.loss
         ]  # the loss and its seed are scalars, not in the stash
         for key in keys:
-            _use(lives, key, number, values[key.value], sizes[key.value], stash)
+            use(key, number)
         most_streamed = max(most_streamed, sum(lives[key].streams and not lives[key].saved for key in keys))
     read_back = [Key(value, False) for value in compiled.partition.results]
     read_back += [Key(value, True) for value in compiled.partition.inputs]
@@ -132,7 +140,10 @@ def plan_for(models: Sequence[CompiledModel], stash: str, training: bool) -> Sta
 
 
 def plans_for(models: Sequence[CompiledModel], stash: str, training: bool) -> list[StashPlan]:
-    """A plan for each micro-batch, the largest first. Those whose values are handed on alike share one plan."""
+    """A plan for each micro-batch, the largest first, and one for the values of a head over the whole batch.
+
+    Micro-batches whose values are handed on alike share one plan.
+    """
     groups: list[list[CompiledModel]] = []
     for model in dict.fromkeys(models):
         group = next((group for group in groups if group[0].layout() == model.layout()), None)
@@ -141,7 +152,8 @@ def plans_for(models: Sequence[CompiledModel], stash: str, training: bool) -> li
         else:
             group.append(model)
     plans = {model: plan for group in groups for plan in [plan_for(group, stash, training)] for model in group}
-    return [plans[model] for model in models]
+    head = models[0].head
+    return [*(plans[model] for model in models), *([] if head is None else [plan_for([head], "device", training)])]
 
 
 def _bytes(value: Value) -> int:

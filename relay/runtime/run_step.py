@@ -43,8 +43,9 @@ def train_step(
     Args:
         session: what `prepared` was prepared by.
         prepared: the pass.
-        inputs: the tensors of each micro-batch, in the order of the partition's inputs.
-        weights: what each micro-batch counts in the mean loss.
+        inputs: the tensors of each micro-batch, in the order of the partition's inputs; with a head over the whole
+            batch, then those of the batch.
+        weights: what each loss counts in the mean loss: one for each micro-batch, or one for the whole batch.
         groups: the optimizer's parameter groups without their parameters.
         seed: of all random numbers.
         number: of the step.
@@ -98,8 +99,11 @@ def train_step(
 
 
 def read(prepared: PreparedStep, submitted: SubmittedStep, microbatch: int, key: Key) -> torch.Tensor:
-    """Submit the read of a value or of its gradient. The tensor holds it once the pass has ended."""
-    value = prepared.compiled[microbatch].partition.values[key.value]
+    """Submit the read of a value or of its gradient. The tensor holds it once the pass has ended.
+
+    With a head over the whole batch its values are those of one micro-batch more.
+    """
+    value = prepared.rows[microbatch].partition.values[key.value]
     order = value.gradient_order if key.gradient else value.order
     target = torch.empty(stored_shape(value.shape, order), dtype=value.dtype)
     access = prepared.stash.access(key, microbatch, False)
@@ -121,7 +125,7 @@ class TrainingReads:
 
     def submit(self, submitted: SubmittedStep) -> None:
         """Submit the reads, once the kernels are submitted."""
-        for microbatch, (model, piece) in enumerate(zip(self._prepared.compiled, self._pieces, strict=True)):
+        for microbatch, (model, piece) in enumerate(zip(self._prepared.rows, self._pieces, strict=True)):
             partition = model.partition
             numbers = {number for output in partition.named_outputs.values() for number in output.numbers}
             self._results.append(
@@ -140,13 +144,18 @@ class TrainingReads:
             )
 
     def outputs(self) -> list[dict[str, Any]]:
-        """For each micro-batch the outputs that were asked for, by name, once the step has ended."""
+        """For each micro-batch the outputs that were asked for, by name, once the step has ended.
+
+        With a head over the whole batch these are those of the batch, and the only ones.
+        """
+        head = self._prepared.compiled[0].head
         return [
             {
                 name: output.tree.fill([tensors[number] for number in output.numbers])
                 for name, output in model.partition.named_outputs.items()
             }
-            for model, tensors in zip(self._prepared.compiled, self._results, strict=True)
+            for model, tensors in zip(self._prepared.rows, self._results, strict=True)
+            if head is None or model is head
         ]
 
     def pass_gradients_on(self, unscale: float, were_cut: bool) -> None:
@@ -179,12 +188,12 @@ def forward(
     compiled, scheduler = prepared.compiled, prepared.scheduler
     session.device.reset_peak()
     has_loss = compiled[0].partition.has_loss
-    losses_on_host = torch.zeros(len(compiled), dtype=compiled[0].loss_dtype)
+    losses_on_host = torch.zeros(len(weights), dtype=compiled[0].loss_dtype)
     with session.guard.running(prepared, session.device, []) as submitted:
         _write_inputs(prepared, inputs)
         scheduler.forward(ForwardPass(prepared, seed, number, session.trace), submitted)
         if has_loss:
-            row, computed = prepared.scalars.loss_row, submitted.compute[-len(compiled) :]
+            row, computed = prepared.scalars.loss_row, submitted.compute[-len(weights) :]
             submitted.reads.append(scheduler.drain_queue.read(losses_on_host, row, computed))
         if read_back is not None:
             read_back(submitted)
@@ -195,22 +204,30 @@ def forward(
 
 
 def outputs(
-    session: Session, prepared: PreparedStep, batch: Batch, weights: Sequence[float], seed: int, number: int
+    session: Session,
+    prepared: PreparedStep,
+    batch: Batch,
+    inputs: Sequence[Sequence[torch.Tensor]],
+    weights: Sequence[float],
+    seed: int,
+    number: int,
 ) -> Any:
-    """Run a forward pass and combine the micro-batches' outputs in the model's own structure.
+    """Run a forward pass on `inputs` (as `train_step` takes them) and return the outputs in the model's own structure.
 
-    Tensors with the batch's length along dimension 0 are concatenated, scalars averaged over the batch; of other
-    outputs the first micro-batch's are returned.
+    Those of a head over the whole batch are returned as they are. Else tensors with the batch's length along dimension
+    0 are concatenated, scalars averaged over the batch; of other outputs the first micro-batch's are returned.
     """
     compiled = prepared.compiled
     rows: list[list[torch.Tensor]] = []
 
     def read_back(submitted: SubmittedStep) -> None:
-        for microbatch, model in enumerate(compiled):
-            results = model.partition.results
-            rows.append([read(prepared, submitted, microbatch, Key(value, False)) for value in results])
+        for row, model in enumerate(prepared.rows):
+            rows.append([read(prepared, submitted, row, Key(value, False)) for value in model.partition.results])
 
-    forward(session, prepared, batch.tensors, weights, seed, number, read_back)
+    forward(session, prepared, inputs, weights, seed, number, read_back)
+    head = compiled[0].head
+    if head is not None:
+        return head.partition.result_tree.fill(rows[-1])
     partition = compiled[0].partition
     by_samples = [size / sum(batch.sizes) for size in batch.sizes]
     together = [
@@ -248,19 +265,18 @@ def metrics_of(
 
 def _check_indices(prepared: PreparedStep, inputs: Sequence[Sequence[torch.Tensor]]) -> None:
     """Refuse indices in the batch that are outside of what they index."""
-    for microbatch, tensors in enumerate(inputs):
-        model = prepared.compiled[microbatch]
+    for microbatch, (model, tensors) in enumerate(zip(prepared.rows, inputs, strict=True)):
         orders = [model.partition.values[value].order for value in model.partition.inputs]
         model.index_checks.check([stored(*pair) for pair in zip(tensors, orders, strict=True)], microbatch)
 
 
 def _write_inputs(prepared: PreparedStep, inputs: Sequence[Sequence[torch.Tensor]]) -> None:
     """Write the tensors of the batch that a segment uses into the stash."""
-    for microbatch, tensors in enumerate(inputs):
-        partition = prepared.compiled[microbatch].partition
+    for row, (model, tensors) in enumerate(zip(prepared.rows, inputs, strict=True)):
+        partition = model.partition
         for value, tensor in zip(partition.inputs, tensors, strict=True):
             if partition.values[value].consumers:
-                prepared.stash.write_input(Key(value, False), microbatch, stored(tensor, partition.values[value].order))
+                prepared.stash.write_input(Key(value, False), row, stored(tensor, partition.values[value].order))
 
 
 def _join(rows: Sequence[torch.Tensor], sizes: Sequence[int], weights: Sequence[float]) -> torch.Tensor:

@@ -49,7 +49,7 @@ class PreparedStep:
     """What a pass over the model runs on, compiled and allocated.
 
     Attributes:
-        compiled: the compiled model for the shape of each micro-batch.
+        compiled: the compiled model for the shape of each micro-batch; they share a head over the whole batch, if any.
         contents: what the slots hold, segment by segment.
         gradient_plans: what is done with each segment's gradients; empty for a forward pass alone.
         scheduler: submits the pass.
@@ -67,6 +67,11 @@ class PreparedStep:
     scalars: Scalars
     saved_buffers: Mapping[str, torch.Tensor]
     advice: str
+
+    @property
+    def rows(self) -> list[CompiledModel]:
+        """What has a row of values in the stash: every micro-batch, and then a head over the whole batch."""
+        return self.compiled[0].rows(self.compiled)
 
 
 @dataclass(eq=False)
@@ -263,60 +268,82 @@ class Scheduler:
         submitted: SubmittedStep,
         special: Callable[[int], tuple[list[View], list[View], list[Event]]] | None,
     ) -> None:
-        """Run every micro-batch through one segment.
+        """Run every micro-batch through one segment; a head over the whole batch runs once, for all of them.
 
         `special` gives, for a micro-batch at the last segment, the inputs and outputs that are not in the stash and
         the events that they wait for.
         """
-        slot = visit.slot
+        models = step.prepared.compiled
+        if models[0].head is not None and visit.index == len(models[0].stages) - 1:
+            parts = [visit.program_of(model.stages[-1]) for model in step.prepared.rows]
+            self._run(visit, step, submitted, 0, list(enumerate(parts)), special)
+        else:
+            for microbatch, compiled in enumerate(models):
+                program = visit.program_of(compiled.stages[visit.index])
+                self._run(visit, step, submitted, microbatch, [(microbatch, program)], special)
+        self._send_buffers(visit, models[0].stages[visit.index], submitted)
+
+    def _run(
+        self,
+        visit: _Visit,
+        step: ForwardPass,
+        submitted: SubmittedStep,
+        microbatch: int,
+        parts: Sequence[tuple[int, StageProgram]],
+        special: Callable[[int], tuple[list[View], list[View], list[Event]]] | None,
+    ) -> None:
+        """Run one kernel, for a micro-batch.
+
+        `parts` are what its program takes and makes in each row of the stash; those of one program, in its order.
+        """
+        slot, stash = visit.slot, step.prepared.stash
         assert slot is not None
-        stash = step.prepared.stash
-        for microbatch, compiled in enumerate(step.prepared.compiled):
-            stage = compiled.stages[visit.index]
-            program = visit.program_of(stage)
-            assert program.kernel is not None
-            accesses = [stash.access(Key(value, False), microbatch, False) for value in program.reads]
-            inputs = [*slot.parameters, *[view for access in accesses for view in access.views]]
-            waits: list[Event] = []
-            outputs: list[View] = []
-            if special is not None:
-                more_inputs, more_outputs, waits = special(microbatch)
-                inputs += more_inputs
-                outputs += more_outputs
-                waits = list(waits)
-            else:
-                for value in program.seeds:
-                    access = stash.access(Key(value, True), microbatch, False)
+        program, stage = parts[0][1], visit.stage
+        assert program.kernel is not None
+        accesses = [stash.access(Key(value, False), row, False) for row, part in parts for value in part.reads]
+        inputs = [*slot.parameters, *[view for access in accesses for view in access.views]]
+        waits: list[Event] = []
+        outputs: list[View] = []
+        if special is not None:
+            more_inputs, more_outputs, waits = special(microbatch)
+            inputs += more_inputs
+            outputs += more_outputs
+            waits = list(waits)
+        else:
+            for row, part in parts:
+                for value in part.seeds:
+                    access = stash.access(Key(value, True), row, False)
                     accesses.append(access)
                     inputs.append(access.view)
-            for value in program.writes[len(outputs) :]:
-                access = stash.access(Key(value, False), microbatch, True)
-                accesses.append(access)
-                outputs += access.views
-            outputs += [slot.parameters[len(stage.parameters) + index] for index in program.updates]
-            if program.parameter_gradients:
-                outputs += slot.gradients
-            for value, added in zip(program.value_gradients, program.added, strict=True):
-                access = stash.access(Key(value, True), microbatch, True, added)
+        written = [(row, value) for row, part in parts for value in part.writes]
+        for row, value in written[len(outputs) :]:
+            access = stash.access(Key(value, False), row, True)
+            accesses.append(access)
+            outputs += access.views
+        outputs += [slot.parameters[len(stage.parameters) + index] for index in program.updates]
+        if program.parameter_gradients:
+            outputs += slot.gradients
+        for row, part in parts:
+            for value, added in zip(part.value_gradients, part.added, strict=True):
+                access = stash.access(Key(value, True), row, True, added)
                 accesses.append(access)
                 outputs.append(access.view)
-            for access in accesses:
-                waits += access.waits
-            key = None
-            if program.program.draws:
-                key = RandomKey(step.seed, step.number, stage.segment.layer_index, microbatch)
-            call = KernelCall(program.kernel, inputs, outputs, program.first if microbatch == 0 else program.later, key)
-            calls = [call] if program.chunks is None else chunk_calls(program, call, accesses, microbatch == 0)
-            for call in calls:
-                event = slot.run(self._compute, call, waits, bool(program.parameter_gradients))
-                submitted.compute.append(event)
-                if step.trace is not None:
-                    # Layers built alike share a program, which has the first one's name.
-                    kind = program.program.name.rpartition(" ")[2]
-                    step.trace.mark("compute", f"{visit.content.name} {kind} {microbatch}", event)
-            for access in accesses:
-                access.finish(event)
-        self._send_buffers(visit, step.prepared.compiled[0].stages[visit.index], submitted)
+        for access in accesses:
+            waits += access.waits
+        key = None
+        if program.program.draws:
+            key = RandomKey(step.seed, step.number, stage.segment.layer_index, microbatch)
+        call = KernelCall(program.kernel, inputs, outputs, program.first if microbatch == 0 else program.later, key)
+        calls = [call] if program.chunks is None else chunk_calls(program, call, accesses, microbatch == 0)
+        for call in calls:
+            event = slot.run(self._compute, call, waits, bool(program.parameter_gradients))
+            submitted.compute.append(event)
+            if step.trace is not None:
+                # Layers built alike share a program, which has the first one's name.
+                kind = program.program.name.rpartition(" ")[2]
+                step.trace.mark("compute", f"{visit.content.name} {kind} {microbatch}", event)
+        for access in accesses:
+            access.finish(event)
 
     def _send_buffers(self, visit: _Visit, stage: Stage, submitted: SubmittedStep) -> None:
         """Send the buffers that a forward changed to the host. On a unified device they are there already."""

@@ -332,9 +332,10 @@ class Session:
         if self._stash is None or self._scalars is None or self._stash_key != key:
             self._free_stash()
             plans = plans_for(compiled, self._stash_location, training)
-            values = [model.partition.values for model in compiled]
+            values = [model.partition.values for model in compiled[0].rows(compiled)]
+            losses = len(compiled) if compiled[0].head is None else 1
             self._scalars = _scalars(
-                self.device.alloc(scalar_bytes(len(compiled)), "losses and seeds"), compiled[0], len(compiled)
+                self.device.alloc(scalar_bytes(len(compiled)), "losses and seeds"), compiled[0], losses
             )
             queues = self.device.queue("stash in"), self.device.queue("stash out")
             self._stash = Stash(plans, self.device, self.host, *queues, values)

@@ -6,25 +6,22 @@ Segments of equal structure are captured once and share their kernels. Invariant
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
 
 from hal.device import Device
 from hal.program import Kernel, Program, Role
 from hal.slot import lay_out
 from relay.capture import Captured, CaptureRequest, Lowering, ObservedGradientPresence, capture
-from relay.capture.guards.code_guards import CodeGuards
-from relay.capture.guards.code_walk import follow, reads_by_class
 from relay.capture.memory_order import Order, as_written, order_of, stored_shape
 from relay.data.index_domain import IndexChecks, Visit
 from relay.eps.store import GradientField, Wanted
-from relay.partition.find_blocks import same_structure, tie_pattern
+from relay.partition.capture_cache import Captures
 from relay.partition.segments import Partition, PositionChunks, Segment, Value
 from relay.runtime.gradient_layout import Orders, settle_gradients
 from relay.runtime.gradient_presence import Backward, DerivedGradientPresence, derive_presence
@@ -72,7 +69,6 @@ class StageProgram:
         pattern = (False,) * plain + (later,) * len(self.parameter_gradients) + self.added
         return pattern if any(pattern) else ()
 
-
     def accumulate_chunk(self, first_microbatch: bool, first_chunk: bool) -> tuple[bool, ...]:
         """The kernel's accumulate pattern for a chunk: the loss is added from the second chunk of a micro-batch on."""
         later = not (first_microbatch and first_chunk)
@@ -113,10 +109,15 @@ class Stage:
 
 @dataclass(eq=False)
 class CompiledModel:
-    """All stages, for one shape of micro-batch."""
+    """All stages, for one shape of micro-batch.
+
+    With a `head` the last stage runs once, over the whole batch: the models of all its micro-batches have one head,
+    and each has in its last stage what the head takes of that micro-batch (`relay.runtime.head`).
+    """
 
     partition: Partition
     stages: list[Stage]
+    head: CompiledModel | None = None
 
     @property
     def loss(self) -> int | None:
@@ -128,11 +129,11 @@ class CompiledModel:
         """The dtype of the loss and of its gradient seed."""
         return torch.float32 if self.loss is None else self.partition.values[self.loss].dtype
 
-    @cached_property
+    @functools.cached_property
     def index_checks(self) -> IndexChecks:
         """The checks of the indices in a micro-batch."""
         visits = []
-        for stage in self.stages:
+        for stage in self.stages if self.head is None else self.stages[:-1]:  # the head's are checked once, by its own
             chosen = stage.forward or stage.backward
             if chosen is not None and stage.captured.eager is None:
                 segment = stage.segment
@@ -167,6 +168,10 @@ class CompiledModel:
             for program in stage.programs
         ]
 
+    def rows(self, models: Sequence[CompiledModel]) -> list[CompiledModel]:
+        """What has values of its own in a step of these `models`: each of them, and the head if there is one."""
+        return [*models, *([self.head] if self.head is not None else [])]
+
 
 def build_compiled_model(
     partition: Partition,
@@ -193,25 +198,61 @@ def build_compiled_model(
         recompute: which segments recompute their forward (see `recomputing`).
         traced_for: the torch device that native graphs are traced for.
     """
-    captures = captures if captures is not None else Captures()
-    count = len(partition.segments)
+    capturing = Capturing(training, compute, presences, lowering, captures or Captures(), recompute, traced_for)
+    given, found = capturing.forwards(partition, partition.segments)
+    if training and partition.has_loss:
+        settle_gradients(partition, given, found, functools.partial(capturing.capture, partition))
+    built = list(zip(partition.segments, found, strict=True))
+    for segment, captured in built:
+        add_saved(segment, captured, partition)
+    stages = [make_stage(segment, captured, partition, training, results) for segment, captured in built]
+    rest = capturing.smaller_chunk(partition, found[-1], given[-1])
+    if rest is not None:
+        smaller = make_stage(partition.segments[-1], rest, partition, training, results)
+        for program, other in ((stages[-1].forward, smaller.forward), (stages[-1].backward, smaller.backward)):
+            if program is not None:
+                program.rest = other
+    connect(stages)
+    return CompiledModel(partition, stages)
 
-    def captured_as(
+
+@dataclass(eq=False)
+class Capturing:
+    """Captures the segments of partitions. The attributes are those of `build_compiled_model`."""
+
+    training: bool
+    compute: torch.dtype
+    presences: dict[str, ObservedGradientPresence] | None
+    lowering: Lowering
+    captures: Captures
+    recompute: bool | int
+    traced_for: torch.device
+
+    def capture(
+        self,
+        partition: Partition,
         segment: Segment,
         inputs: list[torch.Tensor],
         seeds: Orders,
         gradients: Orders,
         unreached: frozenset[int],
     ) -> Captured:
+        """Capture one segment of a partition, for these orders of seeds and gradients; or find what fits it."""
+        count = len(partition.segments)
         last = segment.index == count - 1
         own = count - partition.leading
-        save = training and not last and segment.index - partition.leading >= recomputing(recompute, own)
-        examples = {index: _example(partition.values[segment.outputs[index]], seeds[index]) for index in seeds}
+        recomputes = segment.index - partition.leading < recomputing(self.recompute, own)
+        save = self.training and not last and not recomputes
+        examples = {index: example_of(partition.values[segment.outputs[index]], seeds[index]) for index in seeds}
         described = [(tuple(x.shape), x.dtype, x.requires_grad, order_of(x)) for x in inputs]
         ends_in_loss = last and partition.has_loss
-        shows = shown if ends_in_loss and training else frozenset()
+        shows = frozenset[int]()
+        if ends_in_loss and self.training:
+            # The joint program computes the loss, and of the other outputs those that are asked for.
+            asked = (number for output in partition.named_outputs.values() for number in output.numbers)
+            shows = frozenset(segment.outputs.index(partition.results[number]) for number in asked)
         traced, cut = [described, dict(seeds), unreached], (dict(gradients), save, shows)
-        captured = captures.find(segment, traced, cut)
+        captured = self.captures.find(segment, traced, cut)
         if captured is None:
             captured = capture(
                 CaptureRequest(
@@ -219,10 +260,10 @@ def build_compiled_model(
                     inputs,
                     segment.name,
                     ends_in_loss=ends_in_loss,
-                    compute_dtype=compute,
-                    lowering=lowering,
-                    device=traced_for,
-                    training=training,
+                    compute_dtype=self.compute,
+                    lowering=self.lowering,
+                    device=self.traced_for,
+                    training=self.training,
                     save=save,
                     seeds=examples,
                     gradient_orders=gradients,
@@ -232,56 +273,61 @@ def build_compiled_model(
                 )
             )
             if captured.eager is None:
-                captured = captures.add(segment, traced, cut, captured)
-            elif presences is not None:
-                captured.eager.presence = presences.setdefault(segment.name, captured.eager.presence)
+                captured = self.captures.add(segment, traced, cut, captured)
+            elif self.presences is not None:
+                captured.eager.presence = self.presences.setdefault(segment.name, captured.eager.presence)
         return captured
 
-    # The joint program of the last segment computes the loss, and of the other outputs those that are asked for.
-    shown = frozenset(number + 1 for output in partition.named_outputs.values() for number in output.numbers)
-    requires_grad = {value.index: value.requires_grad for value in partition.values}
-    given: list[list[torch.Tensor]] = []
-    found: list[Captured] = []
-    for value in partition.values:
-        if lowering is Lowering.CORE:
-            value.order = ()
-    for segment in partition.segments:
-        values = [partition.values[number] for number in segment.inputs]
-        inputs = [_example(value, value.order) for value in values]
-        if segment.chunks is not None:
-            inputs = chunk_of(segment.chunks, values, segment.chunks.size)
-        for example, number in zip(inputs, segment.inputs, strict=True):
-            example.requires_grad_(training and requires_grad.get(number, False))
-        captured = captured_as(segment, inputs, {}, row_orders(segment), frozenset())
-        for index, number in enumerate(segment.outputs):
-            requires_grad[number] = captured.output_requires_grad[index]
-            # As computed, which may differ from what was traced.
-            partition.values[number].dtype = captured.forward.outputs[index].dtype
-            partition.values[number].order = captured.output_orders.get(index, ())
-        given.append(inputs)
-        found.append(captured)
-    if training and partition.has_loss:
-        settle_gradients(partition, given, found, captured_as)
-    built = list(zip(partition.segments, found, strict=True))
-    for segment, captured in built:
-        _add_saved(segment, captured, partition)
-    rest: Captured | None = None
-    final = partition.segments[-1]
-    if final.chunks is not None:
-        check_captured(found[-1])
-        left = final.chunks.rows()[-1][1]
-        if left < final.chunks.size:
-            examples = chunk_of(final.chunks, [partition.values[number] for number in final.inputs], left)
-            for example, like in zip(examples, given[-1], strict=True):
-                example.requires_grad_(like.requires_grad)
-            rest = captured_as(final, examples, {}, row_orders(final), frozenset())
+    def forwards(
+        self, partition: Partition, segments: Sequence[Segment]
+    ) -> tuple[list[list[torch.Tensor]], list[Captured]]:
+        """Capture segments of a partition in order. Returns the examples of inputs that each was given, and captures.
 
-    stages = [_stage(segment, captured, partition, training, results) for segment, captured in built]
-    if rest is not None:
-        smaller = _stage(final, rest, partition, training, results)
-        for program, other in ((stages[-1].forward, smaller.forward), (stages[-1].backward, smaller.backward)):
-            if program is not None:
-                program.rest = other
+        The values that they make take on the dtype and the order of what is computed.
+        """
+        requires_grad = {value.index: value.requires_grad for value in partition.values}
+        given: list[list[torch.Tensor]] = []
+        found: list[Captured] = []
+        for value in partition.values:
+            if self.lowering is Lowering.CORE:
+                value.order = ()
+        for segment in segments:
+            values = [partition.values[number] for number in segment.inputs]
+            inputs = [example_of(value, value.order) for value in values]
+            if segment.chunks is not None:
+                inputs = chunk_of(segment.chunks, values, segment.chunks.size)
+            for example, number in zip(inputs, segment.inputs, strict=True):
+                example.requires_grad_(self.training and requires_grad.get(number, False))
+            captured = self.capture(partition, segment, inputs, {}, row_orders(segment), frozenset())
+            for index, number in enumerate(segment.outputs):
+                requires_grad[number] = captured.output_requires_grad[index]
+                # As computed, which may differ from what was traced.
+                partition.values[number].dtype = captured.forward.outputs[index].dtype
+                partition.values[number].order = captured.output_orders.get(index, ())
+            given.append(inputs)
+            found.append(captured)
+        return given, found
+
+    def smaller_chunk(self, partition: Partition, captured: Captured, given: Sequence[torch.Tensor]) -> Captured | None:
+        """The last segment once more, for a last chunk of positions that is smaller; None if there is none.
+
+        `captured` is what it was captured as for the other chunks, and `given` the examples for that.
+        """
+        final = partition.segments[-1]
+        if final.chunks is None:
+            return None
+        check_captured(captured)
+        left = final.chunks.rows()[-1][1]
+        if left == final.chunks.size:
+            return None
+        examples = chunk_of(final.chunks, [partition.values[number] for number in final.inputs], left)
+        for example, like in zip(examples, given, strict=True):
+            example.requires_grad_(like.requires_grad)
+        return self.capture(partition, final, examples, {}, row_orders(final), frozenset())
+
+
+def connect(stages: Sequence[Stage]) -> None:
+    """Settle which gradients are added to others, and which are made at all, given all stages of a model in order."""
     fed: set[int] = set()
     for stage in reversed(stages):
         if stage.backward is None:
@@ -301,10 +347,9 @@ def build_compiled_model(
     ]
     for stage, gradient_presence in zip(stages, derive_presence(backwards), strict=True):
         stage.gradient_presence = gradient_presence
-    return CompiledModel(partition, stages)
 
 
-def _example(value: Value, order: Order) -> torch.Tensor:
+def example_of(value: Value, order: Order) -> torch.Tensor:
     """A tensor of the value's shape and dtype with that order in memory."""
     return as_written(torch.empty(stored_shape(value.shape, order), dtype=value.dtype), order)
 
@@ -319,7 +364,7 @@ def recomputing(recompute: bool | int, segments: int) -> int:
     return recompute
 
 
-def _add_saved(segment: Segment, captured: Captured, partition: Partition) -> None:
+def add_saved(segment: Segment, captured: Captured, partition: Partition) -> None:
     """Add one value for all tensors that a segment's forward saves for its backward: one transfer if it streams."""
     ports = [port for port in captured.saved if port.index >= len(segment.outputs)]
     if ports:
@@ -329,65 +374,8 @@ def _add_saved(segment: Segment, captured: Captured, partition: Partition) -> No
         segment.outputs = (*segment.outputs, value.index)
 
 
-class Captures:
-    """Captures of segments, found again for segments of equal structure in any partition.
-
-    With `keeps_traces` one trace also serves segments that differ in what they save. Traced graphs then stay in memory.
-    """
-
-    def __init__(self, limit: int = 512, keeps_traces: bool = False) -> None:
-        self._limit = limit
-        self._keeps_traces = keeps_traces
-        self._known: list[tuple[Segment, Any, Any, CodeGuards, Captured]] = []
-
-    def find(self, segment: Segment, traced: Any, cut: Any) -> Captured | None:
-        """The capture that fits the segment, or None. `traced` is what a trace depends on, `cut` what is cut out."""
-        if segment.alike is None:
-            return None
-        modes = _modes(segment.module)
-        source: Captured | None = None
-        for other, other_traced, other_cut, guards, captured in self._known:
-            if (
-                other_traced == traced
-                and (other_cut == cut or captured.recut is not None)
-                and _modes(other.module) == modes
-                and other.alike[1:] == segment.alike[1:]
-                and same_structure(other.alike[0], segment.alike[0], captured.reads)
-                and tie_pattern(other.module) == tie_pattern(segment.module)
-                and not guards.changed()  # it is as it was when it was captured
-            ):
-                if other_cut == cut:
-                    return captured
-                source = captured
-        if source is None or source.recut is None:
-            return None
-        return self.add(segment, traced, cut, source.recut(segment.name, *cut))
-
-    def add(self, segment: Segment, traced: Any, cut: Any, captured: Captured) -> Captured:
-        """Store a capture, and return it. Beyond the limit the oldest is dropped."""
-        if not self._keeps_traces:
-            captured = replace(captured, recut=None)
-        if segment.alike is not None:
-            guards = follow(segment.module, reads_by_class(segment.module, captured.reads or {}))
-            self._known.append((segment, traced, cut, guards, captured))
-            del self._known[: -self._limit]
-        return captured
-
-    def clear(self) -> None:
-        """Drop all captures, and the layers that they were made from."""
-        self._known.clear()
-
-
-def _modes(module: nn.Module) -> Any:
-    """What may change in a module after it was captured. Each graph has a class of its own: `alike` compares it."""
-    return (
-        tuple((fx.GraphModule if isinstance(m, fx.GraphModule) else type(m), m.training) for m in module.modules()),
-        tuple((one.shape, one.dtype, one.requires_grad) for one in module.parameters()),
-        tuple((one.shape, one.dtype) for one in module.buffers()),
-    )
-
-
-def _stage(segment: Segment, captured: Captured, partition: Partition, training: bool, results: bool) -> Stage:
+def make_stage(segment: Segment, captured: Captured, partition: Partition, training: bool, results: bool) -> Stage:
+    """The stage of a captured segment."""
     last = segment.index == len(partition.segments) - 1
 
     values = [value for value in segment.outputs if not partition.values[value].parts]

@@ -23,9 +23,10 @@ from relay.capture.fake_tensors import FakeMode, fake_mode
 from relay.errors import RelayError
 from relay.graph.pytree import tensor_leaves
 from relay.models.gpt import Block, Embedding, Head, cross_entropy
+from relay.partition.capture_cache import Captures
 from relay.partition.merge_layers import merge_layers
 from relay.partition.segments import Partition, Segment, Value
-from relay.runtime.stages import CPU, Captures, CompiledModel, build_compiled_model, recomputing
+from relay.runtime.stages import CPU, CompiledModel, build_compiled_model, recomputing
 
 
 class ShapeError(RelayError, ValueError):

@@ -12,7 +12,7 @@ import torch
 
 import relay
 from relay.capture import Lowering
-from relay.runtime.stages import Captures
+from relay.partition.capture_cache import Captures
 
 
 def share(trainer: relay.Trainer) -> relay.Trainer:

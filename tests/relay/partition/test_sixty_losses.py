@@ -1,4 +1,4 @@
-"""Sixty losses in one to four micro-batches: 45 are those of the whole batch, 15 mix samples and are refused.
+"""Sixty losses in micro-batches: 45 are sums over them, and 15 mix samples, so they run over the whole batch.
 
 The reference is plain PyTorch on the whole batch. Masks are uneven: some micro-batches have no targets at all.
 """
@@ -197,12 +197,13 @@ def plain(loss: Loss) -> tuple[float, list[Tensor]]:
     return found.item(), [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
 
 
-def stepped(loss: Loss, microbatches: int, device: str = "cpu") -> tuple[float, list[Tensor]]:
+def stepped(loss: Loss, microbatches: int, device: str = "cpu", loss_over: str = "auto") -> tuple[float, list[Tensor]]:
     model = layers()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     trainer = relay.Trainer(
-        list(model), loss=loss, device=device, microbatches=microbatches, optimizer=relay.SGD(lr=RATE)
-    )
+        list(model), loss=loss, device=device, microbatches=microbatches, loss_over=loss_over,
+        optimizer=relay.SGD(lr=RATE),
+    )  # fmt: skip
     try:
         found = trainer.step((INPUTS, copy.copy(TARGETS))).loss
         gradients = [(old - new.detach()) / RATE for old, new in zip(before, model.parameters(), strict=True)]
@@ -226,12 +227,31 @@ def test_a_loss_is_that_of_the_whole_batch_in_any_number_of_micro_batches(name: 
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_a_loss_that_mixes_samples_is_refused_by_name_in_several_micro_batches(name: str) -> None:
+def test_a_loss_that_mixes_samples_runs_over_the_whole_batch(name: str) -> None:
+    loss, _ = MIXED[name]
+    expected = plain(loss)
+    for microbatches in (1, 3):
+        assert_equal(stepped(loss, microbatches), expected)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("microbatches", [2, 4, 7])
+@pytest.mark.parametrize("name", MIXED)
+def test_a_loss_that_mixes_samples_is_right_in_any_number_of_micro_batches(name: str, microbatches: int) -> None:
+    assert_equal(stepped(MIXED[name][0], microbatches), plain(MIXED[name][0]))
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_loss_that_mixes_samples_is_refused_by_name_over_micro_batches(name: str) -> None:
     loss, op = MIXED[name]
-    assert_equal(stepped(loss, 1), plain(loss))
-    for microbatches in (2, 3, 4):
-        with pytest.raises(relay.PartitionError, match=f"mixes samples: {op} .*microbatches=1"):
-            stepped(loss, microbatches)
+    with pytest.raises(relay.PartitionError, match=f"mixes samples: {op} .*loss_over='batch'.*microbatches=1"):
+        stepped(loss, 3, loss_over="microbatch")
+
+
+@pytest.mark.parametrize("name", ["with class weights", "masked", "start and end", "routing"])
+def test_a_loss_that_keeps_samples_apart_may_run_over_the_whole_batch_too(name: str) -> None:
+    loss = (ROW_WISE | TERMS)[name]
+    assert_equal(stepped(loss, 4, loss_over="batch"), plain(loss))
 
 
 @pytest.mark.parametrize("device", ["numpy", "cpu:discrete"])

@@ -1,0 +1,74 @@
+"""What is checked of a batch's loss before anything is compiled or run: whether its micro-batches can make it.
+
+Errors say what to do. How a loss is found to be what it is stands in `relay.partition`. Nothing is changed here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from relay.data.loss_weight import LossPlan
+from relay.data.microbatches import Batch
+from relay.errors import BatchError, PartitionError
+from relay.runtime.stages import CompiledModel
+
+
+def check_loss(name: str, plans: Sequence[LossPlan], microbatches: int, warned: bool) -> bool:
+    """Refuse a loss that the micro-batches of model `name` cannot make, and warn of one that cannot be followed.
+
+    It does not warn if it has `warned` before. Returns whether it has by now. Raises PartitionError.
+    """
+    for plan in plans:
+        if plan.problem is not None:
+            raise PartitionError(
+                f"The loss of {name} mixes samples: {plan.problem}. The losses of {microbatches} micro-batches do "
+                "not add up to that of the whole batch. Give one batch to be cut, with loss_over='batch' (or 'auto'), "
+                "which runs the loss over all of it; or use microbatches=1; or, if each micro-batch is meant to have "
+                "its own loss, say by loss_weight= what each counts."
+            )
+        if plan.form() != plans[0].form():
+            raise PartitionError(
+                f"The loss of {name} is computed in another way for one micro-batch than for the others, so they "
+                "do not add up to the loss of the batch. Use microbatches=1, or say by loss_weight= what each "
+                "micro-batch counts."
+            )
+    unknown = next((plan.unknown for plan in plans if plan.unknown is not None), None)
+    if unknown is not None and not warned:
+        warnings.warn(
+            f"The loss of {name} in {microbatches} micro-batches may not be that of the whole batch, because it "
+            f"cannot be followed: {unknown}. It is right if nothing there mixes samples, and if the loss is a mean "
+            "over samples. Otherwise use microbatches=1, or say by loss_weight= what each micro-batch counts.",
+            stacklevel=5,
+        )
+    return warned or unknown is not None
+
+
+def refuse_mixed_output(name: str, plan: LossPlan, microbatches: int) -> None:
+    """Refuse to join an output of micro-batches that is another one for the whole batch."""
+    if plan.mixed_output is not None:
+        raise PartitionError(
+            f"An output of {name} mixes samples: {plan.mixed_output}. In {microbatches} micro-batches it is not what "
+            "it is for the whole batch. Use loss_over='batch' (or 'auto'), or microbatches=1."
+        )
+
+
+def refuse_pieces(given: Batch, weights: Sequence[float] | None) -> None:
+    """Refuse batches of their own, or weights, where there is to be one loss over one batch."""
+    if given.whole is None or weights is not None:
+        raise BatchError(
+            "With loss_over='batch' the loss is that of one batch, and pieces= are batches of their own"
+            + (", each with a weight." if weights is not None else ".")
+            + " Give them as one batch, which is cut into micro-batches; or use loss_over='microbatch'."
+        )
+
+
+def refuse_other_layers(compiled: Sequence[CompiledModel]) -> None:
+    """Refuse micro-batches for which the model calls other layers than for the first."""
+    for other in compiled[1:]:
+        if other is not compiled[0] and other.signature() != compiled[0].signature():
+            raise PartitionError(
+                "The model calls different layers for different micro-batches (a smaller last one, or one with "
+                "different numbers in it), so they cannot share a step. Make the batch a multiple of "
+                "microbatches, or use microbatches=1."
+            )
