@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, SupportsIndex
 
@@ -29,6 +29,7 @@ from relay.checkpoint.saving import (
     start,
     states_of,
 )
+from relay.eps.joined_state import JoinedState
 from relay.eps.master_weights import to_master_weights
 from relay.eps.torch_form import RelayOptimizer
 from relay.errors import InconsistentState, RelayError
@@ -128,7 +129,8 @@ class RunState:
         except ValueError:
             undo()
             raise
-        to_master_weights(self._model, self.options.master_weights, self.options.precision)
+        split = {id(tensor) for tensor in self._session.store.split_tensors()}
+        to_master_weights(self._model, self.options.master_weights, self.options.precision, split)
         names = renames(before, self._model)
         self._session.change_model(self._model, names)
         order = [name for name, _ in self._model.named_parameters()]
@@ -139,23 +141,53 @@ class RunState:
 
     # -- weights and figures ----------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> Mapping[str, torch.Tensor]:
         """The model's parameters and buffers under its own names (a list's: those of `nn.Sequential(*list)`).
 
-        The tensors are the store's own, as in PyTorch: the next step changes them.
+        The tensors are the store's own, as in PyTorch: the next step changes them. With split masters each is made
+        float32 when it is looked up, in memory of its own, and the mapping as a whole takes none.
         """
+        own = self._own_state()
+        store = self._session.store
+        if not store.split:
+            return own
+        shown = (self._shown or self._model).named_parameters(remove_duplicate=False)
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        split = {key: store.split[names[id(one)]] for key, one in shown if names[id(one)] in store.split}
+        return JoinedState(own, split, self.synchronize)
+
+    def _own_state(self) -> dict[str, torch.Tensor]:
+        """The model's own tensors by its own names, as `state_dict` of a module gives them."""
         self.synchronize()
         self._session.store.check(self._model)
+        return (self._shown or self._model).state_dict()
+
+    @property
+    def _shown(self) -> nn.Module | None:
+        """A list of modules as the module that has the names users know; None for a whole model."""
         modules = self._compiler.modules
-        return (self._model if modules is None else nn.Sequential(*modules)).state_dict()
+        return None if modules is None else nn.Sequential(*modules)
 
     def sync_to(self, model: nn.Module) -> None:
-        """Copy the weights into another model with the same names."""
-        model.load_state_dict(self.state_dict())
+        """Copy the weights into another model with the same names, in that one's dtypes."""
+        state = self.state_dict()
+        model.load_state_dict(self._own_state())
+        if isinstance(state, JoinedState):
+            own = model.state_dict()
+            for name, tensor in state.masters().items():
+                own[name].copy_(tensor)
 
     def save_pretrained(self, folder: str | Path, shard_size: str = "5GB") -> None:
-        """Save a Hugging Face model as a folder that `from_pretrained` loads, weights as safetensors in shards."""
-        save_pretrained(self._model, self.state_dict(), folder, shard_size)
+        """Save a Hugging Face model as a folder that `from_pretrained` loads, weights as safetensors in shards.
+
+        With split masters it writes float32, as without, one weight after the other, and a log message says so.
+        """
+        own, state = self._own_state(), self.state_dict()
+        masters = state.masters() if isinstance(state, JoinedState) else None
+        with self._session.store.as_traced():  # so that the configuration has the dtype of what is written
+            save_pretrained(self._model, own, folder, shard_size, masters)
+        if masters:
+            logger.info("%s has float32 weights: %d of them joined from split masters.", folder, len(masters))
 
     def synchronize(self) -> None:
         """Wait for the updates of the last step that still run. Raises their error.
@@ -247,14 +279,14 @@ class RunState:
         session = self._session
         checkpoint = Checkpoint(Path(path))
         optimizer = session.server.optimizer
-        check_fits(checkpoint, self._model, optimizer, self.param_groups, weights_only, user)
+        check_fits(checkpoint, self._model, session.store, optimizer, self.param_groups, weights_only, user)
         if verify:
             checkpoint.verify()
         else:
             checkpoint.check_layout()
         session.reset()
         try:
-            restore_weights(checkpoint, self._model)
+            restore_weights(checkpoint, self._model, session.store)
             manifest = checkpoint.manifest
             if not weights_only:
                 restore_optimizer(checkpoint, self._model, optimizer, self.param_groups)

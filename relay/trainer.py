@@ -26,7 +26,14 @@ from hal.errors import DeviceLost
 from hal.host import Host
 from relay.capture import graphs_for
 from relay.data.batch_gradients import refuse_own_parameters
-from relay.eps.master_weights import frozen_half, master_dtype, refuse_unfrozen_half, to_master_weights
+from relay.eps.master_weights import (
+    check_split,
+    frozen_half,
+    master_dtype,
+    refuse_unfrozen_half,
+    refuse_unsplittable,
+    to_master_weights,
+)
 from relay.eps.optimizer_state import as_spec, bind
 from relay.eps.server import Clipping, ParameterServer
 from relay.eps.store import LayerStore
@@ -108,6 +115,9 @@ class Trainer(RunState):
         whole = compiler.model
         if not any(parameter.requires_grad for parameter in whole.parameters()):
             raise PartitionError("The model has no parameter that requires a gradient: there is nothing to train.")
+        splits = chosen.master_weights == "split"
+        if splits:
+            check_split(chosen.precision)
         half = chosen.precision == "fp16"
         scale = LossScale() if half and chosen.loss_scale == "dynamic" else None
         spec = as_spec(AdamW() if chosen.optimizer is None else chosen.optimizer)
@@ -118,12 +128,14 @@ class Trainer(RunState):
             if parameter.requires_grad:
                 spec.check_dtype(name, master_dtype(whole, parameter, chosen.master_weights), chosen.state_dtype)
                 _check_clippable(name, parameter, chosen.clip_grad_value)
+                if splits:
+                    refuse_unsplittable(name, parameter)
         opened = registry.open(chosen.device, cast("int | None", chosen.capacity))
         host = opened.host(cast("int | None", chosen.host_memory), cast("int | None", chosen.pinned_memory))
         clipping = Clipping(chosen.clip_grad_norm, chosen.clip_grad_value)
 
         def build(on: Host) -> tuple[LayerStore, ParameterServer]:
-            store = LayerStore(on)
+            store = LayerStore(on, splits)
             bound = bind(spec, on, store, chosen.state_dtype)
             _, group_of = grouping(compiler.model)  # the model may have been edited by now
             order = [name for name, _ in compiler.model.named_parameters()]
@@ -139,6 +151,7 @@ class Trainer(RunState):
         store.adopt(whole)
         session.guard.defer_updates = chosen.defer_updates
         session.guard.stall_timeout = chosen.stall_timeout
+        compiler.as_traced = store.as_traced
         compiler.device, (compiler.lowering, compiler.traced_for) = opened.info.name, graphs_for(opened.info)
         memory = cast("int | None", chosen.capacity) or opened.info.memory
         compiler.head = HeadChunks(chosen.head_chunk_tokens, memory, chosen.slots, chosen.stash, chosen.microbatches)

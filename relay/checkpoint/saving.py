@@ -27,6 +27,7 @@ from relay.checkpoint.shards import DTYPES
 from relay.eps.optimizer_state import BoundOptimizer
 from relay.eps.server import ParameterServer
 from relay.eps.snapshot import Snapshot
+from relay.eps.store import LayerStore
 from relay.errors import CheckpointError, RelayError
 
 
@@ -93,7 +94,10 @@ def start(
     the checkpoint is written when this returns, and errors are raised.
     """
     saving = Saving(path)
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    split = server.store.split
+    weights = {
+        name: split[name] if name in split else parameter.detach() for name, parameter in model.named_parameters()
+    }
     snapshot = Snapshot(weights, server.optimizer, host, budget)
     # The next forward pass changes buffers, so they are copied now.
     buffers = {name: buffer.detach().cpu().clone() for name, buffer in model.named_buffers()}
@@ -156,6 +160,7 @@ def states_of(user: Mapping[str, Any]) -> dict[str, Any]:
 def check_fits(
     checkpoint: Checkpoint,
     model: nn.Module,
+    store: LayerStore,
     optimizer: BoundOptimizer,
     groups: Sequence[Mapping[str, Any]],
     weights_only: bool,
@@ -173,10 +178,10 @@ def check_fits(
             field="parameters",
         )
     for name, tensor in tensors.items():
-        entry = manifest.parameters[name]
-        if entry.shape != tuple(tensor.shape) or DTYPES[entry.dtype] is not tensor.dtype:
+        entry, dtype = manifest.parameters[name], store.dtype_of(name, tensor)
+        if entry.shape != tuple(tensor.shape) or not _holds(dtype, DTYPES[entry.dtype]):
             raise CheckpointError(
-                f"the model has {tensor.dtype}{list(tensor.shape)}, the checkpoint {entry.dtype}{list(entry.shape)}",
+                f"the model has {dtype}{list(tensor.shape)}, the checkpoint {entry.dtype}{list(entry.shape)}",
                 file=file,
                 field=f"parameters[{name!r}]",
             )
@@ -233,16 +238,16 @@ def check_fits(
                     field=f"parameters[{name!r}].states[{label!r}]",
                 )
         try:
-            optimizer.check(name, [*parameter.states, *parameter.values])
+            dtypes = {label: DTYPES[state.dtype] for label, state in parameter.states.items()}
+            optimizer.check(name, [*parameter.states, *parameter.values], dtypes)
         except ValueError as wrong:
             raise CheckpointError(str(wrong), file=file, field=f"parameters[{name!r}].states") from wrong
 
 
-def restore_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Copy parameters and buffers into a model, one after the other."""
-    with torch.no_grad():
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            tensor.copy_(checkpoint.weight(name))
+def restore_weights(checkpoint: Checkpoint, model: nn.Module, store: LayerStore) -> None:
+    """Copy parameters and buffers into a model and its store, one after the other."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        store.write(name, tensor, checkpoint.weight(name))
 
 
 def restore_optimizer(
@@ -272,6 +277,11 @@ def restore_user(checkpoint: Checkpoint, user: Mapping[str, Any]) -> None:
                 file=str(checkpoint.path),
                 field=f"user.{name}",
             ) from refused
+
+
+def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether tensors of `dtype` hold every value of the other dtype."""
+    return dtype is other or (dtype is torch.float32 and other in (torch.bfloat16, torch.float16))
 
 
 def _of_kind(value: Any, other: Any) -> bool:

@@ -30,6 +30,7 @@ from relay.cli.shared_options import machine_options, model_options, precision_o
     because="The plan chooses. Restrict it to this value; repeat the option to allow several.  [default: 1, 2 and 3]",
     multiple=True,
 )
+@training_option("master_weights")
 @training_option("clip_grad_norm")
 @training_option("loss_scale")
 @machine_options

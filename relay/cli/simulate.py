@@ -35,7 +35,7 @@ class Count(click.ParamType):
 
 SWEPT = (
     "device", "link", "host", "software", "layers", "hidden", "heads", "seq", "batch", "microbatches", "precision",
-    "state-dtype", "stash", "slots", "layers-per-slot", "resident-layers", "recompute",
+    "state-dtype", "master-weights", "stash", "slots", "layers-per-slot", "resident-layers", "recompute",
     "loss-scale",
 )  # fmt: skip
 
@@ -49,6 +49,7 @@ SWEPT = (
 )
 @precision_option
 @training_option("state_dtype")
+@training_option("master_weights")
 @training_option("stash")
 @training_option("slots")
 @training_option("clip_grad_norm")
@@ -144,7 +145,7 @@ def _simulation(options: dict[str, Any], **more: Any) -> Simulation:
         **{name: options[name] for name in ("config", "layers", "hidden", "heads", "ffn", "vocabulary", "tied")},
         **{name: options[name] for name in ("device", "link", "host", "software", "host_memory", "capacity")},
         **{name: options[name] for name in ("batch", "state_dtype", "stash", "slots", "precision", "loss_scale")},
-        **{name: options[name] for name in ("layers_per_slot", "recompute", "clip_grad_norm")},
+        **{name: options[name] for name in ("layers_per_slot", "recompute", "clip_grad_norm", "master_weights")},
         seq=options["seq"],
         microbatches=options["microbatches"] or options["batch"],
         **more,

@@ -1,7 +1,8 @@
 """The dtype of the master weights: what a trainer does with a model whose parameters are in half precision.
 
 With `master_weights="fp32"` such a model is converted as `model.float()` converts it, before anything is captured: an
-update below 1/256 of a bfloat16 weight would be lost. With "as_given" it stays as it is. The copies that cross the link
+update below 1/256 of a bfloat16 weight would be lost. So it is with "split", whose masters are float32 in two halves
+once the store has them (`relay.eps.split_weights`). With "as_given" it stays as it is. The copies that cross the link
 are the store's (`relay.eps.store`). Invariant: the model's parameters and buffers stay the same objects, and tensors
 that share memory share it afterwards.
 """
@@ -9,11 +10,15 @@ that share memory share it afterwards.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 
 import torch
 from torch import nn
 
 HALF = (torch.bfloat16, torch.float16)
+
+CONVERTED = ("fp32", "split")
+"""The `master_weights` for which a model in half precision is converted."""
 
 
 def master_dtype(model: nn.Module, parameter: torch.Tensor, master_weights: str) -> torch.dtype:
@@ -21,17 +26,41 @@ def master_dtype(model: nn.Module, parameter: torch.Tensor, master_weights: str)
     return torch.float32 if parameter.dtype in HALF and _converts(model, master_weights) else parameter.dtype
 
 
-def to_master_weights(model: nn.Module, master_weights: str, precision: str) -> None:
+def check_split(precision: str) -> None:
+    """Raise ValueError for a precision in which masters cannot be split."""
+    if precision != "bf16":
+        raise ValueError(
+            "master_weights='split' stores each weight as the bfloat16 that the device takes and a remainder of 16 "
+            f"bits. With precision={precision!r} the device takes no bfloat16, so there is nothing to split. Use "
+            "precision='bf16', or master_weights='fp32'."
+        )
+
+
+def refuse_unsplittable(name: str, parameter: torch.Tensor) -> None:
+    """Raise ValueError for a trained parameter that is no float32, and cannot be made float32 without loss."""
+    if parameter.dtype not in (torch.float32, *HALF):
+        raise ValueError(
+            f"{name!r} is {parameter.dtype}, and master_weights='split' splits float32 alone. Make it float32, freeze "
+            "it with requires_grad_(False), or use master_weights='fp32'."
+        )
+
+
+def to_master_weights(model: nn.Module, master_weights: str, precision: str, split: Collection[int] = ()) -> None:
     """Convert a model in half precision to float32 where `master_weights` asks for it, with a warning.
 
-    A model of which only frozen parameters are in half precision stays as it is: they have no updates to lose.
+    A model of which only frozen parameters are in half precision stays as it is: they have no updates to lose. So do
+    tensors whose ids are in `split`: they are halves of float32 masters.
     """
-    if not _converts(model, master_weights):
+    trained = [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if _trains_in_half(parameter) and id(parameter) not in split
+    ]
+    if not trained or master_weights not in CONVERTED:
         return
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if _trains_in_half(parameter)]
     by_storage: dict[int, list[torch.Tensor]] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
-        if tensor.dtype in HALF:
+        if tensor.dtype in HALF and id(tensor) not in split:
             by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
     dtypes = " and ".join(sorted({str(parameter.dtype) for _, parameter in trained}))
     for tensors in by_storage.values():
@@ -54,20 +83,20 @@ def refuse_unfrozen_half(frozen: list[tuple[str, nn.Parameter]]) -> None:
         if parameter.requires_grad and parameter.dtype in HALF:
             raise ValueError(
                 f"{name!r} is {parameter.dtype}, frozen when this trainer was built. Now it requires a gradient, "
-                "and master_weights='fp32' trains float32 parameters only. Build a new trainer for the model as it is, "
+                "and the masters of this trainer are float32. Build a new trainer for the model as it is, "
                 "or use master_weights='as_given'."
             )
 
 
 def frozen_half(model: nn.Module, master_weights: str) -> list[tuple[str, nn.Parameter]]:
     """The frozen parameters in half precision, where masters are float32."""
-    if master_weights != "fp32":
+    if master_weights not in CONVERTED:
         return []
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.dtype in HALF]
 
 
 def _converts(model: nn.Module, master_weights: str) -> bool:
-    return master_weights == "fp32" and any(map(_trains_in_half, model.parameters()))
+    return master_weights in CONVERTED and any(map(_trains_in_half, model.parameters()))
 
 
 def _trains_in_half(parameter: torch.Tensor) -> bool:

@@ -20,6 +20,7 @@ from relay.eps.torch_optimizer import TorchOptimizer
 from relay.optim import fused
 from relay.optim.int8_state import GROUP, Int8State, group_count
 from relay.optim.optimizers import HostOptimizer, State
+from relay.optim.split_master import SplitMaster
 from relay.precision import STATE_DTYPES
 
 LABELS = {
@@ -28,6 +29,13 @@ LABELS = {
     "max_exp_avg_sq": "largest second moments",
     "momentum_buffer": "momentum",
 }
+
+
+HELD: dict[torch.dtype, tuple[torch.dtype, ...]] = {
+    torch.bfloat16: (torch.bfloat16, torch.uint8),
+    torch.uint8: (torch.uint8,),
+}
+"""The dtypes of moments whose values a narrow dtype holds to the bit. A code of 8 bits has 3 of a bfloat16's 7."""
 
 
 class BoundOptimizer(Protocol):
@@ -55,8 +63,11 @@ class BoundOptimizer(Protocol):
     def kind(self) -> str:
         """The optimizer's name in checkpoints."""
 
-    def check(self, name: str, labels: Collection[str]) -> None:
-        """Raise ValueError if a state with these labels cannot be restored."""
+    def check(self, name: str, labels: Collection[str], dtypes: Mapping[str, torch.dtype]) -> None:
+        """Raise ValueError if a state with these labels cannot be restored to the bit.
+
+        `dtypes` are those of its tensors; uint8 stands for moments of 8 bits.
+        """
 
     def restore(self, name: str, state: State) -> None:
         """Set a parameter's state, as `state` returns it (empty: a new one). Other dtypes are converted.
@@ -124,8 +135,8 @@ class _Bound:
 
     def allocate(self, names: Sequence[str], group: Mapping[str, Any]) -> None:
         names = [name for name in names if name not in self._state]
-        for dtype in dict.fromkeys(self._store[name].dtype for name in names):
-            self._allocate([name for name in names if self._store[name].dtype == dtype], dtype, group)
+        for dtype in dict.fromkeys(self._store.dtype(name) for name in names):
+            self._allocate([name for name in names if self._store.dtype(name) == dtype], dtype, group)
 
     def _allocate(self, names: Sequence[str], dtype: torch.dtype, group: Mapping[str, Any]) -> None:
         small = self._state_dtype
@@ -193,44 +204,44 @@ class _Bound:
         # One call of torch takes tensors of one dtype; and SGD's first step of a tensor differs from the later ones.
         torch_calls: dict[tuple[torch.dtype, bool], list[int]] = {}
         for index, name in enumerate(names):
-            master, state, rounded = self._store[name], self._state[name], self._store.rounded(name)
+            master, state, rounded = self._store.master(name), self._state[name], self._store.rounded(name)
             if self._uses_torch(name, factor):
-                torch_calls.setdefault((master.dtype, bool(state["step"] == 1)), []).append(index)
+                torch_calls.setdefault((self._store.dtype(name), bool(state["step"] == 1)), []).append(index)
                 continue
             flat = {
                 label: value.view(-1) if isinstance(value, torch.Tensor) else value for label, value in state.items()
             }
+            split = isinstance(master, SplitMaster)
             fused.update(
                 self._optimizer.rule,
-                master.view(-1),
+                master.view(-1) if isinstance(master, torch.Tensor) else master,
                 gradients[index].view(-1),
                 flat,
-                rounded[0].view(-1) if rounded else None,
+                rounded[0].view(-1) if rounded and not split else None,
                 group,
                 step=int(state["step"]),
                 factor=amount,
                 seed=zlib.crc32(name.encode()),
             )
-            for copy in rounded[1:]:
-                copy.copy_(master)
+            if len(rounded) > (not split):
+                self._store.round(name)
         for (dtype, first), indices in torch_calls.items():
-            masters = [self._store[names[index]] for index in indices]
+            masters = [self._store.read(names[index]) for index in indices]
             taken = [gradients[index].to(dtype) for index in indices]
             if factor is not None:
                 torch._foreach_mul_(taken, factor)
             states = [self._state[names[index]] for index in indices]
             self._optimizer.update_by_torch(masters, taken, states, group, first)
-            for index, master in zip(indices, masters, strict=True):
-                for copy in self._store.rounded(names[index]):
-                    copy.copy_(master)
+            for index, updated in zip(indices, masters, strict=True):
+                self._store.updated_from(names[index], updated)
 
     def _uses_torch(self, name: str, factor: torch.Tensor | None) -> bool:
         """Whether torch's own kernel updates a parameter: where it is as good as the fused pass, or the only one."""
-        if self._store[name].dtype is not torch.float32:
+        if self._store.dtype(name) is not torch.float32:
             return True
         if self._state_dtype != "fp32" or not self._optimizer.has_torch_kernel:
             return False
-        one_pass = factor is None and not self._store.rounded(name)
+        one_pass = factor is None and not self._store.rounded(name) and name not in self._store.split
         return one_pass or not fused.matches_torch()
 
     def state(self, name: str) -> State:
@@ -244,10 +255,19 @@ class _Bound:
     def kind(self) -> str:
         return type(self._optimizer).__name__
 
-    def check(self, name: str, labels: Collection[str]) -> None:
+    def check(self, name: str, labels: Collection[str], dtypes: Mapping[str, torch.dtype]) -> None:
         own = self._state.get(name)
         if own is not None and labels and set(own) != set(labels):
             raise ValueError(f"the optimizer here has the states {sorted(own)}, the checkpoint {sorted(labels)}")
+        narrow = STATE_DTYPES[self._state_dtype]
+        for label in self._optimizer.rule.moments:
+            stored = dtypes.get(label, narrow)
+            if stored not in HELD.get(narrow, (stored,)):
+                was = next(key for key, dtype in STATE_DTYPES.items() if dtype is stored)
+                raise ValueError(
+                    f"{label!r} is {was} in the checkpoint and {self._state_dtype} here, which cannot hold it to the "
+                    f"bit. Build the trainer with state_dtype={was!r}, or load with weights_only=True"
+                )
 
     def from_torch_form(self, name: str, state: State, group: Mapping[str, Any], count: int) -> State:
         expected = {*self._optimizer.states(group), *self._optimizer.wide_states(group)}

@@ -143,7 +143,7 @@ class ParameterServer:
     ) -> None:
         self._device = device
         self._host = host
-        self._store = store
+        self.store = store
         self.optimizer = optimizer
         self.snapshot: Snapshot | None = None
         self._group_of = group_of
@@ -165,8 +165,8 @@ class ParameterServer:
             for index in plan.partial:
                 name = plan.names[index]
                 if name not in self._sums:
-                    parameter = self._store[name]
-                    flat = self._host.alloc(parameter.numel(), parameter.dtype, TIED_SUMS)
+                    parameter = self.store[name]
+                    flat = self._host.alloc(parameter.numel(), self.store.dtype(name), TIED_SUMS)
                     self._sums[name] = flat.view(parameter.shape)
             for number, indices in self._by_group(plan).items():
                 self.optimizer.allocate([plan.names[index] for index in indices], groups[number])
@@ -346,7 +346,7 @@ class ParameterServer:
                         continue
                 names = [plan.names[index] for index in indices]
                 if self.snapshot is not None:
-                    followers = [name for name in self._store.aliases if self._store.owner(name) in names]
+                    followers = [name for name in self.store.aliases if self.store.owner(name) in names]
                     self.snapshot.before_update([*names, *followers])
                 result.updating = True
                 self.optimizer.update(names, [gradients[index] for index in indices], groups[number], factor)
@@ -365,17 +365,18 @@ class ParameterServer:
         if updates:
             for index in plan.updates:
                 name = plan.names[index]
-                moved += sizes[index] + 2 * _size(self._store[name])
-                moved += sum(_size(copy) for copy in self._store.rounded(name))
+                # A split master is as long as a float32 one, and has its rounded weights in it.
+                moved += sizes[index] + 2 * self.store[name].numel() * self.store.dtype(name).itemsize
+                moved += sum(_size(copy) for copy in self.store.rounded(name))
                 moved += 2 * self.optimizer.state_bytes(name)
         return HostWork(moved)
 
     def _note_update(self, plan: GradientPlan, done: Event, submitted: SubmittedStep) -> None:
         submitted.updates.append(done)
         submitted.updated_segments.append(plan.name)
-        self._store.changed(plan.names[index] for index in plan.updates)
+        self.store.changed(plan.names[index] for index in plan.updates)
         for index in plan.updates:
-            self._store.updated[plan.names[index]] = done
+            self.store.updated[plan.names[index]] = done
 
     def _by_group(self, plan: GradientPlan) -> dict[int, list[int]]:
         """The indices of a plan's updates, by parameter group."""

@@ -11,7 +11,7 @@ never fails an update.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from hal.host import Host
 from relay.eps.optimizer_state import BoundOptimizer
 from relay.optim.int8_state import Int8State
 from relay.optim.optimizers import State
+from relay.optim.split_master import SplitMaster
 
 SNAPSHOT = "copies for a checkpoint"
 
@@ -49,17 +50,24 @@ class Record:
 
     def copy(self) -> Record:
         """A record with memory of its own."""
-        return Record(self.weight.detach().clone(), {label: _cloned(value) for label, value in self.states.items()})
+        return Record(self.weight.detach().clone(), self.states).copy_of_states()
+
+    def copy_of_states(self) -> Record:
+        """A record of the same weight, whose states have memory of their own."""
+        return Record(self.weight, {label: _cloned(value) for label, value in self.states.items()})
 
 
 class Snapshot:
     """The state of `weights` (parameters by the model's names) and of their optimizer at the time of `begin`.
 
     `budget` is how many bytes of copies may wait to be read; one record always may. `layout`, once the snapshot has
-    begun, has the dtypes and shapes of what there is to read; its tensors are the live ones.
+    begun, has the dtypes and shapes of what there is to read; its tensors are the live ones. A split master is read as
+    float32.
     """
 
-    def __init__(self, weights: dict[str, torch.Tensor], optimizer: BoundOptimizer, host: Host, budget: int) -> None:
+    def __init__(
+        self, weights: Mapping[str, torch.Tensor | SplitMaster], optimizer: BoundOptimizer, host: Host, budget: int
+    ) -> None:
         self._weights = weights
         self._optimizer = optimizer
         self._host = host
@@ -77,8 +85,18 @@ class Snapshot:
         self.layout = {name: self.live(name) for name in self._weights}
 
     def live(self, name: str) -> Record:
-        """A parameter as it is now, not copied."""
-        return Record(self._weights[name], dict(self._optimizer.state(name)))
+        """A parameter as it is now, not copied; for a split master, what it will be read as, without memory."""
+        weight = self._weights[name]
+        if isinstance(weight, SplitMaster):
+            weight = torch.empty(weight.shape, dtype=torch.float32, device="meta")
+        return Record(weight, dict(self._optimizer.state(name)))
+
+    def _record(self, name: str) -> Record:
+        """A parameter as it is now, in memory of its own."""
+        weight = self._weights[name]
+        if isinstance(weight, SplitMaster):
+            return Record(weight.to_float(), dict(self._optimizer.state(name))).copy_of_states()
+        return self.live(name).copy()
 
     def before_update(self, names: Sequence[str]) -> None:
         """Call before these parameters change. Copies those that have not been read; may wait."""
@@ -101,7 +119,7 @@ class Snapshot:
             )
             if self._ended or name not in self._unread:
                 return
-        self._copies[name] = live.copy()
+        self._copies[name] = self._record(name)
         self._count(size)
 
     def copied(self, names: Sequence[str]) -> int:
@@ -117,7 +135,7 @@ class Snapshot:
             self._unread.discard(name)
             record = self._copies.pop(name, None)
             if record is None:
-                record = self.live(name).copy()
+                record = self._record(name)
                 self._count(record.size)
             return record
 

@@ -3,7 +3,8 @@
 Each segment's parameters are in one contiguous region (one for each dtype), so that a layer is one transfer. A
 parameter that several segments use is in the region of the first. If the device computes in a lower precision, the
 master weights stay here in their own dtype, and the store has a rounded copy of those that the device takes rounded;
-only the copy crosses the link.
+only the copy crosses the link. With split masters there is no copy: such a parameter is the rounded weight and a
+remainder (`relay.eps.split_weights`).
 
 The store takes over the model's tensors: the module's parameters become views of the store, so a model is never held
 twice and always shows the current weights. Invariant: a name has the same memory for as long as the store lives.
@@ -11,9 +12,10 @@ twice and always shows the current weights. Invariant: a name has the same memor
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,14 +24,25 @@ from torch import nn
 from hal.event import Event
 from hal.host import Host
 from hal.page_lock import give_back_free_memory
-from hal.slot import Field, SlotContent, aligned, lay_out
+from hal.slot import Field, SlotContent, lay_out
 from relay.eps.aliases import Alias, find_aliases
+from relay.eps.regions import GradientField, GradientMemory, Stored, as_they_lie
+from relay.eps.split_weights import (
+    REMAINDERS,
+    SplitWeights,
+    in_halves,
+    remainder_bytes,
+    shown_as_float32,
+    to_be_split,
+)
 from relay.errors import ModelChanged
+from relay.optim.split_master import SplitMaster
+
+logger = logging.getLogger("relay")
 
 WEIGHTS = "weights"
 ROUNDED = "rounded weights"
 BUFFERS = "buffers"
-GRADIENTS = "gradients"
 
 TRIM_EVERY = 16 << 20
 """After so many bytes have moved in, freed memory is returned to the system."""
@@ -41,39 +54,19 @@ Wanted = tuple[str, torch.dtype]
 """A parameter or buffer, and the dtype in which the device takes it."""
 
 
-@dataclass(frozen=True)
-class GradientField:
-    """A gradient that a segment computes: its parameter, its dtype, and which use of a tied parameter it is from.
-
-    `use` counts the segments of a pass that have a gradient for it, in forward order.
-    """
-
-    name: str
-    dtype: torch.dtype
-    use: int = 0
-
-
-@dataclass(frozen=True, eq=False)
-class _Stored:
-    """A tensor and its memory: `offset` bytes into `flat` (a tensor of bytes)."""
-
-    tensor: torch.Tensor
-    flat: torch.Tensor
-    offset: int
-
-
 class LayerStore:
-    """Parameters and buffers by the model's own names."""
+    """Parameters and buffers by the model's own names. With `splits`, masters are split where they can be."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, splits: bool = False) -> None:
         self._host = host
-        self._stored: dict[Wanted, _Stored] = {}
+        self.splits = splits
+        self.split = SplitWeights()
+        self._stored: dict[Wanted, Stored] = {}
         self._master: dict[str, torch.dtype] = {}
         self._copies: dict[str, list[torch.Tensor]] = {}
         self._contents: dict[tuple[object, ...], SlotContent] = {}
         self._names_of: weakref.WeakKeyDictionary[SlotContent, tuple[str, ...]] = weakref.WeakKeyDictionary()
-        self._homes: dict[GradientField, _Stored] = {}
-        self._home_flats: list[torch.Tensor] = []
+        self.gradients = GradientMemory(host)
         self._seen: dict[str, tuple[torch.Tensor, int]] = {}
         self._regions: list[tuple[torch.Tensor, str]] = []
         self._complete = False
@@ -93,45 +86,70 @@ class LayerStore:
         """
         tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         groups = [list(group) for group in groups]
+        unfit = {*self._master, *(alias.owner for alias in self.aliases.values())}
+        halved = to_be_split(tensors, groups, unfit) if self.splits else set()
         rest = [[(name, tensor.dtype)] for name, tensor in tensors.items()]
         crossing = {item for group in groups for item in group}  # the master of a rounded weight does not cross
         plans: list[tuple[list[str], tuple[Field, ...], int, torch.dtype, str]] = []
         planned = {*self._stored, *((name, tensors[name].dtype) for name in self.aliases)}
         for group in [*groups, *rest]:
-            own = [(name, tensors[name].dtype) for name, _ in group]
-            for wanted in (own, group):
+            own = [(name, tensors[name].dtype) for name, _ in group if name not in halved]
+            for wanted in (own, [item for item in group if item[0] not in halved or item[1] is torch.bfloat16]):
                 fresh = [item for item in dict.fromkeys(wanted) if item not in planned]
                 planned.update(fresh)
                 for state in (WEIGHTS, ROUNDED, BUFFERS):
-                    of_state = [item for item in fresh if self._state_of(item, tensors[item[0]]) == state]
+                    of_state = [item for item in fresh if self._state_of(item, tensors[item[0]], halved) == state]
                     for dtype, crosses in dict.fromkeys((item[1], item in crossing) for item in of_state):
                         names = [item[0] for item in of_state if (item[1], item in crossing) == (dtype, crosses)]
                         fields, size = lay_out([(tuple(tensors[name].shape), dtype) for name in names])
                         plans.append((names, fields, size, dtype, state))
-        self._host.require(sum(size for _, _, size, _, _ in plans), "the model")
+        remainders = [
+            remainder_bytes([tensors[name].numel() for name in names]) if names[0] in halved else 0
+            for names, _, _, _, _ in plans
+        ]
+        self._host.require(sum(size for _, _, size, _, _ in plans) + sum(remainders), "the model")
         moved = 0
-        for names, fields, size, dtype, state in plans:  # one region is allocated and filled after the other
+        # One region is allocated and filled after the other.
+        for (names, fields, size, dtype, state), remaining in zip(plans, remainders, strict=True):
             flat = self._host.alloc(size // dtype.itemsize, dtype, state, crosses=(names[0], dtype) in crossing)
             self._regions.append((flat, state))
+            remainder = self._host.alloc(remaining, torch.uint8, REMAINDERS) if remaining else None
+            if remainder is not None:
+                self._regions.append((remainder, REMAINDERS))
             raw = flat.view(torch.uint8)
             moved += raw.numel()
             if moved >= TRIM_EVERY:
                 give_back_free_memory()
                 moved = 0
-            for name, field in zip(names, fields, strict=True):
+            homes = [raw[field.offset : field.offset + field.size].view(dtype).view(field.shape) for field in fields]
+            if remainder is not None:
+                for name, master in zip(names, in_halves(remainder, homes), strict=True):
+                    self.split.add(name, master, remainder)
+            for name, field, home in zip(names, fields, homes, strict=True):
                 tensor = tensors[name]
-                home = raw[field.offset : field.offset + tensor.numel() * dtype.itemsize].view(dtype).view(field.shape)
                 with torch.no_grad():
-                    home.copy_(tensor)
+                    if remainder is not None:
+                        self.split[name].assign(tensor)
+                        if name in self._adopted:
+                            self._adopted[name] = (tensor, torch.bfloat16)
+                    else:
+                        home.copy_(self.read(name) if name in self.split else tensor)
                     if state != ROUNDED:
                         self._master[name] = dtype
                         tensor.data = home  # the original memory goes as soon as its module lets go of it
                         self._seen[name] = (tensor, tensor._version)
                     else:
                         self._copies.setdefault(name, []).append(home)
-                self._stored[(name, dtype)] = _Stored(home, raw, field.offset)
+                self._stored[(name, dtype)] = Stored(home, raw, field.offset)
         for name in self.aliases:
             self._view_owner(name, tensors[name])
+        if halved and self._adopted and len(self.split) == len(halved):  # the first time
+            logger.warning(
+                "master_weights='split': %d of the model's parameters are bfloat16 while this trainer holds them (the "
+                "other half of each is the trainer's). trainer.state_dict(), sync_to and checkpoints give float32, and "
+                "close() gives float32 back to the model.",
+                len(halved),
+            )
         self._complete = True
 
     def _view_owner(self, name: str, tensor: torch.Tensor) -> None:
@@ -142,7 +160,7 @@ class LayerStore:
             return
         owner = self._stored[wanted]
         home = owner.tensor.view(-1)[alias.start : alias.start + tensor.numel()].view(tensor.shape)
-        self._stored[(name, tensor.dtype)] = _Stored(
+        self._stored[(name, tensor.dtype)] = Stored(
             home, owner.flat, owner.offset + alias.start * tensor.element_size()
         )
         self._master[name] = tensor.dtype
@@ -161,21 +179,69 @@ class LayerStore:
             self.aliases = find_aliases(model)
 
     @staticmethod
-    def _state_of(wanted: Wanted, tensor: torch.Tensor) -> str:
+    def _state_of(wanted: Wanted, tensor: torch.Tensor, halved: set[str]) -> str:
         if not isinstance(tensor, nn.Parameter):
             return BUFFERS
-        return WEIGHTS if wanted[1] == tensor.dtype else ROUNDED
+        return WEIGHTS if wanted[1] == tensor.dtype or wanted[0] in halved else ROUNDED
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """The master weight (or buffer) of that name."""
+        """The master weight (or buffer) of that name; the bfloat16 half of one that is split."""
         return self._stored[(name, self._master[name])].tensor
+
+    def master(self, name: str) -> torch.Tensor | SplitMaster:
+        """The master weight of that name, to be updated in place."""
+        return self.split[name] if name in self.split else self[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype in which a parameter is trained: float32 where its master is split."""
+        return torch.float32 if name in self.split else self._master[name]
+
+    def dtype_of(self, name: str, tensor: torch.Tensor) -> torch.dtype:
+        """The dtype in which a parameter of the model is trained, whether it has been taken over or not."""
+        return torch.float32 if name in self.split else tensor.dtype
+
+    def read(self, name: str) -> torch.Tensor:
+        """A master weight (or buffer) in its own dtype: the memory itself, or new memory where it is split."""
+        return self.split[name].to_float() if name in self.split else self[name]
+
+    def read_from(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The same for a tensor of the model that may not have been taken over yet."""
+        return self.read(name) if name in self.split else tensor.detach()
+
+    def write(self, name: str, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Set a tensor of the model, whether it has been taken over or not, and its copies for the device."""
+        with torch.no_grad():
+            if name not in self.split:
+                tensor.copy_(values)  # the next pass notices it as an edit, and rounds anew
+                return
+            self.updated_from(name, values)
+            self.changed([name])
+
+    def updated_from(self, name: str, updated: torch.Tensor) -> None:
+        """Take in an update of what `read` returned, and write the copies of the master weight anew."""
+        if name in self.split:
+            self.split[name].assign(updated)
+        self.round(name)
+
+    def round(self, name: str) -> None:
+        """Write the copies of a master weight in other dtypes anew."""
+        for copy in self.rounded(name):
+            copy.copy_(self.read(name))
+
+    def as_traced(self) -> AbstractContextManager[None]:
+        """A context in which split parameters of the model are float32, as which programs take their gradients."""
+        return shown_as_float32(self.split_tensors())
+
+    def split_tensors(self) -> list[torch.Tensor]:
+        """The parameters of the model whose masters are split."""
+        return [self._seen[name][0] for name in self.split]
 
     def holds(self, wanted: Wanted) -> bool:
         """Whether a name is here in that dtype."""
         return wanted in self._stored
 
     def rounded(self, name: str) -> list[torch.Tensor]:
-        """The copies of a master weight in other dtypes, to be written whenever it changes."""
+        """The copies of a master weight in other dtypes, to be written whenever it changes; see `round`."""
         return self._copies.get(name, [])
 
     def adopt(self, model: nn.Module) -> None:
@@ -204,10 +270,17 @@ class LayerStore:
         """Round again the weights that were written through the model since the last call."""
         edited = {self.owner(name) for name, (tensor, version) in self._seen.items() if tensor._version != version}
         self.changed(edited)
+        for name in edited & set(self.split):
+            logger.warning(
+                "%r was written through the model, in which it is bfloat16: its master weight is that bfloat16 now. "
+                "master_weights='fp32' keeps such writes in float32.",
+                name,
+            )
+            self.split[name].forget_remainder()
         for (name, dtype), stored in self._stored.items():
             if dtype != self._master[name] and name in edited:
                 with torch.no_grad():
-                    stored.tensor.copy_(self[name])
+                    stored.tensor.copy_(self.read(name))
         for name, (tensor, _) in self._seen.items():
             self._seen[name] = (tensor, tensor._version)
 
@@ -231,7 +304,7 @@ class LayerStore:
         for old, new in names.items():
             if new is None and old in self._seen:
                 tensor = self._seen[old][0]
-                tensor.data = tensor.data.clone()
+                tensor.data = self.read(old) if old in self.split else tensor.data.clone()
 
         def renamed(table: dict[Any, Any], new_key: Callable[[Any], Any]) -> dict[Any, Any]:
             moved = ((new_key(key), value) for key, value in table.items())
@@ -250,11 +323,12 @@ class LayerStore:
         self._master = renamed(self._master, new_name)
         self._seen = renamed(self._seen, new_name)
         self._copies = renamed(self._copies, new_name)
+        self.split.rename(names)
         self.updated.clear()
         self._contents.clear()
         self._names_of.clear()
-        self._free_homes()
-        living = {stored.flat.data_ptr() for stored in self._stored.values()}
+        self.gradients.free()
+        living = {stored.flat.data_ptr() for stored in self._stored.values()} | self.split.regions()
         for flat, state in self._regions:
             if flat.data_ptr() not in living:
                 self._host.free(flat, state)
@@ -269,7 +343,7 @@ class LayerStore:
         self.updated.clear()
         self._contents.clear()
         self._names_of.clear()
-        self._free_homes()
+        self.gradients.free()
         homes = {name: self._stored.pop((name, dtype)) for name, dtype in self._master.items()}
         self._stored.clear()
         self._copies.clear()
@@ -283,22 +357,19 @@ class LayerStore:
                 if tensor.data_ptr() == home.data_ptr() and tensor.dtype == home.dtype:
                     alias = self.aliases.get(name)
                     owner = None if alias is None else given.get(alias.owner)
-                    if alias is None or owner is None:
+                    if name in self.split:
+                        tensor.data = self.read(name)
+                    elif alias is None or owner is None:
                         tensor.data = home.clone()
                     else:
                         tensor.data = owner.view(-1)[alias.start : alias.start + home.numel()].view(home.shape)
                     given[name] = tensor.data
             self._host.free(flat, state)
         self._master.clear()
+        self.split.clear()
         self.aliases.clear()
         self._complete = False
         self._adopted.clear()
-
-    def _free_homes(self) -> None:
-        for flat in self._home_flats:
-            self._host.free(flat, GRADIENTS)
-        self._home_flats.clear()
-        self._homes.clear()
 
     def content(
         self, name: str, tensors: Sequence[Wanted], gradients: Sequence[GradientField], keeps_gradients: bool
@@ -318,10 +389,6 @@ class LayerStore:
             del self._contents[next(iter(self._contents))]
         return content
 
-    def homes_beyond(self, other: LayerStore) -> int:
-        """Bytes of gradient memory here for gradients that another store has no memory for."""
-        return sum(extent(home.tensor) for one, home in self._homes.items() if one not in other._homes)
-
     def ready(self, content: SlotContent) -> list[Event]:
         """The updates that must have ended before a content is sent to the device."""
         events = [self.updated[name] for name in self._names_of[content] if name in self.updated]
@@ -333,45 +400,15 @@ class LayerStore:
         stored = [self._stored[wanted] for wanted in tensors]
         fields, size = lay_out([(tuple(one.tensor.shape), one.tensor.dtype) for one in stored])
         gradient_fields, gradient_size = lay_out([(tuple(self[one.name].shape), one.dtype) for one in gradients])
-        homes = self._homes_of(gradients) if keeps_gradients else []
+        homes = self.gradients.of(gradients, lambda one: self[one].shape) if keeps_gradients else []
         return SlotContent(
             name,
             fields,
             size,
-            _as_they_lie(stored, fields),
+            as_they_lie(stored, fields),
             tuple(one.tensor for one in stored),
             gradient_fields,
             gradient_size,
-            _as_they_lie(homes, gradient_fields if homes else ()),
+            as_they_lie(homes, gradient_fields if homes else ()),
             tuple(home.tensor for home in homes),
         )
-
-    def _homes_of(self, gradients: Sequence[GradientField]) -> list[_Stored]:
-        """The host memory of these gradients. Those that have none yet get it, side by side."""
-        fresh = [one for one in gradients if one not in self._homes]
-        fields, size = lay_out([(tuple(self[one.name].shape), one.dtype) for one in fresh])
-        if fresh:
-            flat = self._host.alloc(size, torch.uint8, GRADIENTS, crosses=True)
-            self._home_flats.append(flat)
-            for gradient, field in zip(fresh, fields, strict=True):
-                tensor = flat[field.offset : field.offset + field.size].view(field.dtype).view(field.shape)
-                self._homes[gradient] = _Stored(tensor, flat, field.offset)
-        return [self._homes[one] for one in gradients]
-
-
-def extent(tensor: torch.Tensor) -> int:
-    """Bytes that a tensor takes in a region, including the padding up to the next tensor."""
-    return aligned(tensor.numel() * tensor.dtype.itemsize)
-
-
-def _as_they_lie(stored: Sequence[_Stored], fields: Sequence[Field]) -> tuple[tuple[int, torch.Tensor], ...]:
-    """The same memory in as few contiguous pieces (of bytes) as possible, each with its offset among the fields."""
-    pieces: list[tuple[int, torch.Tensor]] = []
-    start = end = 0
-    for number, (one, field) in enumerate(zip(stored, fields, strict=True)):
-        if not number or one.flat is not stored[number - 1].flat or one.offset != end:
-            start = one.offset
-            pieces.append((field.offset, one.flat[start:start]))
-        end = one.offset + extent(one.tensor)
-        pieces[-1] = (pieces[-1][0], one.flat[start:end])
-    return tuple(pieces)

@@ -2,8 +2,9 @@
 
 The class is given as `functools.partial(torch.optim.X, ...)`, since the relay makes the optimizers itself. They share
 one state for each parameter, so a parameter that is later updated together with others keeps its state. This works for
-optimizers that treat each parameter by itself; one that combines parameters would see one layer at a time. Invariant:
-states are torch's own objects, made by torch.
+optimizers that treat each parameter by itself; one that combines parameters would see one layer at a time. Split
+masters are made float32 for the update of their layer, in memory that all layers share. Invariant: states are torch's
+own objects, made by torch.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch import nn
 
 from hal.host import Host
 from relay.eps.store import LayerStore
+
+JOINED = "split weights of one layer"
 
 WHOLE_MODEL = ("LBFGS", "Muon")
 """torch.optim classes that do not treat each parameter by itself, or not every shape."""
@@ -78,18 +81,24 @@ class BoundTorchOptimizer:
         self._states: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         self._counted: set[str] = set()
         self._waiting: dict[str, dict[str, Any]] = {}
+        self._joined: torch.Tensor | None = None
 
     def allocate(self, names: Sequence[str], group: Mapping[str, Any]) -> None:
-        """Allocates nothing: torch makes its states at the first step. Raises ValueError for a dtype it refuses."""
+        """Allocates no states: torch makes them at the first step. Raises ValueError for a dtype it refuses."""
+        needed = sum(self._store[name].numel() for name in names if name in self._store.split)
+        if needed > (0 if self._joined is None else self._joined.numel()):
+            if self._joined is not None:
+                self._host.free(self._joined, JOINED)
+            self._joined = self._host.alloc(needed, torch.float32, JOINED)
         for name in names:
-            self._spec.check_dtype(name, self._store[name].dtype, "fp32")
+            self._spec.check_dtype(name, self._store.dtype(name), "fp32")
 
     def _optimizer_of(self, key: tuple[str, ...]) -> torch.optim.Optimizer:
         if key in self._optimizers:
             return self._optimizers[key]
         for name in key:
             if name not in self._leaves:
-                self._leaves[name] = nn.Parameter(self._store[name], requires_grad=True)
+                self._leaves[name] = nn.Parameter(self._store.read(name), requires_grad=True)
             if name in self._waiting:
                 self._states[self._leaves[name]] = _copied(self._waiting.pop(name))
                 self._count(name, 1)
@@ -107,6 +116,9 @@ class BoundTorchOptimizer:
         group: Mapping[str, Any],
         factor: torch.Tensor | None,
     ) -> None:
+        for name, joined in self._joined_masters(names):
+            leaf = self._leaves.setdefault(name, nn.Parameter(joined, requires_grad=True))
+            leaf.data = joined
         optimizer = self._optimizer_of(tuple(names))
         if factor is not None:
             torch._foreach_mul_(list(gradients), factor)
@@ -117,12 +129,26 @@ class BoundTorchOptimizer:
         with torch.enable_grad():
             optimizer.step()
         for name in names:
-            self._leaves[name].grad = None
-            for copy in self._store.rounded(name):
-                copy.copy_(self._store[name])
+            leaf = self._leaves[name]
+            leaf.grad = None
+            self._store.updated_from(name, leaf.detach())
+            if name in self._store.split:
+                leaf.data = torch.empty(0)
         # torch makes its states at the first step; they are added to the ledger then.
         for name in set(names) - self._counted:
             self._count(name, 1)
+
+    def _joined_masters(self, names: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
+        """The split masters among these as float32, in the memory for one layer."""
+        start, joined = 0, []
+        for name in names:
+            if name in self._store.split:
+                master = self._store.split[name]
+                assert self._joined is not None
+                part = self._joined[start : start + master.numel()].view(master.shape)
+                joined.append((name, master.to_float(part)))
+                start += master.numel()
+        return joined
 
     def state(self, name: str) -> dict[str, Any]:
         if name in self._waiting:
@@ -133,12 +159,10 @@ class BoundTorchOptimizer:
     def kind(self) -> str:
         return kind_of(self._factory)
 
-    def check(self, name: str, labels: Collection[str]) -> None:
+    def check(self, name: str, labels: Collection[str], dtypes: Mapping[str, torch.dtype]) -> None:
         """Does nothing: a class of torch.optim accepts any state that it has saved."""
 
-    def from_torch_form(
-        self, name: str, state: dict[str, Any], group: Mapping[str, Any], count: int
-    ) -> dict[str, Any]:
+    def from_torch_form(self, name: str, state: dict[str, Any], group: Mapping[str, Any], count: int) -> dict[str, Any]:
         """The same state: it is torch's own."""
         return dict(state)
 
@@ -176,9 +200,8 @@ class BoundTorchOptimizer:
 
     def state_bytes(self, name: str) -> int:
         made = [value for value in self.state(name).values() if isinstance(value, torch.Tensor)]
-        parameter = self._store[name]
         if not made:
-            return 2 * parameter.numel() * parameter.dtype.itemsize
+            return 2 * self._store[name].numel() * self._store.dtype(name).itemsize
         return sum(value.numel() * value.dtype.itemsize for value in made)
 
 

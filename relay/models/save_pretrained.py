@@ -25,11 +25,16 @@ from relay.models.weight_conversion import Conversion, is_transformers_model, pl
 
 
 def save_pretrained(
-    model: nn.Module, state: Mapping[str, torch.Tensor], folder: str | Path, shard_size: str = "5GB"
+    model: nn.Module,
+    state: Mapping[str, torch.Tensor],
+    folder: str | Path,
+    shard_size: str = "5GB",
+    masters: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Write a folder that `from_pretrained` loads: the configuration, and the weights as safetensors in shards.
 
-    `state` maps the model's names to the weights. No shard is larger than `shard_size`, except for a tensor that is.
+    `state` maps the model's names to the weights, and `masters` some of them to the float32 that is written in their
+    place, each made when it is looked up. No shard is larger than `shard_size`, except for a tensor that is.
     Raises TypeError for a model without `save_pretrained`.
     """
     save: Callable[..., Any] | None = getattr(model, "save_pretrained", None)
@@ -39,18 +44,21 @@ def save_pretrained(
             "Write trainer.state_dict() with safetensors.torch.save_file instead."
         )
     if not _streams(model):
-        save(str(folder), state_dict=dict(state), max_shard_size=shard_size)
+        save(str(folder), state_dict={**state, **(masters or {})}, max_shard_size=shard_size)
         return
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     state = _distinct(model, state)
+    wide = {} if masters is None else masters
+    dtypes = {name: torch.float32 if name in wide else tensor.dtype for name, tensor in state.items()}
     plan = plan_saving(
-        model, {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in state.items()}
+        model,
+        {name: torch.empty(tensor.shape, dtype=dtypes[name], device="meta") for name, tensor in state.items()},
     )
     shards = _shards(plan, parse_size(shard_size))
     partial = [folder / f".{name}.partial" for name in shards]
     try:
-        _write(plan, state, dict(zip(partial, shards.values(), strict=True)))
+        _write(plan, wide, state, dict(zip(partial, shards.values(), strict=True)))
         save(str(folder), state_dict={})  # the configuration; it removes shards of an earlier save
         for path, name in zip(partial, shards, strict=True):
             path.replace(folder / name)
@@ -106,12 +114,18 @@ def _shards(plan: Sequence[Conversion], most: int) -> dict[str, list[TensorPlan]
 
 
 def _write(
-    plan: Sequence[Conversion], state: Mapping[str, torch.Tensor], shards: Mapping[Path, list[TensorPlan]]
+    plan: Sequence[Conversion],
+    masters: Mapping[str, torch.Tensor],
+    state: Mapping[str, torch.Tensor],
+    shards: Mapping[Path, list[TensorPlan]],
 ) -> None:
+    def weight(name: str) -> torch.Tensor:
+        return (masters[name] if name in masters else state[name]).detach()
+
     tensors = (
         tensor
         for conversion in plan
-        for tensor in conversion.convert({name: state[name].detach() for name in conversion.sources}).values()
+        for tensor in conversion.convert({name: weight(name) for name in conversion.sources}).values()
     )
     for path, part in shards.items():
         path.unlink(missing_ok=True)  # of a process that was killed as it wrote

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from relay.optim.int8_state import Int8State
+from relay.optim.split_master import SplitMaster
 from relay.optim.thread_pool import work_through
 
 State = torch.Tensor | Int8State
@@ -123,7 +124,7 @@ def matches_torch() -> bool:
 
 def update(
     rule: Rule,
-    master: torch.Tensor,
+    master: torch.Tensor | SplitMaster,
     gradient: torch.Tensor,
     state: Mapping[str, Any],
     weight_out: torch.Tensor | None,
@@ -138,7 +139,7 @@ def update(
 
     Args:
         rule: ADAM, ADAMW, SGD, LAMB or LION.
-        master: float32 weights, changed in place.
+        master: float32 weights, or a `SplitMaster`, which has its rounded weights in it; changed in place.
         gradient: float32, bfloat16 or float16.
         state: the optimizer's states by torch.optim's names, changed in place. A moment is float32, bfloat16 (rounded
             at random, without bias) or an `Int8State`. `max_exp_avg_sq` (float32) asks for AMSGrad. SGD needs
@@ -176,17 +177,16 @@ def update(
     size, short = master.numel(), (torch.bfloat16, torch.float16)
     first, second = ([state.get(label) for label in rule.moments] + [None])[:2]
     largest = state.get("max_exp_avg_sq")
-    _kind(kernels, "master", master, size, (torch.float32,))
+    weights = _weights(kernels, master, weight_out, size)
     if largest is not None:
         _kind(kernels, "max_exp_avg_sq", largest, size, (torch.float32,))
     operands = (
-        *(master.data_ptr(), gradient.data_ptr()),
+        *(weights[0], gradient.data_ptr()),
         _kind(kernels, "gradient", gradient, size, (torch.float32, *short)),
         *_state(kernels, "the first state", first, size, signed=True),
         *_state(kernels, "the second state", second, size, signed=False),
         0 if largest is None else largest.data_ptr(),
-        0 if weight_out is None else weight_out.data_ptr(),
-        kernels.ABSENT if weight_out is None else _kind(kernels, "weight_out", weight_out, size, short),
+        *weights[1:],
     )
     constants = rule.constants(group, step, -factor if group.get("maximize") else factor)
     flags = (momentum != 0) | (step == 1) << 1 | bool(group.get("nesterov")) << 2
@@ -290,6 +290,22 @@ def _kind(kernels: Any, name: str, tensor: torch.Tensor, size: int, allowed: tup
         torch.uint8: kernels.INT8,
     }
     return numbers[tensor.dtype]
+
+
+def _weights(
+    kernels: Any, master: torch.Tensor | SplitMaster, weight_out: torch.Tensor | None, size: int
+) -> tuple[int, int, int, int, int]:
+    """Addresses and kind: the master (or its lower halves), the rounded weights, their kind, flags and bits of ties."""
+    if isinstance(master, SplitMaster):
+        if weight_out is not None:
+            raise ValueError("weight_out goes with a float32 master: a split master has its rounded weights in it.")
+        high, low, flags, ties = master.addresses()
+        return low, high, kernels.SPLIT, flags, ties
+    _kind(kernels, "master", master, size, (torch.float32,))
+    if weight_out is None:
+        return master.data_ptr(), 0, kernels.ABSENT, 0, 0
+    kind = _kind(kernels, "weight_out", weight_out, size, (torch.bfloat16, torch.float16))
+    return master.data_ptr(), weight_out.data_ptr(), kind, 0, 0
 
 
 def _state(kernels: Any, name: str, state: State | None, size: int, *, signed: bool) -> tuple[int, int, int]:

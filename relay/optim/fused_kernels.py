@@ -21,7 +21,7 @@ import numpy as np
 from numba import types
 
 from hal.numba_cache import compiled
-from relay.optim import numba_intrinsics
+from relay.optim import numba_intrinsics, split_kernels
 from relay.optim.numba_intrinsics import (
     INFINITE,
     LINE,
@@ -44,12 +44,12 @@ from relay.optim.numba_intrinsics import (
     widen,
     words_at,
 )
+from relay.optim.split_kernels import BLOCK, join_block, split_block
 
-BLOCK = 2048
-ROOM = 3 * BLOCK
+ROOM = 4 * BLOCK
 GROUP = 256  # elements of an 8-bit state that share a scale
 
-ABSENT, FLOAT32, BFLOAT16, FLOAT16, INT8 = range(5)
+ABSENT, FLOAT32, BFLOAT16, FLOAT16, INT8, SPLIT = range(6)
 ADAM, SGD, LION, LAMB_MOMENTS, LAMB_APPLY = range(5)
 
 HALF = np.float32(0.5)
@@ -319,17 +319,25 @@ def _update(
     rule, begin, end, vector_end, flags,
     master, gradient, gradient_kind,
     first, first_kind, first_scales, second, second_kind, second_scales, largest,
-    weight, weight_kind, constants, sums, first_key, second_key,
+    weight, weight_kind, tie_flags, ties, constants, sums, first_key, second_key,
 ):  # fmt: skip
-    """One rule on elements `begin` to `end`. Operands are addresses; a kind says what lies there."""
+    """One rule on elements `begin` to `end`. Operands are addresses; a kind says what lies there.
+
+    Where `weight_kind` is SPLIT, the float32 weights are in two halves, at `weight` and `master`.
+    """
     gradient_buffer = stack_floats(ROOM)
     first_buffer = gradient_buffer + 4 * BLOCK
     second_buffer = first_buffer + 4 * BLOCK
+    master_buffer = second_buffer + 4 * BLOCK
     c = floats_at(constants, 16)
     for start in range(begin, end, BLOCK):
         count = min(BLOCK, end - start)
         vectors = max(min(count, vector_end - start), 0)
-        parameters = floats_at(master + 4 * start, count)
+        master_at = master + 4 * start
+        if weight_kind == SPLIT:
+            join_block(weight, master, tie_flags, ties, start, count, master_buffer)
+            master_at = master_buffer
+        parameters = floats_at(master_at, count)
         gradient_at = gradient + 4 * start
         # Adam, the rule that most wait for, widens a bfloat16 on the way.
         if gradient_kind == FLOAT16 or (gradient_kind == BFLOAT16 and rule != ADAM):
@@ -363,6 +371,9 @@ def _update(
             _load(second_kind, False, second, second_scales, start, count, second_buffer)
             block_sums = doubles_at(sums + 16 * (start // BLOCK), 2)
             _lamb_norms(count, parameters, firsts, seconds, c, floats_at(gradient_buffer, count), block_sums)
+        elif weight_kind == SPLIT:
+            # From the buffer, since in the halves a tie could not be told.
+            split_block(master_buffer, weight, master, tie_flags, ties, start, count)
         elif weight_kind in (BFLOAT16, FLOAT16):
             weight_at = weight + 2 * start
             streamed = count - count % LINE if weight_at % (2 * LINE) == 0 else 0
@@ -376,5 +387,5 @@ def _update(
     fence()
 
 
-_SOURCES = [numba_intrinsics.__file__]
-update = compiled(_update, [types.void(*(types.intp,) * 19, types.uint32, types.uint32)], _SOURCES)
+_SOURCES = [numba_intrinsics.__file__, split_kernels.__file__]
+update = compiled(_update, [types.void(*(types.intp,) * 21, types.uint32, types.uint32)], _SOURCES)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,7 +77,7 @@ class ModelCompiler:
     `max_cached_programs` compiled models are kept. `device` names the device in error messages, `lowering` is the kind
     of graph that it executes, and `traced_for` the torch device that native graphs are traced for. `loss_weight` is
     what the user says that a micro-batch counts, `loss_over` what the head runs over. `head` says whether the last
-    segment runs over chunks.
+    segment runs over chunks. The model is compiled as it is within `as_traced()`.
     """
 
     def __init__(
@@ -114,6 +114,7 @@ class ModelCompiler:
         self._loss_over = loss_over
         self._warned = False
         self.head = HeadChunks()
+        self.as_traced: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def whole(self) -> bool:
@@ -323,10 +324,11 @@ class ModelCompiler:
 
     def baseline_device_bytes(self, compiled: CompiledModel) -> int:
         """Device bytes that plain training would need: weights, gradients, two moments, autograd's saved tensors."""
-        state = sum(
-            parameter.numel() * parameter.element_size() * (4 if parameter.requires_grad else 1)
-            for parameter in self.model.parameters()
-        )
+        with self.as_traced():
+            state = sum(
+                parameter.numel() * parameter.element_size() * (4 if parameter.requires_grad else 1)
+                for parameter in self.model.parameters()
+            )
         state += sum(buffer.numel() * buffer.element_size() for buffer in self.model.buffers())
         for stage in compiled.stages:
             chunks = stage.segment.chunks
@@ -436,7 +438,7 @@ class ModelCompiler:
         purpose = "training" if training else "evaluation"
         logger.info("compiling for %s on micro-batches of %s", purpose, shapes, extra={"event": "compile"})
         try:
-            with _COMPILING, undisturbed(self.model), bypassed(), watching_draws(), unlogged():
+            with _COMPILING, self.as_traced(), undisturbed(self.model), bypassed(), watching_draws(), unlogged():
                 yield
         except Unsupported as refused:
             what = f"device {self.device!r} takes graphs of known ops only: {refused}"

@@ -37,11 +37,12 @@ class CountingHost(Host):
 class _StandIn:
     """A model's parameters and buffers by name, without their memory."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = [
-            (name, nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad))
+    def __init__(self, model: nn.Module, now: LayerStore) -> None:
+        described = [
+            (name, torch.empty_like(tensor, dtype=now.dtype_of(name, tensor), device="meta"), tensor.requires_grad)
             for name, tensor in model.named_parameters()
         ]
+        self._parameters = [(name, nn.Parameter(tensor, requires_grad=trained)) for name, tensor, trained in described]
         self._buffers = [(name, torch.empty_like(tensor, device="meta")) for name, tensor in model.named_buffers()]
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -53,6 +54,7 @@ class _StandIn:
 
 def rehearse(
     model: nn.Module,
+    now: LayerStore,
     host: CountingHost,
     build: Build,
     wanted: Sequence[Sequence[Wanted]],
@@ -60,9 +62,13 @@ def rehearse(
     plans: Sequence[GradientPlan],
     groups: Sequence[Mapping[str, Any]],
 ) -> LayerStore:
-    """Allocate on `host` the weights, gradients and optimizer states of a run. Returns the store, to look up sizes."""
+    """Allocate on `host` the weights, gradients and optimizer states of a run. Returns the store, to look up sizes.
+
+    `now` is the store of the run itself, which may hold the model already.
+    """
     store, server = build(host)
-    stand_in: Any = _StandIn(model)
+    store.aliases = dict(now.aliases)
+    stand_in: Any = _StandIn(model, now)
     store.take_over(stand_in, wanted)
     contents = lay_out(store)
     server.allocate(plans, groups, max((content.gradient_size for content in contents), default=0))
@@ -77,6 +83,7 @@ def refuse_beyond(
     stash: str,
     keeps_gradients: bool,
     keeps_tensors: bool,
+    splits: bool,
 ) -> None:
     """Raise OutOfMemory, with the ledger and what would reduce it, where the ledger exceeds the capacity."""
     if ledger.total <= capacity:
@@ -86,12 +93,14 @@ def refuse_beyond(
         advice.append("state_dtype='bf16' or 'int8' (2 or about 1 byte a moment instead of 4)")
     elif state_dtype == "bf16":
         advice.append("state_dtype='int8' (about 1 byte a moment instead of 2)")
+    if precision == "bf16" and not splits:
+        advice.insert(0, "master_weights='split' (2 bytes a weight less, and no result changes)")
     if stash == "host":
         advice.append("recompute=True, or stash='device'" if keeps_tensors else "stash='device'")
     if keeps_gradients:
         advice.append("neither clip_grad_norm= nor precision='fp16' (both keep all gradients until the norm is known)")
     advice.append("an optimizer with fewer moments (Lion has one, SGD without momentum none)")
-    if precision != "fp32":
+    if precision != "fp32" and not splits:
         advice.append("precision='fp32' (no rounded copy of the weights, 2 bytes each, but twice the traffic)")
     raise OutOfMemory(
         "This run on the host",

@@ -22,8 +22,9 @@ from hal.errors import HalError, OutOfMemory
 from hal.host import Host
 from hal.program import Role
 from hal.slot import SlotContent
+from relay.eps.regions import GRADIENTS
 from relay.eps.server import GradientPlan, ParameterServer, plan_gradients
-from relay.eps.store import GRADIENTS, LayerStore, Wanted
+from relay.eps.store import LayerStore, Wanted
 from relay.errors import PartitionError
 from relay.runtime.host_memory_check import Build, CountingHost, refuse_beyond, rehearse
 from relay.runtime.memory_plan import (
@@ -261,16 +262,17 @@ class Session:
         def lay_out(store: LayerStore) -> list[SlotContent]:
             return self._lay_out(store, first, wanted)
 
-        store = rehearse(self._model, counting, self._build, wanted, lay_out, plans, groups)
-        if self.store.homes_beyond(store):
-            counting.ledger.add(GRADIENTS, torch.uint8, self.store.homes_beyond(store))
+        store = rehearse(self._model, self.store, counting, self._build, wanted, lay_out, plans, groups)
+        beyond = self.store.gradients.beyond(store.gradients)
+        if beyond:
+            counting.ledger.add(GRADIENTS, torch.uint8, beyond)
         for name in changing_buffers(first) if training else ():
             counting.alloc(store[name].numel(), store[name].dtype, SAVED_BUFFERS)
         stash = host_bytes(plans_for(compiled, self._stash_location, training))
         counting.ledger.add(STASH_STATE, torch.uint8, stash)
         refuse_beyond(
             capacity, counting.ledger, self._precision, self._state_dtype, self._stash_location, self.server.deferred,
-            any(value.parts for value in first.partition.values),
+            any(value.parts for value in first.partition.values), self.store.splits,
         )  # fmt: skip
         self._checked.add(id(first))
 

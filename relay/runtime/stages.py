@@ -20,7 +20,8 @@ from hal.slot import lay_out
 from relay.capture import Captured, CaptureRequest, Lowering, ObservedGradientPresence, capture
 from relay.capture.memory_order import Order, as_written, order_of, stored_shape
 from relay.data.index_domain import IndexChecks, Visit
-from relay.eps.store import GradientField, Wanted
+from relay.eps.regions import GradientField
+from relay.eps.store import Wanted
 from relay.partition.capture_cache import Captures
 from relay.partition.segments import Partition, PositionChunks, Segment, Value
 from relay.runtime.gradient_layout import Orders, settle_gradients

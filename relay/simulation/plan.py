@@ -27,7 +27,7 @@ from typing import Any
 from hal.spec import Machine
 from hal.spec.units import format_size, parse_size
 from relay.errors import RelayError
-from relay.options import fixed_scale, refuse_unknown
+from relay.options import OPTIONS, fixed_scale, refuse_unknown
 from relay.runtime.grad_mode import as_if_alone
 from relay.simulation.describe import describe, loss_scale_notes
 from relay.simulation.host_cache import HostCache
@@ -125,6 +125,7 @@ def plan(
     slots: Sequence[int] = (1, 2, 3),
     loss_scale: str | float = "dynamic",
     clip_grad_norm: float | None = None,
+    master_weights: str = "fp32",
     host_memory: int | str | None = None,
     capacity: int | str | None = None,
     seq: int = 1024,
@@ -138,7 +139,7 @@ def plan(
         batch, seq: Sequences in a step and tokens in a sequence. A batch is cut into micro-batches by powers of
             two, and into single sequences.
         state_dtypes, stashes, slots: The values to choose among.
-        loss_scale, clip_grad_norm: As the run will have them.
+        loss_scale, clip_grad_norm, master_weights: As the run will have them.
 
     Raises NoFeasiblePlan where no combination fits, and the errors of `relay.simulate` for wrong arguments.
     """
@@ -154,6 +155,7 @@ def plan(
     fixed: dict[str, Any] = {
         "device": described, "precision": precision, "loss_scale": loss_scale, "clip_grad_norm": clip_grad_norm,
         "batch": batch, "seq": seq, "host_memory": host_memory, "capacity": capacity, "must_fit": None,
+        "master_weights": master_weights,
     }  # fmt: skip
     search = _Search(description.shape, batch, fixed)
     for microbatches in _counts(batch):
@@ -192,6 +194,8 @@ def plan(
         options["loss_scale"] = loss_scale if loss_scale == "dynamic" else fixed_scale(loss_scale)
     if clip_grad_norm is not None:
         options["clip_grad_norm"] = clip_grad_norm
+    if master_weights != OPTIONS["master_weights"].default:
+        options["master_weights"] = master_weights
     if capacity is not None:
         options["capacity"] = parse_size(capacity)
     return Plan(options, chosen, tuple(_reasons(chosen, changed, search)), len(search.tried))

@@ -27,7 +27,7 @@ _FEWER_LAUNCHES = (
 _TRACKS = {"down": "link down", "up": "link up", "compute": "compute", "host": "host optimizer"}
 _RUN = (
     "seq", "batch", "microbatches", "precision", "state_dtype", "stash", "slots", "layers_per_slot", "resident_layers",
-    "recompute", "loss_scale", "clip_grad_norm",
+    "recompute", "loss_scale", "clip_grad_norm", "master_weights",
 )  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def as_text(found: SimulationFigures, tokens: float | None) -> str:
     shape = found.shape
     lines = [
         f"{format_count(memory.parameters)} parameters: {shape.title}, {run.precision}, AdamW with {run.state_dtype} "
-        "states",
+        f"states{', split masters' if run.master_weights == 'split' else ''}",
         f"{machine.device.title}, {machine.link.title}, {machine.host.title}",
         f"{run.tokens:,} tokens a step: {run.batch} sequences of {run.seq} in {run.microbatches} micro-batches, "
         f"stash on the {run.stash}, {run.slots} slots{_of_segments(run, memory.resident_layers)}",

@@ -49,6 +49,9 @@ def suggestions(
     """The smallest changes of options that fit, three at most: single ones where they suffice, else combinations."""
     changes: list[dict[str, Any]] = []
     state_dtypes: list[dict[str, Any]] = [{}, *({"state_dtype": kind} for kind in ("bf16", "int8"))]
+    if run.precision == "bf16":
+        state_dtypes[1:1] = [{"master_weights": "split"}]
+        state_dtypes.append({"master_weights": "split", "state_dtype": "int8"})
     memory_choices: list[dict[str, Any]] = [{}, {"stash": "host"}, {"microbatches": run.batch}]
     least: dict[str, Any] = {"stash": "host", "microbatches": run.batch}
     memory_choices += [least, least | {"slots": 1}]

@@ -21,6 +21,7 @@ from hal import registry
 from hal.errors import Unavailable
 from hal.spec import Machine
 from hal.spec.timeline import Timeline, VirtualBackend, VirtualDevice
+from relay.eps.master_weights import check_split
 from relay.eps.optimizer_state import bind
 from relay.eps.server import Clipping, ParameterServer
 from relay.eps.step_record import SubmittedStep
@@ -64,12 +65,20 @@ class RunShape:
     layers_per_slot: int = 1
     recompute: bool | int = True
     resident_layers: int | str = 0
+    master_weights: str = "fp32"
     optimizer: Any = field(default_factory=AdamW)
 
     def __post_init__(self) -> None:
         """Check each value against the trainer's option of that name; ValueError for one that is not allowed."""
         for name, value in vars(self).items():
             _ALLOWED[name].check(value)
+        if self.master_weights == "split":
+            check_split(self.precision)
+        elif self.master_weights != "fp32":
+            raise ValueError(
+                f"master_weights={self.master_weights!r} keeps a model in half precision as it is, and described "
+                "models are float32. Use 'fp32' or 'split'."
+            )
 
     @property
     def tokens(self) -> int:
@@ -181,7 +190,9 @@ class SimulatedRun:
         """The host state of this run and its key in the cache."""
         run, device = self.run, self._device
         scaled = run.precision == "fp16" and run.loss_scale == "dynamic"
-        decides = shape, run.seq, run.state_dtype, run.clip_grad_norm, scaled, device.info.unified
+        decides = (
+            shape, run.seq, run.state_dtype, run.master_weights, run.clip_grad_norm, scaled, device.info.unified
+        )  # fmt: skip
         key = (*decides, self._host_cache.layout(self._compiled[0]))
         state = self._host_cache.take(key, run.optimizer)
         if state is not None:
@@ -190,7 +201,7 @@ class SimulatedRun:
         host = device.host(UNLIMITED)
         model = shape.model(run.seq)
         order = [name for name, _ in model.named_parameters()]
-        store = LayerStore(host)
+        store = LayerStore(host, splits=run.master_weights == "split")
         server = ParameterServer(
             device,
             host,

@@ -114,6 +114,9 @@ class _Comparison:
                 self._layer_of[name] = stage.segment.name  # of several, the last: its gradient is the first
         self._order = {stage.segment.name: number for number, stage in enumerate(prepared.compiled[0].stages)}
         model, modules, loss = copied_model(run._model, compiler.modules, compiler._loss)
+        copies = dict(model.named_parameters())
+        for name in run._session.store.split:
+            copies[name].data = run._session.store.read(name)
         self._plain = self._make_plain(model, modules, loss)
         self._draws = self._make_draws(prepared) if self._draws_numbers(prepared) else None
 
@@ -265,8 +268,8 @@ class _Comparison:
         }
 
     def _tensors_of_run(self) -> dict[str, torch.Tensor]:
-        model = self._run._model
-        return {name: one.detach() for name, one in [*model.named_parameters(), *model.named_buffers()]}
+        model, store = self._run._model, self._run._session.store
+        return {name: store.read_from(name, one) for name, one in [*model.named_parameters(), *model.named_buffers()]}
 
     def _make_plain(self, model: Any, modules: Any, loss: Any) -> PlainRun:
         run = self._run

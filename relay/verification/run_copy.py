@@ -57,7 +57,11 @@ def state_restored(run: RunState) -> Iterator[None]:
     """
     model, session = run._model, run._session
     bound = session.server.optimizer
-    records = {name: Record(one.detach(), dict(bound.state(name))).copy() for name, one in model.named_parameters()}
+    store = session.store
+    records = {
+        name: Record(store.read_from(name, one), dict(bound.state(name))).copy()
+        for name, one in model.named_parameters()
+    }
     buffers = {name: one.detach().clone() for name, one in model.named_buffers()}
     step, scale, optimizer = run._step, copy.copy(run._scale), run.optimizer
     run.optimizer = RelayOptimizer([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
@@ -69,7 +73,7 @@ def state_restored(run: RunState) -> Iterator[None]:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 record = records.pop(name)
-                parameter.copy_(record.weight)
+                store.write(name, parameter, record.weight)
                 bound.restore(name, record.states)
             for name, buffer in model.named_buffers():
                 buffer.copy_(buffers[name])
@@ -77,23 +81,24 @@ def state_restored(run: RunState) -> Iterator[None]:
 
 def plain_bytes(run: RunState, prepared: PreparedBatch) -> tuple[int, int]:
     """Bytes that plain PyTorch needs where it computes (weights, gradients, one micro-batch), and for its optimizer."""
-    model = run._model
-    tensors = [*model.parameters(), *model.buffers()]
-    weights = sum(one.numel() * one.element_size() for one in tensors)
+    model, store = run._model, run._session.store
+    weights = sum(one.numel() * one.element_size() for one in model.buffers())
+    weights += sum(one.numel() * store.dtype_of(name, one).itemsize for name, one in model.named_parameters())
     trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
-    gradients = sum(one.numel() * one.element_size() for _, one in trained)
+    gradients = sum(one.numel() * store.dtype_of(name, one).itemsize for name, one in trained)
     saved = max(sum(stage.captured.saved_bytes for stage in compiled.stages) for compiled in prepared.compiled)
     return weights + gradients + saved, sum(_state_bytes(run, name) for name, _ in trained)
 
 
 def refuse_without_room(run: RunState, prepared: PreparedBatch, plain_on_host: bool) -> None:
     """Raise OutOfMemory, with the figure, if host memory does not suffice for the copy of the run and plain PyTorch."""
-    model = run._model
-    kept = sum(one.numel() * one.element_size() for one in [*model.parameters(), *model.buffers()])
+    model, store = run._model, run._session.store
+    sizes = {name: one.numel() * store.dtype_of(name, one).itemsize for name, one in model.named_parameters()}
+    masters = sum(sizes.values())
+    kept = masters + sum(one.numel() * one.element_size() for one in model.buffers())
     kept += sum(_state_bytes(run, name) for name, one in model.named_parameters() if one.requires_grad)
-    kept += sum(one.numel() * one.element_size() for one in model.parameters() if one.requires_grad)  # gradients
+    kept += sum(sizes[name] for name, one in model.named_parameters() if one.requires_grad)  # gradients
     computing, states = plain_bytes(run, prepared)
-    masters = sum(one.numel() * one.element_size() for one in model.parameters())
     needed = kept + states + (computing if plain_on_host else 2 * masters)
     limits = [available_bytes()]
     memory = run._session.host.memory()

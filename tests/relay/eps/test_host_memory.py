@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import sys
 import warnings
 import weakref
@@ -49,6 +50,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "clipping": {"clip_grad_norm": 1.0},
     "bf16": {"precision": "bf16", "state_dtype": "bf16"},
     "fp16": {"precision": "fp16", "state_dtype": "int8"},
+    "split masters": {"precision": "bf16", "master_weights": "split"},
     "Lion": {"optimizer": relay.Lion()},
 }
 
@@ -125,32 +127,32 @@ def documented() -> list[list[str]]:
     """The rows of the table of bytes a parameter."""
     text = (Path(__file__).parents[3] / "docs" / "memory.md").read_text(encoding="utf-8")
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    return [cells for cells in lines if len(cells) == 7 and cells[0] in ("fp32", "bf16", "fp16")]
+    return [cells for cells in lines if len(cells) == 10 and cells[0] in ("fp32", "bf16", "fp16")]
 
 
 def test_the_documented_table_has_every_combination() -> None:
-    found = {tuple(row[:3]) for row in documented()}
-    kinds = [("fp32", "no"), ("fp32", "yes"), ("bf16", "no"), ("bf16", "yes"), ("fp16", "either")]
+    found = {tuple(row[:4]) for row in documented()}
+    kinds = [("fp32", "no", "fp32"), ("fp32", "yes", "fp32"), ("fp16", "either", "fp32")]
+    kinds += [("bf16", clip, masters) for clip in ("no", "yes") for masters in ("fp32", "split")]
     assert found == {(*kind, state) for kind in kinds for state in ("fp32", "bf16", "int8")}
 
 
-@pytest.mark.parametrize("row", documented(), ids="-".join)
+@pytest.mark.parametrize("row", documented(), ids=lambda row: "-".join(row[:4]))
 def test_the_documented_bytes_a_parameter_are_the_ledgers(build: Build, row: list[str]) -> None:
-    precision, clip, state_dtype, each, gb, gib, fits = row
+    precision, clip, masters, state_dtype, each, *largest = row
     width = 512  # a multiple of 256, so that scales are not rounded up
     layers = [nn.Linear(width, width, bias=False) for _ in range(3)]
     limits = {"no": [None], "yes": [1.0], "either": [None, 1.0]}[clip]
     for limit in limits:
         trainer = build(
-            layers, loss=nn.functional.mse_loss, precision=precision, state_dtype=state_dtype, clip_grad_norm=limit
-        )
+            layers, loss=nn.functional.mse_loss, precision=precision, state_dtype=state_dtype, clip_grad_norm=limit,
+            master_weights=masters,
+        )  # fmt: skip
         trainer.prepare((torch.zeros(4, width), torch.zeros(4, width)))
         size = sum(size for state, _, size in trainer.ledger.rows() if state != "step counts")
         exact = size / (3 * width * width)
         assert each == f"{exact:.2f}"
-        assert gb == f"{exact * 50:.0f}"
-        assert gib == f"{exact * 50e9 / 2**30:.0f}"
-        assert fits == ("yes" if exact * 50e9 <= 512e9 else "no")
+        assert largest == [f"{math.floor(10 * memory / exact) / 10:.1f}" for memory in (32, 64, 128, 256, 512)]
 
 
 # **** page-locked memory ****

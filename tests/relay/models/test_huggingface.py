@@ -23,10 +23,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
 
 
-def trained(name: str) -> tuple[nn.Module, relay.Trainer]:
+def trained(name: str, **options: str) -> tuple[nn.Module, relay.Trainer]:
     torch.manual_seed(0)
     model = FAMILIES[name].make(0.0)
-    trainer = relay.Trainer(model, microbatches=2)
+    trainer = relay.Trainer(model, microbatches=2, **options)
     trainer.step(FAMILIES[name].draw(4, 0))
     return model, trainer
 
@@ -58,6 +58,17 @@ def test_a_saved_folder_fills_a_model_made_without_memory_and_training_goes_on_t
     batch = FAMILIES["qwen3"].draw(4, 1)
     with relay.Trainer(empty, microbatches=2) as one, relay.Trainer(copy.deepcopy(model), microbatches=2) as other:
         assert one.step(batch).loss == other.step(batch).loss
+
+
+def test_split_masters_are_saved_as_float32(tmp_path: Path) -> None:
+    folders = {masters: tmp_path / masters for masters in ("split", "fp32")}
+    for masters, folder in folders.items():
+        _, trainer = trained("llama", precision="bf16", master_weights=masters)
+        with trainer:
+            trainer.save_pretrained(folder)
+    reference.assert_same_state(tensors_of(folders["split"]), tensors_of(folders["fp32"]))
+    settings = [json.loads((folder / "config.json").read_text()) for folder in folders.values()]
+    assert settings[0] == settings[1]
 
 
 def test_a_folder_that_does_not_fit_is_refused_with_the_tensor(tmp_path: Path) -> None:
