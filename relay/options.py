@@ -47,6 +47,7 @@ Scale = Annotated[float | str, Meta(extra={"kind": "loss scale"})]
 Chunk = Annotated[Annotated[int, Meta(ge=1)] | Literal["auto"] | None, Meta(extra={"kind": "chunk"})]
 Segments = Annotated[bool | Annotated[int, Meta(ge=0)], Meta(extra={"kind": "recompute"})]
 Residents = Annotated[Annotated[int, Meta(ge=0)] | Literal["auto"], Meta(extra={"kind": "resident layers"})]
+AutoFlag = Annotated[bool | Literal["auto"], Meta(extra={"kind": "auto or flag"})]
 PythonObject = Annotated[Any, Meta(extra={"kind": "object"})]
 
 
@@ -172,6 +173,15 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         tuple[str, ...],
         Meta(description="Names of inputs of a whole model that every micro-batch gets whole."),
     ] = ()
+    exact_ties: Annotated[
+        AutoFlag,
+        Meta(
+            description="Add the gradients of tied weights in plain PyTorch's order: for each micro-batch over all "
+            "uses, then over micro-batches. They are kept for each micro-batch from use to use, in device memory or, "
+            "with stash='host', in host memory. 'auto' does so where they take no more than all else on the device; "
+            "where not, a message says that they are equal to rounding only. True always keeps them, False never."
+        ),
+    ] = "auto"
     loss_over: Annotated[
         Literal["auto", "microbatch", "batch"],
         Meta(
@@ -224,9 +234,9 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class Option(typing.NamedTuple):
     """One option as commands, files and documents use it.
 
-    `kind` is "choice", "count" (whole numbers), "number", "flag" (True or False), "size", "loss scale", "recompute",
-    "chunk", "resident layers", "seed", "text", "names" or "object" (Python only). `allowed` describes the values in
-    words.
+    `kind` is "choice", "count" (whole numbers), "number", "flag" (True or False), "auto or flag" ("auto" too), "size",
+    "loss scale", "recompute", "chunk", "resident layers", "seed", "text", "names" or "object" (Python only). `allowed`
+    describes the values.
     """
 
     name: str
@@ -268,7 +278,10 @@ class Option(typing.NamedTuple):
 
     def read(self, text: str) -> Any:
         """The value that a word of a command line stands for. Raises ValueError for one that is not allowed."""
-        words = {"recompute": {"all": True, "true": True, "none": False, "false": False}}.get(self.kind, {})
+        words: dict[str, Any] = {
+            "recompute": {"all": True, "true": True, "none": False, "false": False},
+            "auto or flag": {"true": True, "false": False},
+        }.get(self.kind, {})
         if text.strip().lower() in words:
             return words[text.strip().lower()]
         value: Any = text
@@ -296,6 +309,8 @@ def _option(name: str, annotation: Any, default: Any) -> Option:
     kind, choices = found["kind"], found["choices"]
     if kind in ("chunk", "resident layers"):
         choices, allowed = (), f"a whole number of at least {found['least']}, or 'auto'"
+    elif kind == "auto or flag":
+        choices, allowed = (), "'auto', True or False"
     elif choices:
         kind, allowed = "choice", "one of " + ", ".join(map(repr, choices))
     elif kind == "size":

@@ -312,7 +312,7 @@ class Extraction:
             total = uses[0]
             for use in uses[1:]:
                 total = graph.call_function(aten.add.Tensor, (total, use))
-                total.meta = {"val": uses[0].meta["val"]}
+                total.meta = {"val": uses[0].meta["val"], "is_gradient_acc": True}
             order = ()
             if port.role is Role.VALUE:
                 order = self._order(values[0])

@@ -33,6 +33,7 @@ from relay.cli.shared_options import machine_options, model_options, precision_o
 @training_option("master_weights")
 @training_option("clip_grad_norm")
 @training_option("loss_scale")
+@training_option("exact_ties")
 @machine_options
 @click.option("--out", type=click.Path(path_type=Path), help="Write a run file for `relay train --plan`.")
 @json_option

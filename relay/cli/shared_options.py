@@ -26,6 +26,7 @@ class OptionType(click.ParamType):
             "recompute": "number, 'all' or 'none'",
             "loss scale": "number, 'dynamic' or 'fixed'",
             "resident layers": "number or 'auto'",
+            "auto or flag": "'auto', 'true' or 'false'",
         }.get(option.kind, option.kind)
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:

@@ -57,6 +57,7 @@ SWEPT = (
 @training_option("resident_layers")
 @training_option("recompute")
 @training_option("loss_scale")
+@training_option("exact_ties")
 @machine_options
 @click.option("--tokens", type=Count(), help="Tokens of the whole run, such as 1e9 or 300G, to report days and kWh.")
 @click.option("--trace", type=click.Path(), help="Write the step to this file, for https://ui.perfetto.dev.")
@@ -146,6 +147,7 @@ def _simulation(options: dict[str, Any], **more: Any) -> Simulation:
         **{name: options[name] for name in ("device", "link", "host", "software", "host_memory", "capacity")},
         **{name: options[name] for name in ("batch", "state_dtype", "stash", "slots", "precision", "loss_scale")},
         **{name: options[name] for name in ("layers_per_slot", "recompute", "clip_grad_norm", "master_weights")},
+        exact_ties=options["exact_ties"],
         seq=options["seq"],
         microbatches=options["microbatches"] or options["batch"],
         **more,

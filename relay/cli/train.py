@@ -192,7 +192,8 @@ def _written(option: click.Option) -> Any:
     """The type that an option has in a run file. Click then checks its range, but alone would turn 4.5 into 4."""
     kind = option.type
     if isinstance(kind, OptionType):
-        return int | float | str | bool if kind.option.kind == "recompute" else int | float | str
+        flag = kind.option.kind in ("recompute", "auto or flag")
+        return int | float | str | bool if flag else int | float | str
     types = {
         click.types.BoolParamType: bool,
         Size: int | str,

@@ -26,7 +26,8 @@ class Value:
 
     `order` and `gradient_order` are the orders of dimensions in which the tensor and its gradient lie in memory
     (`relay.capture.memory_order`). A value with `parts` holds the tensors that a segment's forward saves for its own
-    backward: several tensors in one block of memory. A tensor of the batch that `requires_grad` gets a gradient.
+    backward: several tensors in one block of memory. A tensor of the batch that `requires_grad` gets a gradient. Of a
+    value that is `tied` there is the gradient alone, whose parts are gradients of tied weights (`relay.runtime.ties`).
     """
 
     index: int
@@ -38,6 +39,7 @@ class Value:
     order: Order = ()
     gradient_order: Order = ()
     requires_grad: bool = False
+    tied: bool = False
 
     def fields(self, gradient: bool = False) -> tuple[Field, ...]:
         """The tensors in the memory of the value, or of its gradient: the tensor itself, or the parts."""

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hal.errors import OutOfMemory
+from hal.program import Role
+from hal.slot import lay_out
 from hal.spec.units import format_size
 from relay.partition.segments import Value
 from relay.runtime.stages import CompiledModel, Stage, StageProgram
-from relay.runtime.stash import Key, Life, StashPlan, plan_stash
+from relay.runtime.stash import Key, Life, StashPlan, device_bytes, plan_stash, saved_bytes, tied_bytes
 
 RESIDENT_FROM = 3
 """Values that at least this many segments use stay on the device: they are few, and do not grow with depth."""
@@ -26,7 +28,8 @@ class Requirement:
 
     Attributes:
         slots: all slots together; there are `slot_count`.
-        stash: values between segments. `saved` of it are tensors saved for the backward instead of recomputing them.
+        stash: values between segments. `saved` of it are tensors saved for the backward instead of recomputing them,
+            and `tied` gradients of tied weights, kept for each micro-batch.
         workspace: what the largest kernel needs while it runs.
         scalars: losses and gradient seeds.
         layers: the most layers that share a slot.
@@ -39,6 +42,7 @@ class Requirement:
     workspace: int
     scalars: int
     saved: int = 0
+    tied: int = 0
     layers: int = 1
     resident: int = 0
     resident_count: int = 0
@@ -64,6 +68,8 @@ class Requirement:
                 f"resident_layers={fewer} ({self.resident_count} take {format_size(self.resident)}; at most "
                 f"{self.most_resident} fit beside the rest)"
             )
+        if self.tied:
+            options.append(f"exact_ties=False (gradients of tied weights take {format_size(self.tied)})")
         if self.saved:
             options.append(f"recompute=True (the saved tensors take {format_size(self.saved)})")
         if self.layers > 1:
@@ -81,11 +87,42 @@ class Requirement:
         )
 
 
+def requirement_of(
+    compiled: Sequence[CompiledModel], plans: Sequence[StashPlan], slot_count: int, slot_size: int
+) -> Requirement:
+    """What a pass on these micro-batches, with their stash plans, needs with slots of `slot_size` bytes."""
+    return Requirement(
+        slots=slot_count * slot_size,
+        slot_count=slot_count,
+        stash=device_bytes(plans),
+        workspace=max(kernel_workspace(model) for model in dict.fromkeys(compiled)),
+        scalars=scalar_bytes(len(compiled)),
+        saved=saved_bytes(plans),
+        tied=tied_bytes(plans),
+        layers=max(stage.segment.layers for stage in compiled[0].stages),
+    )
+
+
 def with_advice(failure: OutOfMemory, advice: str) -> OutOfMemory:
     """The same error with advice on what would reduce the need, if it has none."""
     if failure.advice or not advice:
         return failure
     return OutOfMemory(failure.what, failure.requested, failure.in_use, failure.capacity, advice)
+
+
+def planned_slot_sizes(compiled: CompiledModel) -> tuple[int, int]:
+    """Bytes of the largest segment's weights and of the largest's gradients, before the model is in the store."""
+    weights = [stage.captured.forward.inputs[: len(stage.dtypes)] for stage in compiled.stages]
+    gradients = [
+        [port for port in stage.backward.program.outputs if port.role is Role.PARAMETER_GRADIENT]
+        for stage in compiled.stages
+        if stage.backward is not None
+    ]
+    parameter_size, gradient_size = (
+        max(lay_out([(port.shape, port.dtype) for port in ports])[1] for ports in (*rows, []))
+        for rows in (weights, gradients)
+    )
+    return parameter_size, gradient_size
 
 
 def scalar_bytes(microbatches: int) -> int:
@@ -110,7 +147,7 @@ def plan_for(models: Sequence[CompiledModel], stash: str, training: bool) -> Sta
     visits = _visits(compiled.stages, training)
     end = len(visits)
     lives: dict[Key, Life] = {}
-    most_streamed = 0
+    most_streamed = most_tied = 0
     parts = compiled.stages[-1].programs if compiled.head is not None else []
     at_once = {value for part in parts for value in (*part.reads, *part.value_gradients)}
 
@@ -129,14 +166,16 @@ def plan_for(models: Sequence[CompiledModel], stash: str, training: bool) -> Sta
         ]  # the loss and its seed are scalars, not in the stash
         for key in keys:
             use(key, number)
-        most_streamed = max(most_streamed, sum(lives[key].streams and not lives[key].saved for key in keys))
+        streamed = [lives[key] for key in keys if lives[key].streams]
+        most_streamed = max(most_streamed, sum(not life.saved and not life.tied for life in streamed))
+        most_tied = max(most_tied, sum(life.tied for life in streamed))
     read_back = [Key(value, False) for value in compiled.partition.results]
     read_back += [Key(value, True) for value in compiled.partition.inputs]
     for key in read_back:
         life = lives.get(key)
         if life is not None:  # it is read back after the last visit
             life.last, life.streams = end, False
-    return plan_stash(lives, most_streamed)
+    return plan_stash(lives, most_streamed, most_tied)
 
 
 def plans_for(models: Sequence[CompiledModel], stash: str, training: bool) -> list[StashPlan]:
@@ -164,7 +203,8 @@ def _use(lives: dict[Key, Life], key: Key, visit: int, value: Value, size: int, 
     life = lives.get(key)
     if life is None:
         resident = stash == "device" or len(set(value.consumers)) >= RESIDENT_FROM
-        life = lives[key] = Life(visit, visit, size, not resident, bool(value.parts))
+        saved = bool(value.parts) and not value.tied
+        life = lives[key] = Life(visit, visit, size, not resident, saved, value.tied)
     life.last = visit
 
 

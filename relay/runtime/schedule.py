@@ -57,6 +57,7 @@ class PreparedStep:
         scalars: the losses and the gradient seeds.
         saved_buffers: memory for the buffers that the pass changes, by name, in case the step is not applied.
         advice: what would reduce the need of device memory.
+        loose_ties: the tied parameters whose gradients are not added in PyTorch's order.
     """
 
     compiled: Sequence[CompiledModel]
@@ -67,6 +68,7 @@ class PreparedStep:
     scalars: Scalars
     saved_buffers: Mapping[str, torch.Tensor]
     advice: str
+    loose_ties: frozenset[str] = frozenset()
 
     @property
     def rows(self) -> list[CompiledModel]:
@@ -314,7 +316,7 @@ class Scheduler:
                 for value in part.seeds:
                     access = stash.access(Key(value, True), row, False)
                     accesses.append(access)
-                    inputs.append(access.view)
+                    inputs += access.views
         written = [(row, value) for row, part in parts for value in part.writes]
         for row, value in written[len(outputs) :]:
             access = stash.access(Key(value, False), row, True)
@@ -327,7 +329,7 @@ class Scheduler:
             for value, added in zip(part.value_gradients, part.added, strict=True):
                 access = stash.access(Key(value, True), row, True, added)
                 accesses.append(access)
-                outputs.append(access.view)
+                outputs += access.views
         for access in accesses:
             waits += access.waits
         key = None

@@ -8,6 +8,7 @@ known to fit.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -27,21 +28,18 @@ from relay.eps.server import GradientPlan, ParameterServer, plan_gradients
 from relay.eps.store import LayerStore, Wanted
 from relay.errors import PartitionError
 from relay.runtime.host_memory_check import Build, CountingHost, refuse_beyond, rehearse
-from relay.runtime.memory_plan import (
-    Requirement,
-    kernel_workspace,
-    plans_for,
-    scalar_bytes,
-    with_advice,
-)
+from relay.runtime.memory_plan import plans_for, requirement_of, scalar_bytes, with_advice
 from relay.runtime.residency.choice import Residents, SlotBytes, candidates, choose
 from relay.runtime.residency.notice import note_residents
 from relay.runtime.residency.slots import Slots
 from relay.runtime.schedule import PreparedStep, Scalars, Scheduler
 from relay.runtime.stages import CompiledModel, changing_buffers, gradient_fields, wanted_of
-from relay.runtime.stash import STASH_STATE, Stash, device_bytes, host_bytes, saved_bytes
+from relay.runtime.stash import STASH_STATE, TIED_STATE, Stash, device_bytes, host_bytes
 from relay.runtime.step_guard import StepGuard
+from relay.runtime.ties.exact_ties import Decision, ExactTies
 from relay.runtime.trace import Trace
+
+logger = logging.getLogger("relay")
 
 SAVED_BUFFERS = "buffers before the step"
 
@@ -62,6 +60,7 @@ class Session:
         precision, state_dtype: the trainer's options, for advice in errors.
         resident_layers: how many segments stay on the device between visits, or "auto".
         resident_limit: the device memory that "auto" fills, where no `capacity` is given.
+        exact_ties: whether gradients of tied weights are added in PyTorch's order: True, False, or "auto".
     """
 
     def __init__(
@@ -79,6 +78,7 @@ class Session:
         state_dtype: str = "fp32",
         resident_layers: int | str = 0,
         resident_limit: int | None = None,
+        exact_ties: str | bool = "auto",
     ) -> None:
         self.device = device
         self.host = host
@@ -99,6 +99,8 @@ class Session:
         self._resident_limit = resident_limit
         self._noted: dict[bool, Residents] = {}
         self._chosen: weakref.WeakKeyDictionary[CompiledModel, Residents] = weakref.WeakKeyDictionary()
+        limit = device.info.memory if capacity is None else capacity
+        self._ties = ExactTies(exact_ties, slot_count, stash_location, limit, logger.warning)
         self._checked: set[int] = set()
         self._saved_buffers: dict[str, torch.Tensor] = {}
         self._stash: Stash | None = None
@@ -114,19 +116,13 @@ class Session:
         Raises OutOfMemory, with what would reduce the need, before any memory is taken.
         """
         contents = self.take_over(compiled, groups, training)
+        ties = self._ties.decide(compiled) if training else Decision(list(compiled), frozenset())
+        compiled = ties.compiled
         gradient_plans = self._gradient_plans(compiled[0]) if training else []
         distinct = list(dict.fromkeys(compiled))
         stash_plans = plans_for(compiled, self._stash_location, training)
         largest = max(contents, key=lambda content: content.size)
-        requirement = Requirement(
-            slots=0,
-            slot_count=self._slot_count,
-            stash=device_bytes(stash_plans),
-            workspace=max(kernel_workspace(model) for model in distinct),
-            scalars=scalar_bytes(len(compiled)),
-            saved=saved_bytes(stash_plans),
-            layers=max(stage.segment.layers for stage in compiled[0].stages),
-        )
+        requirement = requirement_of(compiled, stash_plans, self._slot_count, 0)
         slots = self.scheduler.slots if self.scheduler is not None else None
         ring = slots.ring if slots is not None else None
         slot_bytes = SlotBytes(
@@ -163,7 +159,9 @@ class Session:
             self._noted[training] = note_residents(
                 residents, self._noted.get(training), len(contents), requirement.resident, training
             )
-        return PreparedStep(compiled, contents, gradient_plans, scheduler, stash, scalars, saved_buffers, advice)
+        return PreparedStep(
+            compiled, contents, gradient_plans, scheduler, stash, scalars, saved_buffers, advice, ties.loose
+        )
 
     def _held_by_others(self) -> int:
         """Bytes of device memory in use beside slots, stash and scalars: workspace and constants of kernels."""
@@ -196,6 +194,7 @@ class Session:
         moved then.
         """
         self.store.find_aliases(self._model)
+        compiled = self._checked_ties(compiled, groups) if training else compiled
         self._check_host(compiled, groups, training)
         wanted = wanted_of(compiled[0])
         if not all(self.store.holds(tensor) for group in wanted for tensor in group):
@@ -234,6 +233,7 @@ class Session:
         self._model = model
         self._checked.clear()
         self._chosen.clear()
+        self._ties.clear()
         self.knows_every_layer = False
         self._free_device_memory()
         self.store.rename(names)
@@ -247,6 +247,20 @@ class Session:
         self._free_device_memory()
         self.host.close()
         self.device.close()
+
+    def _checked_ties(
+        self, compiled: Sequence[CompiledModel], groups: Sequence[Mapping[str, Any]]
+    ) -> list[CompiledModel]:
+        """The compiled models with the gradients of tied weights in PyTorch's order, as far as there is room."""
+        decided = self._ties.decide(compiled)
+        try:
+            self._check_host(decided.compiled, groups, True)
+        except OutOfMemory:
+            other = self._ties.give_up(compiled, "the host has no room to keep them for each micro-batch")
+            if other is None:
+                raise
+            return other.compiled
+        return decided.compiled
 
     def _check_host(
         self, compiled: Sequence[CompiledModel], groups: Sequence[Mapping[str, Any]], training: bool
@@ -268,11 +282,13 @@ class Session:
             counting.ledger.add(GRADIENTS, torch.uint8, beyond)
         for name in changing_buffers(first) if training else ():
             counting.alloc(store[name].numel(), store[name].dtype, SAVED_BUFFERS)
-        stash = host_bytes(plans_for(compiled, self._stash_location, training))
-        counting.ledger.add(STASH_STATE, torch.uint8, stash)
+        stash_plans = plans_for(compiled, self._stash_location, training)
+        counting.ledger.add(STASH_STATE, torch.uint8, host_bytes(stash_plans))
+        if tied := host_bytes(stash_plans, tied=True):
+            counting.ledger.add(TIED_STATE, torch.uint8, tied)
         refuse_beyond(
             capacity, counting.ledger, self._precision, self._state_dtype, self._stash_location, self.server.deferred,
-            any(value.parts for value in first.partition.values), self.store.splits,
+            any(value.parts and not value.tied for value in first.partition.values), self.store.splits,
         )  # fmt: skip
         self._checked.add(id(first))
 

@@ -48,6 +48,7 @@ class StageProgram:
         chunks: the chunks of positions that the program is run for, one after the other; None for a program that is run
             once.
         rest: the same visit for the last chunk, where that is smaller.
+        tied: how many outputs, at the end, are gradients of tied weights for one micro-batch.
     """
 
     program: Program
@@ -63,6 +64,7 @@ class StageProgram:
     kernel: Kernel | None = None
     chunks: PositionChunks | None = None
     rest: StageProgram | None = None
+    tied: int = 0
 
     def accumulate(self, later: bool) -> tuple[bool, ...]:
         """The kernel's accumulate pattern, for the first micro-batch or a later one."""
@@ -71,9 +73,14 @@ class StageProgram:
         return pattern if any(pattern) else ()
 
     def accumulate_chunk(self, first_microbatch: bool, first_chunk: bool) -> tuple[bool, ...]:
-        """The kernel's accumulate pattern for a chunk: the loss is added from the second chunk of a micro-batch on."""
+        """The kernel's accumulate pattern for a chunk.
+
+        From the second chunk of a micro-batch on the loss is added, and so are gradients of tied weights.
+        """
         later = not (first_microbatch and first_chunk)
-        pattern = (not first_chunk,) + (later,) * len(self.parameter_gradients) + self.added
+        pattern = (not first_chunk,) + (later,) * len(self.parameter_gradients)
+        values = len(self.program.outputs) - len(pattern) - self.tied
+        pattern += self.added[:values] + (not first_chunk,) * self.tied
         return pattern if any(pattern) else ()
 
 

@@ -26,6 +26,7 @@ from hal.slot import Field, aligned
 from relay.partition.segments import Value
 
 STASH_STATE = "stash of boundary activations"
+TIED_STATE = "tied gradients of each micro-batch"
 SAVED_RING = 2
 """Device buffers for saved tensors that stream: one visit computes while the tensors of the next one arrive."""
 
@@ -41,7 +42,8 @@ class Key(NamedTuple):
 class Life:
     """The first and last visit of a step in which a key is used, its bytes, and whether it streams from the host.
 
-    `saved` is True for the tensors that a segment saves for its own backward: large, and one for each visit.
+    `saved` is True for the tensors that a segment saves for its own backward: large, and one for each visit. `tied` is
+    True for the gradients of tied weights: as large as these weights.
     """
 
     first: int
@@ -49,6 +51,7 @@ class Life:
     size: int
     streams: bool
     saved: bool = False
+    tied: bool = False
 
 
 @dataclass
@@ -59,9 +62,12 @@ class StashPlan:
     sizes: list[int] = field(default_factory=list)
     streams: list[bool] = field(default_factory=list)
     saved: list[bool] = field(default_factory=list)
+    tied: list[bool] = field(default_factory=list)
     ring_size: int = 0
     ring_count: int = 0
     saved_ring_size: int = 0
+    tied_ring_size: int = 0
+    tied_ring_count: int = 0
 
     @property
     def resident_bytes(self) -> int:
@@ -75,9 +81,15 @@ class StashPlan:
         return sum(size for size, streams, saved in cells if saved and not streams)
 
     @property
-    def streamed_bytes(self) -> int:
-        """Bytes on the host for one micro-batch."""
-        return sum(size for size, streams in zip(self.sizes, self.streams, strict=True) if streams)
+    def tied_resident_bytes(self) -> int:
+        """Bytes on the device, of these, that hold gradients of tied weights."""
+        cells = zip(self.sizes, self.streams, self.tied, strict=True)
+        return sum(size for size, streams, tied in cells if tied and not streams)
+
+    def streamed_bytes(self, tied: bool) -> int:
+        """Bytes on the host for one micro-batch: for gradients of tied weights, or for all else."""
+        cells = zip(self.sizes, self.streams, self.tied, strict=True)
+        return sum(size for size, streams, of_ties in cells if streams and of_ties == tied)
 
 
 def device_bytes(plans: Sequence[StashPlan]) -> int:
@@ -87,45 +99,60 @@ def device_bytes(plans: Sequence[StashPlan]) -> int:
 
 def saved_bytes(plans: Sequence[StashPlan]) -> int:
     """Bytes on the device, of these, that hold tensors saved for the backward."""
-    _, (size, count) = _rings_of(plans)
+    _, (size, count), _ = _rings_of(plans)
     return sum(plan.saved_resident_bytes for plan in plans) + size * count
 
 
-def host_bytes(plans: Sequence[StashPlan]) -> int:
-    """Bytes on the host for a step, given each micro-batch's plan."""
-    return sum(plan.streamed_bytes for plan in plans)
+def tied_bytes(plans: Sequence[StashPlan]) -> int:
+    """Bytes on the device, of these, that hold gradients of tied weights."""
+    _, _, (size, count) = _rings_of(plans)
+    return sum(plan.tied_resident_bytes for plan in plans) + size * count
 
 
-def _rings_of(plans: Sequence[StashPlan]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The size and the number of the buffers of both rings: for values between segments, and for saved tensors."""
+def host_bytes(plans: Sequence[StashPlan], tied: bool = False) -> int:
+    """Bytes on the host for a step, given each micro-batch's plan: for gradients of tied weights, or for all else."""
+    return sum(plan.streamed_bytes(tied) for plan in plans)
+
+
+def _rings_of(plans: Sequence[StashPlan]) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+    """The size and the number of the buffers of each ring: for values between segments, saved tensors, tied weights."""
     saved = max(plan.saved_ring_size for plan in plans)
     return (
         (max(plan.ring_size for plan in plans), max(plan.ring_count for plan in plans)),
         (saved, SAVED_RING if saved else 0),
+        (max(plan.tied_ring_size for plan in plans), max(plan.tied_ring_count for plan in plans)),
     )
 
 
-def plan_stash(lives: dict[Key, Life], accesses_per_visit: int) -> StashPlan:
-    """Assign cells, first fit in order of first use. `accesses_per_visit` is the most streamed keys of one visit."""
+def plan_stash(lives: dict[Key, Life], accesses_per_visit: int, tied_per_visit: int = 0) -> StashPlan:
+    """Assign cells, first fit in order of first use.
+
+    `accesses_per_visit` is the most streamed keys of one visit, `tied_per_visit` of those of tied weights.
+    """
     plan = StashPlan()
     busy_until: list[int] = []
     for key, life in sorted(lives.items(), key=lambda item: item[1].first):
         size = aligned(life.size)
         for cell, last in enumerate(busy_until):
             free = last < life.first and plan.sizes[cell] == size
-            if free and plan.streams[cell] == life.streams and plan.saved[cell] == life.saved:
+            kind = plan.streams[cell], plan.saved[cell], plan.tied[cell]
+            if free and kind == (life.streams, life.saved, life.tied):
                 break
         else:
             cell = len(plan.sizes)
             plan.sizes.append(size)
             plan.streams.append(life.streams)
             plan.saved.append(life.saved)
+            plan.tied.append(life.tied)
             busy_until.append(-1)
         plan.cell_of[key] = cell
         busy_until[cell] = life.last
     for cell, size in enumerate(plan.sizes):
         if plan.streams[cell] and plan.saved[cell]:
             plan.saved_ring_size = max(plan.saved_ring_size, size)
+        elif plan.streams[cell] and plan.tied[cell]:
+            plan.tied_ring_size = max(plan.tied_ring_size, size)
+            plan.tied_ring_count = 2 * tied_per_visit
         elif plan.streams[cell]:
             plan.ring_size = max(plan.ring_size, size)
             plan.ring_count = 2 * accesses_per_visit  # one visit computes while the next one's inputs arrive
@@ -135,12 +162,13 @@ def plan_stash(lives: dict[Key, Life], accesses_per_visit: int) -> StashPlan:
 class _CellMemory:
     """One cell for one micro-batch: its memory, the ring it streams through, and the events that guard it."""
 
-    __slots__ = ("buffer", "host", "readers", "ring", "written")
+    __slots__ = ("buffer", "host", "readers", "ring", "state", "written")
 
-    def __init__(self, buffer: Buffer | None, host: torch.Tensor | None, ring: _Ring) -> None:
+    def __init__(self, buffer: Buffer | None, host: torch.Tensor | None, ring: _Ring, state: str) -> None:
         self.buffer = buffer
         self.host = host
         self.ring = ring
+        self.state = state
         self.written: list[Event] = []
         self.readers: list[Event] = []
 
@@ -265,26 +293,26 @@ class Stash:
         self._host_copies: dict[tuple[Key, int], torch.Tensor] = {}
         self._layouts: dict[tuple[Value, bool], _Layout] = {}
         self._known: dict[tuple[Any, ...], _Layout] = {}
-        self._ring, self._saved_ring = _Ring(), _Ring()
+        self._rings = _Ring(), _Ring(), _Ring()
         self._cells: list[list[_CellMemory]] = []
         try:
             for plan in plans:
                 row: list[_CellMemory] = []
                 self._cells.append(row)
-                for size, streams, saved in zip(plan.sizes, plan.streams, plan.saved, strict=True):
-                    row.append(self._allocate_cell(size, streams, self._saved_ring if saved else self._ring))
-            rings = _rings_of(plans)
-            for ring, (size, count) in zip((self._ring, self._saved_ring), rings, strict=True):
+                for size, streams, saved, tied in zip(plan.sizes, plan.streams, plan.saved, plan.tied, strict=True):
+                    row.append(self._allocate_cell(size, streams, saved, tied))
+            for ring, (size, count) in zip(self._rings, _rings_of(plans), strict=True):
                 for _ in range(count):
                     ring.entries.append(_RingEntry(device.alloc(size, "ring of streamed activations")))
         except BaseException:
             self.free()
             raise
 
-    def _allocate_cell(self, size: int, streams: bool, ring: _Ring) -> _CellMemory:
+    def _allocate_cell(self, size: int, streams: bool, saved: bool, tied: bool) -> _CellMemory:
+        ring, state = self._rings[2 if tied else 1 if saved else 0], TIED_STATE if tied else STASH_STATE
         if streams:
-            return _CellMemory(None, self._host.alloc(size, torch.uint8, STASH_STATE, crosses=True), ring)
-        return _CellMemory(self._device.alloc(size, "stash of activations"), None, ring)
+            return _CellMemory(None, self._host.alloc(size, torch.uint8, state, crosses=True), ring, state)
+        return _CellMemory(self._device.alloc(size, state if tied else "stash of activations"), None, ring, state)
 
     def access(self, key: Key, microbatch: int, writes: bool, adds: bool = False) -> Access:
         """Use a key in a visit: read it, write it, or (with `writes` and `adds`) add to it."""
@@ -330,8 +358,9 @@ class Stash:
         for row in self._cells:
             for cell in row:
                 cell.written, cell.readers = [], []
-        for entry in (*self._ring.entries, *self._saved_ring.entries):
-            entry.free_after = []
+        for ring in self._rings:
+            for entry in ring.entries:
+                entry.free_after = []
         self.transfers = []
 
     def free(self) -> None:
@@ -341,10 +370,11 @@ class Stash:
                 if cell.buffer is not None:
                     cell.buffer.free()
                 elif cell.host is not None:
-                    self._host.free(cell.host, STASH_STATE)
-        for entry in (*self._ring.entries, *self._saved_ring.entries):
-            entry.buffer.free()
-        self._cells, self._ring, self._saved_ring, self._views = [], _Ring(), _Ring(), {}
+                    self._host.free(cell.host, cell.state)
+        for ring in self._rings:
+            for entry in ring.entries:
+                entry.buffer.free()
+        self._cells, self._rings, self._views = [], (_Ring(), _Ring(), _Ring()), {}
         self._host_copies.clear()
 
     def _layout_of(self, value: Value, gradient: bool) -> _Layout:

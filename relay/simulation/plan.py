@@ -126,6 +126,7 @@ def plan(
     loss_scale: str | float = "dynamic",
     clip_grad_norm: float | None = None,
     master_weights: str = "fp32",
+    exact_ties: bool | str = "auto",
     host_memory: int | str | None = None,
     capacity: int | str | None = None,
     seq: int = 1024,
@@ -139,7 +140,7 @@ def plan(
         batch, seq: Sequences in a step and tokens in a sequence. A batch is cut into micro-batches by powers of
             two, and into single sequences.
         state_dtypes, stashes, slots: The values to choose among.
-        loss_scale, clip_grad_norm, master_weights: As the run will have them.
+        loss_scale, clip_grad_norm, master_weights, exact_ties: As the run will have them.
 
     Raises NoFeasiblePlan where no combination fits, and the errors of `relay.simulate` for wrong arguments.
     """
@@ -155,7 +156,7 @@ def plan(
     fixed: dict[str, Any] = {
         "device": described, "precision": precision, "loss_scale": loss_scale, "clip_grad_norm": clip_grad_norm,
         "batch": batch, "seq": seq, "host_memory": host_memory, "capacity": capacity, "must_fit": None,
-        "master_weights": master_weights,
+        "master_weights": master_weights, "exact_ties": exact_ties,
     }  # fmt: skip
     search = _Search(description.shape, batch, fixed)
     for microbatches in _counts(batch):
@@ -188,7 +189,8 @@ def plan(
         "state_dtype": state_dtypes, "stash": stashes, "slots": slots, "microbatches": _counts(batch),
     }  # fmt: skip
     chosen, changed = search.settle(allowed)
-    chosen = replace(chosen, notes=(*description.notes_at(seq), *loss_scale_notes(loss_scale, precision)))
+    further = (*description.notes_at(seq), *loss_scale_notes(loss_scale, precision))
+    chosen = replace(chosen, notes=tuple(dict.fromkeys((*further, *chosen.notes))))
     options = {name: getattr(chosen.run, name) for name in _OPTIONS}
     if precision == "fp16":
         options["loss_scale"] = loss_scale if loss_scale == "dynamic" else fixed_scale(loss_scale)
@@ -196,6 +198,8 @@ def plan(
         options["clip_grad_norm"] = clip_grad_norm
     if master_weights != OPTIONS["master_weights"].default:
         options["master_weights"] = master_weights
+    if exact_ties != "auto":
+        options["exact_ties"] = exact_ties
     if capacity is not None:
         options["capacity"] = parse_size(capacity)
     return Plan(options, chosen, tuple(_reasons(chosen, changed, search)), len(search.tried))
@@ -303,7 +307,8 @@ class _Search:
         return best if _speed(best) > _speed(base) * (1 + TIE) else base
 
     def _fits(self, run: RunShape, like: Simulation) -> bool:
-        prepared = SimulatedRun(self._shape, run, like.machine, self._host_cache)
+        room = None if like.machine.device.unified else like.device_capacity
+        prepared = SimulatedRun(self._shape, run, like.machine, self._host_cache, room)
         memory = prepared.memory()
         prepared.close()
         return not shortfalls(memory, like.device_capacity, like.host_capacity, like.machine.device.unified)

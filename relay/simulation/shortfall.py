@@ -73,7 +73,8 @@ def suggestions(
     for change in sorted(changes, key=len):
         if any(all(change.get(key) == value for key, value in other.items()) for other in found):
             continue  # a part of this change already fits
-        prepared = SimulatedRun(shape, replace(run, **change), described, host_cache, device)
+        room = None if described.device.unified else device
+        prepared = SimulatedRun(shape, replace(run, **change), described, host_cache, room)
         memory = prepared.memory()
         prepared.close()
         if not shortfalls(memory, device, host, described.device.unified):

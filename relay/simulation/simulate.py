@@ -118,8 +118,8 @@ def simulate(
             it without.
         host_cache: Shares the host state between simulations of one model, which saves time.
         run: `seq`, `batch`, `microbatches` (by default one per sequence), `state_dtype`, `stash`, `slots`,
-            `layers_per_slot`, `resident_layers`, `recompute`, `clip_grad_norm`, `loss_scale` and `optimizer`, as in
-            `RunShape`.
+            `layers_per_slot`, `resident_layers`, `recompute`, `clip_grad_norm`, `loss_scale`, `exact_ties` and
+            `optimizer`, as in `RunShape`.
 
     Raises DoesNotFit for a run that does not fit, SpecError for arithmetic that the device does not have, ShapeError
     for an impossible model or batch, ValueError for a value that `relay.Trainer` refuses too, and TypeError for an
@@ -158,7 +158,9 @@ def simulate(
     gains: dict[str, float] = {}
     if step is not None and sensitivity:
         gains = _sensitivity(shape, wanted, described, step.timeline.now, host_cache, room)
-    notes = (*description.notes_at(wanted.seq), *loss_scale_notes(wanted.loss_scale, wanted.precision))
+    notes = (
+        *description.notes_at(wanted.seq), *loss_scale_notes(wanted.loss_scale, wanted.precision), *prepared.notes
+    )  # fmt: skip
     result = Simulation(shape, wanted, described, memory, *limits, missing, would_fit, step, gains, notes)
     if missing and must_fit:
         advice = f" What would fit: {'; '.join(would_fit)}." if would_fit else " No smaller setting fits either."

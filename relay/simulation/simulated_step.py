@@ -33,7 +33,8 @@ from relay.runtime import run_step
 from relay.runtime.memory_plan import kernel_workspace
 from relay.runtime.session import Session
 from relay.runtime.stages import CompiledModel, recomputing
-from relay.runtime.stash import device_bytes, saved_bytes
+from relay.runtime.stash import TIED_STATE, device_bytes, saved_bytes, tied_bytes
+from relay.runtime.ties.exact_ties import ExactTies
 from relay.simulation.host_cache import HostCache, HostState
 from relay.simulation.meta_model import MetaModel
 from relay.simulation.transformer_shape import ModelShape, ShapeError
@@ -62,6 +63,7 @@ class RunShape:
     slots: int = 2
     clip_grad_norm: float | None = None
     loss_scale: str | float = "dynamic"
+    exact_ties: bool | str = "auto"
     layers_per_slot: int = 1
     recompute: bool | int = True
     resident_layers: int | str = 0
@@ -153,16 +155,22 @@ class SimulatedRun:
     ) -> None:
         """`host_cache` holds host states of earlier runs of this shape; `close` puts this run's into it.
 
-        `capacity` is the device memory that `resident_layers="auto"` fills; that of the machine if not given. The
-        attribute `run` holds the options as they take effect: as many micro-batches as the batch is cut into, no
-        more layers a slot than the model has, and True for `recompute` where the number covers all segments (the last
-        segment, the head, never repeats its forward).
+        `capacity` is the device memory that `resident_layers="auto"` fills, and by which `exact_ties="auto"` decides;
+        that of the machine if not given. The attribute `notes` has the message of the latter, and `run` the options as
+        they take effect: as many micro-batches as the batch is cut into, no more layers a slot than the model has, and
+        True for `recompute` where the number covers all segments (the last segment, the head, never repeats its
+        forward).
         """
         compute = COMPUTE[run.precision]
         sizes = run.pieces()
-        self._compiled = [
-            shape.compiled(size, run.seq, compute, run.layers_per_slot, run.recompute) for size in sizes
-        ]
+        device = machine.device
+        if capacity is None and not device.unified:
+            capacity = int(device["memory"] - device["reserved"])
+        self.notes: list[str] = []
+        ties = ExactTies(run.exact_ties, run.slots, run.stash, capacity, self.notes.append)
+        self._compiled = ties.decide(
+            [shape.compiled(size, run.seq, compute, run.layers_per_slot, run.recompute) for size in sizes]
+        ).compiled
         segments = len(self._compiled[0].stages)
         most = max(1, segments - 1)
         count = recomputing(run.recompute, most)
@@ -174,12 +182,10 @@ class SimulatedRun:
         self._state_key, self._state = self._host_state(shape)
         state = self._state
         parts = state.model, self._device, state.host, state.store, state.server
-        device = machine.device
-        if capacity is None and not device.unified:
-            capacity = int(device["memory"] - device["reserved"])
         self._session = Session(
-            *parts, run.slots, run.stash, None, resident_layers=run.resident_layers, resident_limit=capacity
-        )
+            *parts, run.slots, run.stash, None, resident_layers=run.resident_layers, resident_limit=capacity,
+            exact_ties=False,  # decided above
+        )  # fmt: skip
         self._session.guard.defer_updates = True
         self._prepared = self._session.prepare(self._compiled, state.groups, training=True)
         self._inputs = [_inputs(compiled) for compiled in self._compiled]
@@ -223,8 +229,9 @@ class SimulatedRun:
             "slots: gradients": self.run.slots * slots.ring.gradient_size,
             **({"resident layers: weights": slots.resident_weights} if self.run.resident_layers else {}),
             **({"resident layers: gradients": slots.resident_gradients} if self.run.resident_layers else {}),
-            "stash of activations": device_bytes(plans) - saved_bytes(plans),
+            "stash of activations": device_bytes(plans) - saved_bytes(plans) - tied_bytes(plans),
             "saved tensors for backward": saved_bytes(plans),
+            TIED_STATE: tied_bytes(plans),
             "workspace of kernels": max(kernel_workspace(compiled) for compiled in set(self._compiled)),
         }
         peak = self._device.memory().peak

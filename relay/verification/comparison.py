@@ -12,7 +12,6 @@ cannot be compared is refused by name, or left out of `Verification.compared`; i
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -84,8 +83,8 @@ def verify(
         if not taken:
             raise BatchError("There is no batch to compare: batches is empty, or steps is 0.")
         prepared = run._compiler.prepare(taken[0])
-        run._session.prepare(prepared.compiled, run.param_groups, training=True)
-        comparison = _Comparison(run, make_step, prepared)
+        ready = run._session.prepare(prepared.compiled, run.param_groups, training=True)
+        comparison = _Comparison(run, make_step, prepared, ready.loose_ties)
         with state_restored(run):
             return comparison.run(taken, learning_rate)
 
@@ -93,7 +92,9 @@ def verify(
 class _Comparison:
     """The comparison of one trainer."""
 
-    def __init__(self, run: RunState, make_step: Callable[[Any], Metrics], prepared: PreparedBatch) -> None:
+    def __init__(
+        self, run: RunState, make_step: Callable[[Any], Metrics], prepared: PreparedBatch, loose_ties: frozenset[str]
+    ) -> None:
         self._run = run
         self._make_step = make_step
         compiler, native = run._compiler, run._compiler.lowering is Lowering.NATIVE
@@ -102,7 +103,7 @@ class _Comparison:
         self._where = traced_for if on_device else torch.device("cpu")
         refuse_without_room(run, prepared, not on_device)
         self._exact = native and self._where.type == traced_for.type
-        self._tied = self._tied_names(prepared)
+        self._tied = loose_ties
         loose_tied = bool(self._tied) and run.options.clip_grad_norm is not None
         self._chunked = any(model.stages[-1].segment.chunks is not None for model in prepared.compiled)
         rounds = not self._exact or self._chunked
@@ -255,17 +256,6 @@ class _Comparison:
         )
 
     # -- what there is to compare -----------------------------------------------------------------------------
-
-    def _tied_names(self, prepared: PreparedBatch) -> set[str]:
-        """Trained parameters whose gradients the relay adds in another order than plain PyTorch."""
-        uses = Counter(name for stage in prepared.compiled[0].stages for name in stage.gradients)
-        names = Counter(id(one) for _, one in self._run._model.named_parameters(remove_duplicate=False))
-        several = len(prepared.pieces.pieces) > 1
-        return {
-            name
-            for name, one in self._run._model.named_parameters()
-            if uses[name] > 1 and (several or uses[name] > 2 or names[id(one)] > 2)
-        }
 
     def _tensors_of_run(self) -> dict[str, torch.Tensor]:
         model, store = self._run._model, self._run._session.store

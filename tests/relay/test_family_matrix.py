@@ -179,15 +179,9 @@ def test_every_combination_trains_as_plain_pytorch(case: dict[str, Any], tmp_pat
     if case["precision"] == "bf16" and case["dropout"]:
         # PyTorch's dropout on the CPU rounds 1 / (1 - p) to bf16, the relay's (as native_dropout) does not.
         assert losses == pytest.approx(expected, rel=1e-2)
-    elif not family.tied or case["cut"][0] == 1:
+    else:
         assert losses == expected
         reference.assert_same_state(ours.state_dict(), plain.state_dict())
-    else:
-        assert losses == pytest.approx(expected, rel=1e-5 if case["precision"] == "fp32" else 1e-3)
-        for name, tensor in plain.state_dict().items():
-            # AdamW turns a rounding of a tiny gradient into a step of its own size at most, and bf16 any rounding
-            atol = 2e-4 if case["precision"] == "fp32" else 2e-3 * STEPS
-            torch.testing.assert_close(ours.state_dict()[name], tensor, rtol=1e-4, atol=atol)
     if case["frozen"]:
         for name, parameter in ours.named_parameters():
             assert parameter.requires_grad or torch.equal(parameter, before[name])

@@ -23,7 +23,7 @@ else:
 
 WRONG: dict[str, Any] = {
     "choice": "nonsense", "count": 0, "flag": 3, "number": -1.0, "size": "16Gb", "loss scale": 3.0, "recompute": -1,
-    "seed": -1,
+    "seed": -1, "auto or flag": "sometimes",
 }  # fmt: skip
 """For each kind of option a value that is not allowed."""
 

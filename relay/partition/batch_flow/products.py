@@ -41,10 +41,26 @@ FACTORS = {
 def product_of(call: OpCall) -> Labels:
     """Matrix products. Over the batch they are sums; of two batches they put every sample together with every other."""
     added, first, second = (call.arguments[name] if name else None for name in FACTORS[call.name])
-    one, two = call.label(first), call.label(second)
+    product = _product(call, first, second, added)
     more = call.label(added)
-    if more.kind is not Kind.FREE:
-        return call.mixed("adds samples to a product")
+    if more.kind is Kind.FREE:
+        return product
+    if added is not None and isinstance(product, Label) and product.kind is more.kind is Kind.ROWS:
+        # As where two tensors are added: each sample of the one to the same sample of the other.
+        result, term = call.node.meta["val"], added.meta["val"]
+        same_place = more.dim - term.dim() == product.dim - result.dim()
+        if (
+            same_place
+            and term.shape[more.dim] == result.shape[product.dim]
+            and (not more.unit or not product.unit or more.unit == product.unit)
+        ):
+            return replace(product, unit=product.unit or more.unit)
+    return call.mixed("adds samples to a product")
+
+
+def _product(call: OpCall, first: Any, second: Any, added: Any) -> Labels:
+    """A product to which nothing of the batch is added."""
+    one, two = call.label(first), call.label(second)
     if Kind.TERMS in (one.kind, two.kind):
         if {one.kind, two.kind} == {Kind.TERMS, Kind.FREE} and added is None:
             return Label(Kind.TERMS, given=call.given, terms=one.terms or two.terms)

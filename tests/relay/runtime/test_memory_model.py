@@ -231,12 +231,21 @@ def test_frozen_layers_cost_the_host_their_weights_alone(build: Build) -> None:
     assert rows_of(trainer)["first moments"] == 2 * LINEAR_BYTES
 
 
-def test_a_tied_parameter_is_held_once_with_one_sum_of_gradients(build: Build) -> None:
+@pytest.mark.parametrize(
+    ("options", "row", "copies"),
+    [
+        ({"exact_ties": False}, "gradient sums of tied parameters", 1),
+        ({"stash": "host"}, "tied gradients of each micro-batch", 4),
+    ],
+)
+def test_a_tied_parameter_is_held_once_with_one_sum_of_gradients_or_one_for_each_micro_batch(
+    build: Build, options: dict[str, Any], row: str, copies: int
+) -> None:
     torch.manual_seed(0)
     tied = GPT(vocabulary=32, layers=2, hidden=16, heads=2, sequence=12, tied=True)
-    trainer = build(tied)
+    trainer = build(tied, **options)
     trainer.step(text())
-    assert rows_of(trainer)["gradient sums of tied parameters"] == 32 * 16 * 4
+    assert rows_of(trainer)[row] == copies * 32 * 16 * 4
     assert rows_of(trainer)["weights"] == 4 * sum(parameter.numel() for parameter in tied.parameters())
 
 

@@ -68,14 +68,14 @@ def test_a_gpt_with_dropout_is_equal_to_plain_pytorch_to_the_bit(build: Build, s
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_tied_weights_are_compared_to_their_tolerance_and_all_else_to_the_bit(build: Build, precision: str) -> None:
+def test_tied_weights_are_compared_to_the_bit_unless_their_order_is_given_up(build: Build, precision: str) -> None:
     found = build(gpt(layers=2, tied=True, dropout=0.1), precision=precision).verify(text())
     assert found.equal, str(found)
-    assert 0 < found.tolerance <= 1e-5
-    assert found.loose == "gradients of tied weights: embedding.token.weight"
-    once = build(gpt(layers=2, tied=True), precision=precision, microbatches=1).verify(text(2))
-    assert once.equal
-    assert once.tolerance == 0
+    assert (found.tolerance, found.loose) == (0, "")
+    loose = build(gpt(layers=2, tied=True), precision=precision, exact_ties=False).verify(text(2))
+    assert loose.equal, str(loose)
+    assert 0 < loose.tolerance <= 1e-5
+    assert loose.loose == "gradients of tied weights: embedding.token.weight"
 
 
 def test_a_list_of_modules_is_compared_with_its_dropout_and_buffers(build: Build) -> None:

@@ -25,7 +25,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Family:
-    """`make(dropout)` gives the model, `draw(rows, seed)` a batch for it; `tied` says that its embeddings are tied.
+    """`make(dropout)` gives the model, `draw(rows, seed)` a batch for it.
 
     `frozen` is a part of the names of parameters that one might well freeze, `shifted` says that the model predicts
     the next label, so that the first one of a row counts for nothing.
@@ -34,7 +34,6 @@ class Family:
 
     make: Callable[[float], nn.Module]
     draw: Callable[[int, int], Batch]
-    tied: bool = False
     shifted: bool = False
     frozen: str = "embed"
     needs: str = "transformers"
@@ -172,6 +171,52 @@ def _t5(tied: bool) -> Callable[[float], nn.Module]:
     return make
 
 
+def _opt(dropout: float) -> nn.Module:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    return OPTForCausalLM(
+        OPTConfig(
+            vocab_size=VOCABULARY, hidden_size=WIDTH, ffn_dim=2 * WIDTH, num_hidden_layers=2, num_attention_heads=2,
+            max_position_embeddings=LENGTH, word_embed_proj_dim=WIDTH, dropout=dropout, pad_token_id=1,
+        )
+    )  # fmt: skip
+
+
+def _bloom(dropout: float) -> nn.Module:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    return BloomForCausalLM(
+        BloomConfig(
+            vocab_size=VOCABULARY, hidden_size=WIDTH, n_layer=2, n_head=2, hidden_dropout=dropout,
+            attention_dropout=dropout, pad_token_id=1, bos_token_id=0, eos_token_id=2,
+        )
+    )  # fmt: skip
+
+
+def _distilbert(dropout: float) -> nn.Module:
+    from transformers import DistilBertConfig, DistilBertForMaskedLM
+
+    return DistilBertForMaskedLM(
+        DistilBertConfig(
+            vocab_size=VOCABULARY, dim=WIDTH, hidden_dim=2 * WIDTH, n_layers=2, n_heads=2, dropout=dropout,
+            attention_dropout=dropout, max_position_embeddings=LENGTH, pad_token_id=1,
+        )
+    )  # fmt: skip
+
+
+def _bart(dropout: float) -> nn.Module:
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    return BartForConditionalGeneration(
+        BartConfig(
+            vocab_size=VOCABULARY, d_model=WIDTH, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+            decoder_attention_heads=2, encoder_ffn_dim=2 * WIDTH, decoder_ffn_dim=2 * WIDTH, dropout=dropout,
+            max_position_embeddings=2 * LENGTH, pad_token_id=1, bos_token_id=0, eos_token_id=2,
+            decoder_start_token_id=0, forced_eos_token_id=None,
+        )
+    )  # fmt: skip
+
+
 # **** torch's own ****
 
 
@@ -260,27 +305,31 @@ def convolutions(dropout: float) -> list[nn.Module]:
 
 
 FAMILIES: dict[str, Family] = {
-    "gpt2": Family(_gpt2, text, tied=True, shifted=True, frozen="wpe"),
+    "gpt2": Family(_gpt2, text, shifted=True, frozen="wpe"),
     "bert-mlm": Family(_bert_like("BertForMaskedLM", "BertConfig", tie_word_embeddings=False), masked_text),
-    "bert-tied": Family(_bert_like("BertForMaskedLM", "BertConfig"), masked_text, tied=True),
+    "bert-tied": Family(_bert_like("BertForMaskedLM", "BertConfig"), masked_text),
     "bert-classifier": Family(_bert_like("BertForSequenceClassification", "BertConfig", num_labels=3), classified_text),
-    "roberta": Family(_bert_like("RobertaForMaskedLM", "RobertaConfig"), masked_text, tied=True),
+    "roberta": Family(_bert_like("RobertaForMaskedLM", "RobertaConfig"), masked_text),
     "llama": Family(_decoder("LlamaForCausalLM", "LlamaConfig"), masked_text, shifted=True),
     "mistral": Family(_decoder("MistralForCausalLM", "MistralConfig", sliding_window=3), text, shifted=True),
     "qwen3": Family(
         _decoder("Qwen3ForCausalLM", "Qwen3Config", head_dim=8, tie_word_embeddings=True),
         masked_text,
-        tied=True,
         shifted=True,
     ),
-    "gemma": Family(_decoder("GemmaForCausalLM", "GemmaConfig", head_dim=8), masked_text, tied=True, shifted=True),
+    "gemma": Family(_decoder("GemmaForCausalLM", "GemmaConfig", head_dim=8), masked_text, shifted=True),
     "mixtral": Family(
         _decoder("MixtralForCausalLM", "MixtralConfig", num_local_experts=4, output_router_logits=False),
         masked_text,
         shifted=True,
     ),
     "t5": Family(_t5(tied=False), translated_text, frozen="shared"),
-    "t5-tied": Family(_t5(tied=True), translated_text, tied=True, frozen="shared"),
+    "t5-tied": Family(_t5(tied=True), translated_text, frozen="shared"),
+    "opt": Family(_opt, masked_text, shifted=True),
+    "bloom": Family(_bloom, masked_text, shifted=True),
+    "albert": Family(_bert_like("AlbertForMaskedLM", "AlbertConfig", embedding_size=8), masked_text),
+    "distilbert": Family(_distilbert, masked_text),
+    "bart": Family(_bart, translated_text),
     "vit": Family(
         _bert_like("ViTForImageClassification", "ViTConfig", image_size=IMAGE, patch_size=4, num_labels=3),
         images,

@@ -36,8 +36,7 @@ class Entry:
     """A row. `make` gives the model (a list of modules in CUT_OFF_LIST), with weights drawn by torch's seed.
 
     `tolerance` is the largest relative error of a gradient: 0 stands for losses and parameters equal to the last bit.
-    `microbatches` is 1 where a parameter has several uses whose gradients plain PyTorch adds in one order with one
-    micro-batch alone. `untouched`: some parameters have no gradient in any step, and must stay as they are. `family`
+    `untouched`: some parameters have no gradient in any step, and must stay as they are. `family`
     has the batches of an architecture.
     """
 
@@ -56,7 +55,7 @@ def _odd(name: str, make: Callable[[], nn.Module], oddity: str) -> Entry:
 
 
 def _reused(make: Callable[[], nn.Module], oddity: str) -> Entry:
-    return Entry(Group.REUSED, getattr(make, "__name__", ""), make, oddity, microbatches=1)
+    return Entry(Group.REUSED, getattr(make, "__name__", ""), make, oddity)
 
 
 def _cut_off(name: str, make: Callable[[], nn.Module], oddity: str, untouched: bool = True) -> Entry:
@@ -72,10 +71,9 @@ def _cut_off_list(name: str, middle: tuple[Callable[[], nn.Module], ...], oddity
     return Entry(Group.CUT_OFF_LIST, name, make, oddity, microbatches=2, untouched=True)
 
 
-def _family(name: str, oddity: str, tolerance: float = 0.0) -> Entry:
+def _family(name: str, oddity: str) -> Entry:
     family = FAMILIES[name]
-    microbatches = 1 if family.tied else 3
-    return Entry(Group.FAMILY, name, lambda: family.make(0.0), oddity, tolerance, microbatches, family=family)
+    return Entry(Group.FAMILY, name, lambda: family.make(0.0), oddity, family=family)
 
 
 def _device(name: str, oddity: str) -> Entry:
@@ -155,7 +153,7 @@ TABLE: tuple[Entry, ...] = (
     _family("gemma", "scaled embeddings that are tied, and norms that add one to their weight"),
     _family("mixtral", "experts: data decide which rows a matrix multiplies"),
     _family("t5", "an encoder and a decoder, whose layers share position biases"),
-    _family("t5-tied", "the same, with one matrix used three times, which no cut adds in one order", 1e-5),
+    _family("t5-tied", "the same, with one matrix used three times, twice of which in one segment"),
     _family("vit", "images in patches"),
     _family("nn.Transformer", "torch's own encoder and decoder"),
     _family("nn.TransformerEncoder", "torch's own encoder, whose fast path must not be taken"),
