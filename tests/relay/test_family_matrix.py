@@ -21,6 +21,7 @@ from torch import nn
 import relay
 from tests.support import matrix, reference
 from tests.support.given_masks import GivenMasks
+from tests.support.shared_captures import share
 from tests.support.zoo.families import FAMILIES
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -70,7 +71,7 @@ def pairwise() -> Iterator[matrix.Case]:
     source = random.Random(0)
     while missing:
         wanted = dict(min(missing, key=repr))
-        drawn = [{name: source.choice(values) for name, values in OPTIONS.items()} | wanted for _ in range(40)]
+        drawn = [{name: source.choice(values) for name, values in OPTIONS.items()} | wanted for _ in range(200)]
         best = max(drawn, key=lambda case: len(matrix.combinations(case, 2) & missing))
         missing -= matrix.combinations(best, 2)
         yield best
@@ -147,7 +148,8 @@ def train_relayed(case: dict[str, Any], batches: list[Any], folder: Path) -> tup
 
     def open_trainer(model: nn.Module) -> relay.Trainer:
         settings = {name: case[name] for name in ("precision", "stash", "slots", "device")}
-        return relay.Trainer(model, microbatches=case["cut"][0], clip_grad_norm=case["clip"], seed=SEED, **settings)
+        options = {"microbatches": case["cut"][0], "clip_grad_norm": case["clip"], "seed": SEED, **settings}
+        return share(relay.Trainer(model, **options))
 
     model = make(case)
     trainer = open_trainer(model)

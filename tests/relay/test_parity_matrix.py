@@ -1,6 +1,7 @@
 """Every pair of options together: the relay is plain PyTorch whatever else is switched on.
 
 The cases are generated: each choice of each option meets each choice of every other, and as many triples as fit.
+`make test` has those that hold all pairs, `make test-full` also those that add triples.
 Equality is to the last bit. There is one exception: small optimizer states, which are another arithmetic.
 """
 
@@ -57,7 +58,7 @@ def few() -> list[Case]:
             {name: source.choices(values, weights[name])[0] for name, values in OPTIONS.items()} for _ in range(60)
         ]
         gains = [
-            (len(matrix.combinations(one, 2) - pairs), len(matrix.combinations(one, 3) - triples)) for one in drawn
+            (len(matrix.combinations(case, 2) - pairs), len(matrix.combinations(case, 3) - triples)) for case in drawn
         ]
         best = drawn[gains.index(max(gains))]
         pairs |= matrix.combinations(best, 2)
@@ -116,7 +117,18 @@ def name_of(case: Case) -> str:
     return "-".join(words.get(name, "") if value is True else str(value) for name, value in case.items() if value)
 
 
-@pytest.mark.parametrize("case", matrix.cases(OPTIONS, few()), ids=name_of)
+def cases() -> list[Any]:
+    missing = matrix.every(OPTIONS, 2)
+    beyond_pairs = () if matrix.asked_for() else pytest.mark.exhaustive
+    found = []
+    for case in matrix.cases(OPTIONS, few()):
+        sampled = bool(matrix.combinations(case, 2) & missing)
+        missing -= matrix.combinations(case, 2)
+        found.append(pytest.param(case, id=name_of(case), marks=() if sampled else beyond_pairs))
+    return found
+
+
+@pytest.mark.parametrize("case", cases())
 def test_the_relay_is_plain_pytorch(build: Callable[..., relay.Trainer], case: Case) -> None:
     model, plain = gpt(case["tied"]), gpt(case["tied"])
     batches = reference.text_batches(STEPS)
@@ -152,8 +164,8 @@ def test_the_relay_is_plain_pytorch(build: Callable[..., relay.Trainer], case: C
         **{f"clip_grad_{name}": limit for name, limit in clip.items()},
     )
     metrics = []
-    for number, one in enumerate(data):
-        metrics.append(trainer.step(one))
+    for number, batch in enumerate(data):
+        metrics.append(trainer.step(batch))
         if number == 0:
             trainer.synchronize()
             bound, label = trainer._session.server.optimizer, FIRST_STATE[case["optimizer"]]
@@ -162,14 +174,14 @@ def test_the_relay_is_plain_pytorch(build: Callable[..., relay.Trainer], case: C
                 name: state.clone() if isinstance(state, Tensor) else state.to_float().view(first_states[0][name].shape)
                 for name, state in states.items()
             }
-    losses = [one.loss for one in metrics]
+    losses = [step.loss for step in metrics]
     assert losses[0] == found.losses[0], "the first forward is the same whatever happens to gradients"
     if case["state_dtype"] != "fp32":
         assert losses == pytest.approx(found.losses, rel=1e-2)
         assert relative_error(firsts, first_states[0]) < {"bf16": 2e-2, "int8": 0.2}[case["state_dtype"]]
     else:
         assert losses == found.losses
-        assert [one.grad_norm for one in metrics] == found.norms
+        assert [step.grad_norm for step in metrics] == found.norms
         reference.assert_same_state(trainer.state_dict(), reference.state_of(plain if whole else plain.as_list()))
 
 

@@ -18,7 +18,7 @@ Case = dict[str, Any]
 
 def cases(options: Mapping[str, Sequence[Any]], few: Iterable[Case]) -> list[Case]:
     """The `few`, or as much of the whole product as RELAY_FULL_MATRIX asks for."""
-    wanted = int(os.environ.get("RELAY_FULL_MATRIX", "0"))
+    wanted = asked_for()
     if wanted == 0:
         return list(few)
     count = math.prod(len(values) for values in options.values())
@@ -27,20 +27,25 @@ def cases(options: Mapping[str, Sequence[Any]], few: Iterable[Case]) -> list[Cas
     return [nth(options, number) for number in sorted(random.Random(0).sample(range(count), min(wanted, count)))]
 
 
+def asked_for() -> int:
+    """How many cases RELAY_FULL_MATRIX asks for: 0 for the few, 1 for all."""
+    return int(os.environ.get("RELAY_FULL_MATRIX", "0"))
+
+
 def nth(options: Mapping[str, Sequence[Any]], number: int) -> Case:
-    """A combination by its place in the product's order."""
+    """A combination by its index in the product's order."""
     case = {}
     for name, values in reversed(options.items()):
-        number, place = divmod(number, len(values))
-        case[name] = values[place]
+        number, index = divmod(number, len(values))
+        case[name] = values[index]
     return {name: case[name] for name in options}
 
 
 def in_turn(last: Sequence[Any], *others: Iterable[Any]) -> list[tuple[Any, ...]]:
     """The whole product of the other options, each case with one value of the last, in turn: with it every value meets
     every value (of two others, where the last has two values)."""
-    places = itertools.product(*(list(enumerate(values)) for values in others))
-    return [(*(value for _, value in case), last[sum(place for place, _ in case) % len(last)]) for case in places]
+    numbered = itertools.product(*(list(enumerate(values)) for values in others))
+    return [(*(value for _, value in case), last[sum(index for index, _ in case) % len(last)]) for case in numbered]
 
 
 def combinations(case: Mapping[str, Any], size: int) -> set[tuple[tuple[str, Any], ...]]:

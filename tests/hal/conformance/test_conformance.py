@@ -21,14 +21,24 @@ DEVICES: dict[str, list[str]] = {
     "cpu": [],
     "cpu:discrete": ["--samples", "1"],
     "numpy": [],
-    "numpy:float64": [],
+    "numpy:float64": ["--samples", "1"],
     "onnx:cpu": [],
     "sim": ["--samples", "1"],
     "sim:generic,order=late,poison=on": ["--only", "not test_ops"],
     "sim:t4": ["--only", "not test_ops"],
-    # Each new kernel takes the driver's compiler a tenth of a second: each op once, in float32, int64 and bool.
+    # Each new kernel takes the driver's compiler a tenth of a second; tests/backends/opencl runs each op once.
+    "opencl": ["--only", "not test_ops"],
+}
+THOROUGH: dict[str, list[str]] = {
+    "numpy:float64": [],
+    # Each op once, in float32, int64 and bool.
     "opencl": ["--samples", "1", "--only", "not (test_ops and (float64 or float16 or int32))"],
 }
+"""What `make test-full` asks of devices besides."""
+CASES = [
+    *(pytest.param(*case, id=case[0]) for case in DEVICES.items()),
+    *(pytest.param(*case, id=f"{case[0]}, thorough", marks=pytest.mark.exhaustive) for case in THOROUGH.items()),
+]
 WITHOUT_FLOAT64 = {"numpy", "sim", "sim:generic,order=late,poison=on"}
 
 
@@ -46,16 +56,16 @@ def answer(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_device_conforms_and_every_known_gap_still_fails(device: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("device", "options"), CASES)
+def test_a_device_conforms_and_every_known_gap_still_fails(device: str, options: list[str], tmp_path: Path) -> None:
     devices.require(device)
-    words = ["relay", "conformance", device, "--verify-known-gaps", "--json", *DEVICES[device]]
+    words = ["relay", "conformance", device, "--verify-known-gaps", "--json", *options]
     result = run("-m", *words, folder=tmp_path)
     found = answer(result)
     wrong = [(test["test"], test["reason"]) for test in found["tests"] if test["outcome"] == "failed"]
     assert (result.returncode, wrong) == (0, []), result.stderr[-2000:]
     assert found["conforms"]
-    assert found["passed"] > (100 if DEVICES[device] else 500)
+    assert found["passed"] > (100 if options else 500)
     assert all(test["reason"] for test in found["tests"] if test["outcome"] in ("known gap", "skipped"))
     allowed = {"float64 is not in DeviceInfo.compute"} if device in WITHOUT_FLOAT64 else set()
     skipped = {test["reason"].removeprefix("torch.") for test in found["tests"] if test["outcome"] == "skipped"}
@@ -86,9 +96,9 @@ print(json.dumps([compiled(samples) for samples in (None, 1, 2, 99)]))
 def test_as_many_samples_of_an_op_are_tried_as_were_asked_for(tmp_path: Path) -> None:
     result = run("-c", COUNTING, folder=tmp_path)
     assert result.returncode == 0, result.stderr[-2000:]
-    every, one, two, many = json.loads(result.stdout)
-    assert (one, two) == (1, 2)
-    assert many == every > 2
+    of_all, of_1, of_2, of_99 = json.loads(result.stdout)
+    assert (of_1, of_2) == (1, 2)
+    assert of_99 == of_all > 2
 
 
 @pytest.mark.slow
@@ -142,7 +152,7 @@ def test_no_other_pytest_run_imports_hal_or_has_its_options(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "says"),
+    ("words", "code", "message"),
     [
         (["nonsense"], 1, "no backend is called 'nonsense'"),
         (["numpy:float16"], 1, "no device 'numpy:float16'"),
@@ -150,10 +160,10 @@ def test_no_other_pytest_run_imports_hal_or_has_its_options(tmp_path: Path) -> N
         ([" "], 2, "The suite needs a device"),
     ],
 )
-def test_what_cannot_be_run_is_said_with_its_exit_code(words: list[str], code: int, says: str) -> None:
+def test_what_cannot_be_run_is_said_with_its_exit_code(words: list[str], code: int, message: str) -> None:
     result = CliRunner().invoke(main, ["conformance", *words, "--json"])
     assert result.exit_code == code
-    assert says in json.loads(result.stdout)["error"]
+    assert message in json.loads(result.stdout)["error"]
 
 
 def test_a_pattern_that_no_test_has_was_asked_wrongly(tmp_path: Path) -> None:

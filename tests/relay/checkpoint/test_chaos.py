@@ -24,7 +24,7 @@ def test_five_kills_change_nothing(tmp_path: Path) -> None:
     assert kill(tmp_path, 5, 1)["kills"] == 5
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_fifty_kills_change_nothing_also_in_the_middle_of_writing(tmp_path: Path) -> None:
     counted = kill(tmp_path, 50, 2)
     assert counted["kills"] == 50

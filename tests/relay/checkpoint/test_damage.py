@@ -33,6 +33,11 @@ EXAMPLES = settings(
 )
 
 
+def examples(thorough: int) -> settings:
+    """So many in `make test-full`, a fifth of them in `make test`."""
+    return settings(EXAMPLES, max_examples=thorough if os.environ.get("RELAY_FULL_SWEEP") == "1" else thorough // 5)
+
+
 def layers() -> list[nn.Module]:
     torch.manual_seed(0)
     return [nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), nn.Linear(8, 2)]
@@ -171,19 +176,19 @@ def test_a_shard_cut_off_anywhere_is_refused(trainer: relay.Trainer, copied: Pat
     trainer.load(copied)
 
 
-@given(place=st.integers(0, 10**9), bit=st.integers(0, 7))
-@settings(EXAMPLES, max_examples=150)
-def test_a_flipped_bit_anywhere_is_refused(trainer: relay.Trainer, original: Path, place: int, bit: int) -> None:
+@given(position=st.integers(0, 10**9), bit=st.integers(0, 7))
+@examples(150)
+def test_a_flipped_bit_anywhere_is_refused(trainer: relay.Trainer, original: Path, position: int, bit: int) -> None:
     files = sorted(original.iterdir())
     total = sum(file.stat().st_size for file in files)
-    place %= total
+    position %= total
     for file in files:
-        if place < file.stat().st_size:
+        if position < file.stat().st_size:
             break
-        place -= file.stat().st_size
+        position -= file.stat().st_size
     whole = file.read_bytes()
     flipped = bytearray(whole)
-    flipped[place] ^= 1 << bit
+    flipped[position] ^= 1 << bit
     file.write_bytes(flipped)
     try:
         if file.name == manifests.MANIFEST and json.loads(whole) == _json(flipped):
@@ -257,18 +262,18 @@ values = st.recursive(
 )
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def paths_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     yield path
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from places(item, (*path, key))
+            yield from paths_in(item, (*path, key))
     elif isinstance(value, list):
         for number, item in enumerate(value):
-            yield from places(item, (*path, number))
+            yield from paths_in(item, (*path, number))
 
 
 @given(data=st.data())
-@settings(EXAMPLES, max_examples=900)
+@examples(900)
 def test_a_forged_manifest_is_read_or_refused_with_its_file_and_field(
     trainer: relay.Trainer, original: Path, data: st.DataObject
 ) -> None:
@@ -277,7 +282,7 @@ def test_a_forged_manifest_is_read_or_refused_with_its_file_and_field(
 
     def change(body: dict[str, Any]) -> None:
         for _ in range(data.draw(st.integers(1, 2))):
-            path = data.draw(st.sampled_from([place for place in places(body) if place and place[0] != "sha256"]))
+            path = data.draw(st.sampled_from([path for path in paths_in(body) if path and path[0] != "sha256"]))
             parent: Any = body
             for key in path[:-1]:
                 parent = parent[key]
@@ -296,14 +301,14 @@ def test_a_forged_manifest_is_read_or_refused_with_its_file_and_field(
     assert trainer.steps == Checkpoint(original).manifest.step
 
 
-@given(data=st.binary(max_size=200), place=st.floats(0, 1), replaces=st.integers(0, 50))
-@settings(EXAMPLES, max_examples=300)
+@given(data=st.binary(max_size=200), position=st.floats(0, 1), replaces=st.integers(0, 50))
+@examples(300)
 def test_any_bytes_in_a_manifest_are_refused(
-    trainer: relay.Trainer, original: Path, data: bytes, place: float, replaces: int
+    trainer: relay.Trainer, original: Path, data: bytes, position: float, replaces: int
 ) -> None:
     file = original / manifests.MANIFEST
     whole = file.read_bytes()
-    at = int(place * len(whole))
+    at = int(position * len(whole))
     changed = whole[:at] + data + whole[at + replaces :]
     file.write_bytes(changed)
     try:
@@ -314,14 +319,16 @@ def test_any_bytes_in_a_manifest_are_refused(
         file.write_bytes(whole)
 
 
-@given(data=st.binary(min_size=1, max_size=60), place=st.integers(0, 500), length=st.none() | st.integers(0, 2**64 - 1))
-@settings(EXAMPLES, max_examples=300)
+@given(
+    data=st.binary(min_size=1, max_size=60), position=st.integers(0, 500), length=st.none() | st.integers(0, 2**64 - 1)
+)
+@examples(300)
 def test_any_bytes_in_a_shard_are_refused_even_where_the_checksum_was_forged_too(
-    trainer: relay.Trainer, original: Path, data: bytes, place: int, length: int | None
+    trainer: relay.Trainer, original: Path, data: bytes, position: int, length: int | None
 ) -> None:
     shard = shards(original)[0]
     whole, text = shard.read_bytes(), (original / manifests.MANIFEST).read_bytes()
-    changed = whole[:place] + data + whole[place + len(data) :]
+    changed = whole[:position] + data + whole[position + len(data) :]
     if length is not None:
         changed = length.to_bytes(8, "little") + changed[8:]
     shard.write_bytes(changed)
@@ -351,7 +358,7 @@ plain = st.recursive(
 
 
 @given(value=plain)
-@settings(EXAMPLES, max_examples=300)
+@examples(300)
 def test_plain_values_come_back_as_they_were(value: Any) -> None:
     text = json.dumps(plain_values.encode(value), allow_nan=False)
     back = plain_values.decode(json.loads(text))
@@ -360,7 +367,7 @@ def test_plain_values_come_back_as_they_were(value: Any) -> None:
 
 
 @given(value=values)
-@settings(EXAMPLES, max_examples=300)
+@examples(300)
 def test_a_forged_plain_value_is_read_or_refused(value: Any) -> None:
     with contextlib.suppress(ValueError):
         plain_values.decode(value)
@@ -377,7 +384,7 @@ def test_what_is_not_plain_is_refused_by_its_place() -> None:
 
 
 @given(state=values)
-@settings(EXAMPLES, max_examples=100)
+@examples(100)
 def test_a_forged_position_is_taken_or_refused(state: Any) -> None:
     with contextlib.suppress(PositionError):
         ResumableBatches([1, 2]).load_state_dict(state)
@@ -387,7 +394,7 @@ option_names = st.sampled_from([option.name for option in train.params] + ["nons
 
 
 @given(lines=st.dictionaries(option_names, st.none() | values, max_size=3), junk=st.text(max_size=10))
-@settings(EXAMPLES, max_examples=200)
+@examples(200)
 def test_a_forged_run_file_is_read_or_refused(tmp_path: Path, lines: dict[str, Any], junk: str) -> None:
     file = tmp_path / "run.toml"
     body = "".join(f"{name} = {json.dumps(value)}\n" for name, value in lines.items())

@@ -276,7 +276,7 @@ def final_loss(state_dtype: str) -> float:
     return last
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_small_states_train_a_gpt_to_within_one_percent_of_fp32_states() -> None:
     full = final_loss("fp32")
     assert full < 2.8, "300 steps teach it something"
@@ -293,7 +293,7 @@ LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WIDTH = 96
 
 
-def held(trainer: relay.Trainer) -> dict[str, int]:
+def bytes_by_state(trainer: relay.Trainer) -> dict[str, int]:
     """The ledger's bytes by state, whatever the dtype."""
     totals: dict[str, int] = {}
     for state, _, size in trainer.ledger.rows():
@@ -324,7 +324,7 @@ def test_the_ledger_has_the_bytes_of_every_precision_and_state_dtype(
     trainer.prepare((torch.zeros(4, WIDTH), torch.zeros(4, WIDTH)))
     tensors = [parameter.numel() for layer in layers for parameter in layer.parameters()]
     count = sum(tensors)
-    rows = held(trainer)
+    rows = bytes_by_state(trainer)
     assert rows["weights"] == 4 * count
     assert rows.get("rounded weights", 0) == (0 if precision == "fp32" else 2 * count)
     # fp16 keeps gradients until all are there; else on this device they never leave the slots.
@@ -342,7 +342,7 @@ def test_amsgrad_keeps_its_largest_moments_in_fp32(build: Build) -> None:
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
     trainer = build(layers, loss=nn.functional.mse_loss, optimizer=relay.AdamW(amsgrad=True), state_dtype="int8")
     trainer.prepare((torch.zeros(4, WIDTH), torch.zeros(4, WIDTH)))
-    assert held(trainer)["largest second moments"] == 4 * 2 * (WIDTH * WIDTH + WIDTH)
+    assert bytes_by_state(trainer)["largest second moments"] == 4 * 2 * (WIDTH * WIDTH + WIDTH)
 
 
 @pytest.mark.parametrize("state_dtype", ["bf16", "int8"])

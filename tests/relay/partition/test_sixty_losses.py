@@ -1,11 +1,13 @@
 """Sixty losses in micro-batches: 45 are sums over them, and 15 mix samples, so they run over the whole batch.
 
 The reference is plain PyTorch on the whole batch. Masks are uneven: some micro-batches have no targets at all.
+`make test` has every loss in one number of micro-batches, in turn; `make test-full` in all of them.
 """
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import relay
+from tests.support.zoo.plain_models import Build
 
 BATCH, LENGTH, CLASSES = 12, 5, 6
 RATE = 2.0**20
@@ -73,8 +76,8 @@ def answer(o: Tensor, t: Targets) -> Tensor:
     start, end = o[..., :2].unbind(-1)
     ignored = start.shape[1]
     positions = [t[name].clamp(0, ignored) for name in ("start", "end")]
-    losses = [F.cross_entropy(one, at, ignore_index=ignored) for one, at in zip((start, end), positions, strict=True)]
-    return (losses[0] + losses[1]) / 2
+    first, second = (F.cross_entropy(*pair, ignore_index=ignored) for pair in zip((start, end), positions, strict=True))
+    return (first + second) / 2
 
 
 def counted(t: Targets) -> Tensor:
@@ -197,67 +200,63 @@ def plain(loss: Loss) -> tuple[float, list[Tensor]]:
     return found.item(), [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
 
 
-def stepped(loss: Loss, microbatches: int, device: str = "cpu", loss_over: str = "auto") -> tuple[float, list[Tensor]]:
+def stepped(
+    build: Build, loss: Loss, microbatches: int, device: str = "cpu", loss_over: str = "auto"
+) -> tuple[float, list[Tensor]]:
     model = layers()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    trainer = relay.Trainer(
-        list(model), loss=loss, device=device, microbatches=microbatches, loss_over=loss_over,
-        optimizer=relay.SGD(lr=RATE),
-    )  # fmt: skip
-    try:
-        found = trainer.step((INPUTS, copy.copy(TARGETS))).loss
-        gradients = [(old - new.detach()) / RATE for old, new in zip(before, model.parameters(), strict=True)]
-    finally:
-        trainer.close()
-    return found, gradients
+    options: dict[str, Any] = {"loss": loss, "device": device, "microbatches": microbatches, "loss_over": loss_over}
+    trainer = build(list(model), optimizer=relay.SGD(lr=RATE), **options)
+    found = trainer.step((INPUTS, copy.copy(TARGETS))).loss
+    return found, [(old - new.detach()) / RATE for old, new in zip(before, model.parameters(), strict=True)]
 
 
 def assert_equal(ours: tuple[float, list[Tensor]], theirs: tuple[float, list[Tensor]], relative: float = 1e-6) -> None:
     assert ours[0] == pytest.approx(theirs[0], rel=relative)
-    one, other = (torch.cat([gradient.flatten() for gradient in each[1]]) for each in (ours, theirs))
-    assert float((one - other).norm()) <= relative * float(other.norm())
+    mine, other = (torch.cat([gradient.flatten() for gradient in each[1]]) for each in (ours, theirs))
+    assert float((mine - other).norm()) <= relative * float(other.norm())
 
 
-@pytest.mark.parametrize("name", [*ROW_WISE, *TERMS])
-def test_a_loss_is_that_of_the_whole_batch_in_any_number_of_micro_batches(name: str) -> None:
+def in_turn(names: Iterable[str], numbers: Sequence[int]) -> list[Any]:
+    """Each name with each number, of which `make test` has one, the next for each name."""
+    return [
+        pytest.param(name, number, marks=() if number == numbers[position % len(numbers)] else pytest.mark.exhaustive)
+        for position, name in enumerate(names)
+        for number in numbers
+    ]
+
+
+@pytest.mark.parametrize(("name", "microbatches"), in_turn([*ROW_WISE, *TERMS], (4, 3, 2, 1)))
+def test_a_loss_is_that_of_the_whole_batch_in_any_number_of_micro_batches(
+    build: Build, name: str, microbatches: int
+) -> None:
     loss = (ROW_WISE | TERMS)[name]
-    expected = plain(loss)
-    for microbatches in (1, 2, 3, 4):
-        assert_equal(stepped(loss, microbatches), expected)
+    assert_equal(stepped(build, loss, microbatches), plain(loss))
 
 
-@pytest.mark.parametrize("name", MIXED)
-def test_a_loss_that_mixes_samples_runs_over_the_whole_batch(name: str) -> None:
+@pytest.mark.parametrize(("name", "microbatches"), in_turn(MIXED, (3, 1, 2, 4, 7)))
+def test_a_loss_that_mixes_samples_runs_over_the_whole_batch(build: Build, name: str, microbatches: int) -> None:
     loss, _ = MIXED[name]
-    expected = plain(loss)
-    for microbatches in (1, 3):
-        assert_equal(stepped(loss, microbatches), expected)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("microbatches", [2, 4, 7])
-@pytest.mark.parametrize("name", MIXED)
-def test_a_loss_that_mixes_samples_is_right_in_any_number_of_micro_batches(name: str, microbatches: int) -> None:
-    assert_equal(stepped(MIXED[name][0], microbatches), plain(MIXED[name][0]))
+    assert_equal(stepped(build, loss, microbatches), plain(loss))
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_a_loss_that_mixes_samples_is_refused_by_name_over_micro_batches(name: str) -> None:
+def test_a_loss_that_mixes_samples_is_refused_by_name_over_micro_batches(build: Build, name: str) -> None:
     loss, op = MIXED[name]
     with pytest.raises(relay.PartitionError, match=f"mixes samples: {op} .*loss_over='batch'.*microbatches=1"):
-        stepped(loss, 3, loss_over="microbatch")
+        stepped(build, loss, 3, loss_over="microbatch")
 
 
 @pytest.mark.parametrize("name", ["with class weights", "masked", "start and end", "routing"])
-def test_a_loss_that_keeps_samples_apart_may_run_over_the_whole_batch_too(name: str) -> None:
+def test_a_loss_that_keeps_samples_apart_may_run_over_the_whole_batch_too(build: Build, name: str) -> None:
     loss = (ROW_WISE | TERMS)[name]
-    assert_equal(stepped(loss, 4, loss_over="batch"), plain(loss))
+    assert_equal(stepped(build, loss, 4, loss_over="batch"), plain(loss))
 
 
 @pytest.mark.parametrize("device", ["numpy", "cpu:discrete"])
 @pytest.mark.parametrize("name", ["start and end", "and a masked z-loss", "answers and words", "class weights in one"])
-def test_terms_that_count_differently_are_exact_on_every_kind_of_device(name: str, device: str) -> None:
-    assert_equal(stepped(TERMS[name], 4, device), plain(TERMS[name]), 1e-5)
+def test_terms_that_count_differently_are_exact_on_every_kind_of_device(build: Build, name: str, device: str) -> None:
+    assert_equal(stepped(build, TERMS[name], 4, device), plain(TERMS[name]), 1e-5)
 
 
 def test_there_are_sixty() -> None:

@@ -2,6 +2,7 @@
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,18 @@ UNIFIED = Path(__file__).parents[2] / "support" / "machines" / "unified.toml"
 pytestmark = pytest.mark.filterwarnings("ignore:layer")  # experts run eagerly, which is what is wanted
 
 
+def orders() -> list[Any]:
+    """The orders of a test, on the machine with a link and on the unified one, where there are fewer calls: of the
+    random ones `make test` has two and one, `make test-full` eight and two more."""
+    thorough = pytest.param(ORDERS[4:], ORDERS[3:5], id="thorough", marks=pytest.mark.exhaustive)
+    return [pytest.param(ORDERS[1:4], ORDERS[1:3], id="some"), thorough]
+
+
+@pytest.mark.parametrize(("apart", "unified"), orders())
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_a_run_is_the_cpus_in_every_order(scenario: str) -> None:
-    devices = [f"sim:generic,{order},poison=on" for order in ORDERS[1:]]
-    devices += [f"sim:{UNIFIED},{order},poison=on" for order in ORDERS[1:5]]  # fewer calls, fewer orders
+def test_a_run_is_the_cpus_in_every_order(scenario: str, apart: list[str], unified: list[str]) -> None:
+    devices = [f"sim:generic,{order},poison=on" for order in apart]
+    devices += [f"sim:{UNIFIED},{order},poison=on" for order in unified]
     wrong = {device: found for device in devices if (found := differences(scenario, device))}
     assert not wrong
 

@@ -163,13 +163,14 @@ class Rich(Base):
         return value * 1.0
 
     def containers(self, value: Tensor) -> Tensor:
-        value = value * self.sizes[0] * self.factors[0] * self.factors[1][0]  # type: ignore[index]
-        value = value * self.cfg["scale"] * self.cfg["deep"]["scale"] * self.queue[0]  # type: ignore[index]
-        value = value * (2.0 if next(iter(self.ordered)) == "two" else 1.0) * (2.0 if "two" in self.members else 1.0)
-        return value * self.settings.gain * len(self.settings.names) * self.slotted.gain
+        factor = self.sizes[0] * self.factors[0] * self.factors[1][0]  # type: ignore[index,operator]
+        factor *= self.cfg["scale"] * self.cfg["deep"]["scale"] * self.queue[0]  # type: ignore[index,operator]
+        factor *= (2.0 if next(iter(self.ordered)) == "two" else 1.0) * (2.0 if "two" in self.members else 1.0)
+        return value * (factor * self.settings.gain * len(self.settings.names) * self.slotted.gain)
 
     def objects(self, value: Tensor) -> Tensor:
-        value = value * self.configuration.doubled * self.configuration.inner.gain * self.configuration.inner.table[0]
+        inner = self.configuration.inner
+        value = value * (self.configuration.doubled * inner.gain * inner.table[0])
         value = self.configuration.scale(self.scaling(self.function(self.over_dict(self.partial(value)))))
         return self.wrapped(self.method_of_object(value))  # type: ignore[no-any-return]
 
@@ -178,9 +179,9 @@ class Rich(Base):
         return value + self.hidden[0](value).detach() * 0.1 + self.offset
 
     def elsewhere(self, value: Tensor) -> Tensor:
-        value = value * GLOBAL_SCALE * GLOBAL_DICT["scale"] * LIBRARY.scale * self.class_scale * type(self).class_scale
-        value = LIBRARY.inner.scale(global_function(multiplied(value))) * Rich.inherited
-        return self.as_static(self.method(value)) * self.as_property
+        factor = GLOBAL_SCALE * GLOBAL_DICT["scale"] * LIBRARY.scale * self.class_scale * type(self).class_scale
+        value = LIBRARY.inner.scale(global_function(multiplied(value))) * (factor * Rich.inherited * self.as_property)
+        return self.as_static(self.method(value))
 
     def forward(self, value: Tensor) -> Tensor:
         new = super().forward(self.act(self.activation(self.inner(value))))
@@ -488,8 +489,8 @@ def test_a_step_after_a_change_is_plain_pytorchs_after_the_same_change(
     before = trainer.step(batch).loss
     plain.load_state_dict(model.state_dict())
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for one in (model, plain):
-        CHANGES[name](one, monkeypatch)
+    for changed in (model, plain):
+        CHANGES[name](changed, monkeypatch)
     for _ in range(2):
         assert trainer.step(batch).loss == a_plain_step(plain, batch, optimizer)
         for key, tensor in plain.state_dict().items():
