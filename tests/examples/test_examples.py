@@ -41,9 +41,9 @@ def test_growing_ends_at_the_full_depth_in_the_same_device_memory(capsys: pytest
     behind, ahead = sorted((growing, full), key=lambda run: -run.steps)
     assert ahead.steps == 12 <= behind.steps
     assert behind.seconds >= ahead.seconds or behind.steps == 48
-    said = capsys.readouterr().out
-    assert "held-out loss" in said
-    assert "time of growing / full depth" in said
+    printed = capsys.readouterr().out
+    assert "held-out loss" in printed
+    assert "time of growing / full depth" in printed
 
 
 def test_a_depth_that_cannot_be_halved_so_often_is_asked_wrongly() -> None:
@@ -55,9 +55,10 @@ def test_sampling_gives_a_held_out_loss_for_every_candidate_and_for_some_that_of
     module = example("sample_depth")
     candidates, seconds = module.main(["--quick"])
     assert seconds > 0
-    assert [(one.depth, one.width) for one in candidates] == [(d, w) for d in (1, 2) for w in (8, 4, 2)]
-    assert all(0 < one.sampled < 2 for one in candidates)
-    assert all(one.alone is not None and one.alone != one.sampled for one in candidates)
+    sizes = [(candidate.depth, candidate.width) for candidate in candidates]
+    assert sizes == [(depth, width) for depth in (1, 2) for width in (8, 4, 2)]
+    assert all(0 < candidate.sampled < 2 for candidate in candidates)
+    assert all(candidate.alone is not None and candidate.alone != candidate.sampled for candidate in candidates)
     alone = module.Network(candidates[0].depth, candidates[0].width).layers.parameters()
     assert candidates[0].parameters == sum(parameter.numel() for parameter in alone)
 

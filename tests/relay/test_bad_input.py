@@ -96,7 +96,7 @@ def class_batch(inputs: torch.dtype = torch.float32, targets: torch.dtype = torc
 
 
 @pytest.mark.parametrize(
-    ("make", "batch", "said"),
+    ("make", "batch", "parts"),
     [
         (linears, class_batch(torch.float64), ["layer '0'", "float64", "float32"]),
         (linears, class_batch(torch.float16), ["layer '0'", "float16", "float32"]),
@@ -108,7 +108,7 @@ def class_batch(inputs: torch.dtype = torch.float32, targets: torch.dtype = torc
     ids=["double", "half", "int", "int32 targets", "float targets", "norm of double"],
 )
 def test_what_no_kernel_takes_is_refused_before_anything_runs_with_layer_and_dtypes(
-    build: Build, caplog: pytest.LogCaptureFixture, make: Any, batch: Any, said: list[str]
+    build: Build, caplog: pytest.LogCaptureFixture, make: Any, batch: Any, parts: list[str]
 ) -> None:
     modules = make()
     with pytest.raises(RuntimeError):  # PyTorch takes it no more than we do
@@ -116,7 +116,7 @@ def test_what_no_kernel_takes_is_refused_before_anything_runs_with_layer_and_dty
     trainer = build(modules, loss=nn.functional.cross_entropy, device="cpu:discrete")
     with pytest.raises(CaptureError) as refused:
         trainer.step(batch)
-    for part in said:
+    for part in parts:
         assert part in str(refused.value)
     assert not [
         record for record in caplog.records if record.name.startswith("torch") and record.levelno >= logging.WARNING

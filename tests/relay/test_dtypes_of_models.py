@@ -56,10 +56,10 @@ def test_a_model_in_half_precision_trains_as_its_float32_copy_and_that_is_said_o
     objects = [*model.parameters(), *model.buffers()]
     data = reference.text_batches(3)
     found = mixed_reference.train(plain, data, precision=precision)
-    with pytest.warns(UserWarning, match=r"The model is in torch\..*It is float32 now") as said:
+    with pytest.warns(UserWarning, match=r"The model is in torch\..*It is float32 now") as caught:
         trainer = build(model, precision=precision)
     assert [trainer.step(batch).loss for batch in data] == found.losses
-    assert len([one for one in said if "float32 now" in str(one.message)]) == 1
+    assert len([warning for warning in caught if "float32 now" in str(warning.message)]) == 1
     reference.assert_same_state(trainer.state_dict(), plain.state_dict())
     assert all(new is old for new, old in zip([*model.parameters(), *model.buffers()], objects, strict=True))
     rows = {state: kind for state, kind, _ in trainer.ledger.rows() if state in ("weights", "first moments")}
@@ -223,9 +223,9 @@ def test_a_model_in_eval_mode_is_said_once_and_trains_as_it_is(build: Build) -> 
     data = reference.text_batches(2)
     losses = reference.train(plain, data)
     trainer = build(ours)
-    with pytest.warns(UserWarning, match=r"The model is in eval mode.*model\.train\(\)") as said:
+    with pytest.warns(UserWarning, match=r"The model is in eval mode.*model\.train\(\)") as caught:
         assert [trainer.step(batch).loss for batch in data] == losses
-    assert len([one for one in said if "eval mode" in str(one.message)]) == 1
+    assert len([warning for warning in caught if "eval mode" in str(warning.message)]) == 1
     assert not ours.training
 
 

@@ -28,13 +28,14 @@ def plainly_trained(whole: bool) -> tuple[list[float], dict[str, Tensor]]:
     return losses, reference.state_of(model.as_list())
 
 
-PLACES = [("device", "cpu"), ("host", "cpu:discrete"), ("host", "cpu"), ("device", "cpu:discrete")]
+STASHES = [("device", "cpu"), ("host", "cpu:discrete"), ("host", "cpu"), ("device", "cpu:discrete")]
 TWENTY_STEPS = [
-    (*form, *place)  # every pair of options; `test_parity_matrix.py` has them beside all others
-    for form, places in [
-        (("whole", 1), PLACES[:2]), (("whole", 2), PLACES[2:]), (("whole", 4), PLACES[2:]), (("list", 2), PLACES[:2]),
+    (*form, *pair)  # every pair of options; `test_parity_matrix.py` has them beside all others
+    for form, pairs in [
+        (("whole", 1), STASHES[:2]), (("list", 2), STASHES[:2]),
+        (("whole", 2), STASHES[2:]), (("whole", 4), STASHES[2:]),
     ]
-    for place in places
+    for pair in pairs
 ]  # fmt: skip
 
 
@@ -138,8 +139,8 @@ def optimizer_bytes(trainer: relay.Trainer) -> int:
 @pytest.mark.parametrize("frozen", ["embedding", "blocks.1", "blocks.2.feed_in.weight", "head"])
 def test_frozen_parameters_stay_and_cost_no_optimizer_state(build: Build, frozen: str, device: str) -> None:
     model, plain = gpt(3), gpt(3)
-    for one in (model, plain):
-        for name, parameter in one.named_parameters():
+    for changed in (model, plain):
+        for name, parameter in changed.named_parameters():
             parameter.requires_grad_(not name.startswith(frozen))
     before = reference.copy_of(model.state_dict())
     batches = reference.text_batches(4)
@@ -158,14 +159,14 @@ def test_frozen_parameters_stay_and_cost_no_optimizer_state(build: Build, frozen
 def test_parameters_may_be_unfrozen_between_steps(build: Build) -> None:
     model, plain = gpt(3), gpt(3)
     batches = reference.text_batches(4)
-    for one in (model, plain):
-        one.blocks[1].feed_in.weight.requires_grad_(False)
+    for changed in (model, plain):
+        changed.blocks[1].feed_in.weight.requires_grad_(False)
     trainer = build(model)
     stepper = reference.adamw(list(plain.parameters()))
     for number, batch in enumerate(batches):
         if number == 2:
-            for one in (model, plain):
-                one.blocks[1].feed_in.weight.requires_grad_(True)
+            for changed in (model, plain):
+                changed.blocks[1].feed_in.weight.requires_grad_(True)
         stepper.zero_grad()
         pieces = reference.cut(batch, 4)
         loss = reference.gradients_of(reference.caller(plain, None), pieces, reference.by_samples(pieces))

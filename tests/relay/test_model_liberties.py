@@ -134,15 +134,15 @@ def test_a_buffer_that_the_forward_changes_and_uses_has_the_gradients_of_its_old
     for _ in range(4):
         inputs, targets = torch.randn(6, 8), torch.randn(6, 8)
         total = 0.0
-        for one, other in zip(inputs.chunk(3), targets.chunk(3), strict=True):
-            loss = nn.functional.mse_loss(plain(one.clone()), other) * (2 / 6)
+        for piece, target in zip(inputs.chunk(3), targets.chunk(3), strict=True):
+            loss = nn.functional.mse_loss(plain(piece.clone()), target) * (2 / 6)
             loss.backward()
             total += loss.item()
         optimizer.step()
         optimizer.zero_grad()
         assert trainer.step((inputs, targets)).loss == total
-    for one, other in zip(trainer.state_dict().values(), plain.state_dict().values(), strict=True):
-        assert torch.equal(one, other)
+    for mine, theirs in zip(trainer.state_dict().values(), plain.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

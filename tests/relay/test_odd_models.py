@@ -112,5 +112,5 @@ def test_a_list_of_layers_within_a_dict_of_parts_is_found(build: Build) -> None:
 
     trainer = check(build, Parts, batches(2))
     assert isinstance(trainer, relay.Trainer)
-    names = [one.segment.name for one in next(iter(trainer._compiler.cache)).stages]
+    names = [stage.segment.name for stage in next(iter(trainer._compiler.cache)).stages]
     assert names == ["prologue", "parts.layers.0", "parts.layers.1", "epilogue"]

@@ -51,7 +51,7 @@ def test_mixed_precision_with_a_ragged_last_piece_is_autocast_to_the_last_bit(
 
 def test_the_precisions_differ_from_one_another() -> None:
     losses = {precision: plainly_trained(True, precision)[0] for precision in ("fp32", *MIXED)}
-    assert all(losses[one] != losses[other] for one, other in itertools.combinations(losses, 2))
+    assert all(losses[first] != losses[second] for first, second in itertools.combinations(losses, 2))
 
 
 # **** what is computed in which dtype ****
@@ -177,10 +177,10 @@ def test_weights_written_through_the_model_between_steps_are_trained_on(
     model, plain = gpt(), gpt()
     batches = reference.text_batches(4)
 
-    def halve(one: nn.Module, number: int) -> None:
+    def halve(changed: nn.Module, number: int) -> None:
         if number == 2:
             with torch.no_grad():
-                for parameter in one.parameters():
+                for parameter in changed.parameters():
                     parameter.mul_(0.5)
 
     losses = mixed_reference.train(

@@ -292,7 +292,7 @@ def test_a_run_on_the_command_line_goes_on_where_it_was_stopped(
 
 
 @pytest.mark.parametrize(
-    ("number", "options", "exit_code", "said"),
+    ("number", "options", "exit_code", "parts"),
     [
         (signal.SIGINT, ["--checkpoint-every", 2], 1, ["interrupted after step 4", "step-000000004", "--resume"]),
         (signal.SIGTERM, ["--checkpoint-every", 3], 143, ["SIGTERM after step 4", "step-000000004", "--resume"]),
@@ -300,7 +300,7 @@ def test_a_run_on_the_command_line_goes_on_where_it_was_stopped(
     ],
 )
 def test_a_run_that_is_stopped_says_what_is_saved_and_how_to_go_on(
-    number: int, options: list[object], exit_code: int, said: list[str], tmp_path: Path, text: Path,
+    number: int, options: list[object], exit_code: int, parts: list[str], tmp_path: Path, text: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     steps = relay.Trainer.step
@@ -320,7 +320,7 @@ def test_a_run_that_is_stopped_says_what_is_saved_and_how_to_go_on(
     assert result.exit_code == exit_code
     answer = json.loads(result.stdout)
     assert answer["type"] == "Interrupted"
-    for part in said:
+    for part in parts:
         assert part in answer["error"]
     if not options:
         return

@@ -39,7 +39,7 @@ def test_frozen_parameters_stay_and_nothing_is_kept_or_sent_up_for_them(
     build: Build, names: tuple[str, ...], device: str
 ) -> None:
     trainer = check(build, functools.partial(frozen, Stack, *names), batches(), device=device)
-    trainable = sum(one.numel() for one in trainer._model.parameters() if one.requires_grad)
+    trainable = sum(parameter.numel() for parameter in trainer._model.parameters() if parameter.requires_grad)
     moments = sum(entry for label, entry in by_label(trainer).items() if "moments" in label)
     assert moments == 2 * 4 * trainable
 
@@ -69,7 +69,7 @@ def test_lora_by_peft_trains_the_adapters_alone_and_costs_only_them(build: Build
     trainer = build(ours, microbatches=2, device=device)
     assert [trainer.step(batch).loss for batch in given] == losses
     reference.assert_same_state(ours.state_dict(), plain.state_dict())
-    trainable = sum(one.numel() for one in ours.parameters() if one.requires_grad)
+    trainable = sum(parameter.numel() for parameter in ours.parameters() if parameter.requires_grad)
     assert 0 < trainable < 1000
     ledger = by_label(trainer)
     assert sum(size for label, size in ledger.items() if "moments" in label) == 2 * 4 * trainable

@@ -41,7 +41,7 @@ def test_every_published_row_is_on_the_page() -> None:
 
 @pytest.mark.parametrize("title", ["Adam on two Xeon 8168", "DeepBench matrix products on V100"])
 def test_predictions_without_a_factor_are_those_of_the_simulator_as_it_is(title: str) -> None:
-    family = next(one for one in benchmark().FAMILIES if one.title == title)
+    family = next(found for found in benchmark().FAMILIES if found.title == title)
     published = rows()
     for case in family.rows:
         assert printed(case) == pytest.approx(family.predict(published[case], 1.0), rel=0.001)
@@ -50,7 +50,7 @@ def test_predictions_without_a_factor_are_those_of_the_simulator_as_it_is(title:
 def test_a_prediction_with_its_familys_factor_is_that_of_the_simulator_as_it_is() -> None:
     section = PAGE.split("## llm.c on eight A100")[1]
     factor = float(re.search(r"Factor ([0-9.]+)\.", section).group(1))  # type: ignore[union-attr]
-    family = next(one for one in benchmark().FAMILIES if one.title.startswith("llm.c"))
+    family = next(found for found in benchmark().FAMILIES if found.title.startswith("llm.c"))
     assert printed("gpt2-350m-a100") == pytest.approx(family.predict(rows()["gpt2-350m-a100"], factor), rel=0.01)
 
 

@@ -165,16 +165,16 @@ def run(name: str, program: Program, given: dict[Role, Sequence[Tensor]]) -> lis
     try:
         queue = device.queue("compute")
 
-        def place(shape: Sequence[int], dtype: torch.dtype) -> Any:
+        def allocate(shape: Sequence[int], dtype: torch.dtype) -> Any:
             size = math.prod(shape) * dtype.itemsize
             return device.alloc(max(size, 1)).view(0, shape, dtype)
 
-        inputs = [place(port.shape, port.dtype) for port in program.inputs]
+        inputs = [allocate(port.shape, port.dtype) for port in program.inputs]
         written = [
             queue.write(view, given[port.role][port.index].detach().contiguous())
             for view, port in zip(inputs, program.inputs, strict=True)
         ]
-        outputs = [place(port.shape, port.dtype) for port in program.outputs]
+        outputs = [allocate(port.shape, port.dtype) for port in program.outputs]
         ran = queue.run(KernelCall(device.compile(program), inputs, outputs, key=KEY), written)
         results = [torch.empty(port.shape, dtype=port.dtype) for port in program.outputs]
         for result, view in zip(results, outputs, strict=True):

@@ -44,11 +44,11 @@ def fetch(device: Device, view: View) -> torch.Tensor:
     return tensor
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     return (
-        one.shape == other.shape
-        and one.dtype == other.dtype
-        and torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
+        first.shape == second.shape
+        and first.dtype == second.dtype
+        and torch.equal(first.contiguous().view(-1).view(torch.uint8), second.contiguous().view(-1).view(torch.uint8))
     )
 
 

@@ -52,17 +52,17 @@ class SeveralOutputs(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, 4))
 
-    def forward(self, one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        product = one @ self.weight
-        return product, product, torch.relu(product), (product * other).sum()
+    def forward(self, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        product = first @ self.weight
+        return product, product, torch.relu(product), (product * second).sum()
 
 
 class AliasingOutputs(nn.Module):
     """Among them an input, a view of one, and two views of one value."""
 
-    def forward(self, one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        total = one + other
-        return total, one, other.view(-1), total.t(), total[1:]
+    def forward(self, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        total = first + second
+        return total, first, second.view(-1), total.t(), total[1:]
 
 
 class Reductions(nn.Module):

@@ -55,4 +55,4 @@ def for_torch(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
+    return all(torch.equal(mine, theirs) for mine, theirs in zip(left, right, strict=True))

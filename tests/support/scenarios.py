@@ -316,12 +316,12 @@ def differences(name: str, device: str, **changes: Any) -> list[str]:
     seen, state = observed(name, device, **changes)
     right, right_state = expected(name)
     pairs = enumerate(zip(seen, right, strict=True))
-    found = [f"observation {number}" for number, (one, other) in pairs if not _same(one, other)]
+    found = [f"observation {number}" for number, (mine, theirs) in pairs if not _same(mine, theirs)]
     assert list(state) == list(right_state)
     return found + [key for key, tensor in right_state.items() if not _same(state[key], tensor)]
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return bool(one == other) or repr(one) == repr(other)  # NaN is what it is
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(second, Tensor):
+        return torch.equal(first, second)
+    return bool(first == second) or repr(first) == repr(second)  # NaN is what it is

@@ -40,9 +40,9 @@ def content_of(name: str, value: float) -> SlotContent:
     fields, size = lay_out(SHAPES)
     flat = torch.zeros(size, dtype=torch.uint8)
     tensors = []
-    for place in fields:
-        nbytes = torch.Size(place.shape).numel() * place.dtype.itemsize
-        tensors.append(flat[place.offset : place.offset + nbytes].view(place.dtype).view(place.shape).fill_(value))
+    for field in fields:
+        nbytes = torch.Size(field.shape).numel() * field.dtype.itemsize
+        tensors.append(flat[field.offset : field.offset + nbytes].view(field.dtype).view(field.shape).fill_(value))
     return SlotContent(name, fields, size, ((0, flat),), tuple(tensors), fields, size)
 
 
@@ -118,9 +118,9 @@ def gradient_bytes(seed: float) -> torch.Tensor:
     weight, bias = (torch.zeros(shape, requires_grad=True) for shape, _ in SHAPES)
     nn.functional.linear(torch.ones(4, FEATURES), weight, bias).backward(torch.full((4, 2), seed))
     flat = torch.zeros(size, dtype=torch.uint8)
-    for place, gradient in zip(fields, (weight.grad, bias.grad), strict=True):
+    for field, gradient in zip(fields, (weight.grad, bias.grad), strict=True):
         raw = gradient.contiguous().view(-1).view(torch.uint8)
-        flat[place.offset : place.offset + raw.numel()] = raw
+        flat[field.offset : field.offset + raw.numel()] = raw
     return flat
 
 
@@ -128,6 +128,6 @@ def same_gradients(found: torch.Tensor, seed: float) -> bool:
     fields, _ = lay_out(SHAPES)
     expected = gradient_bytes(seed)
     return all(
-        torch.equal(found[place.offset :][:size], expected[place.offset :][:size])
-        for place, size in zip(fields, (24, 8), strict=True)
+        torch.equal(found[field.offset :][:size], expected[field.offset :][:size])
+        for field, size in zip(fields, (24, 8), strict=True)
     )

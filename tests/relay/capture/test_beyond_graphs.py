@@ -106,8 +106,8 @@ def test_a_loss_that_is_no_graph_trains_as_in_pytorch(loss: str) -> None:
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_layer_that_is_no_graph_is_refused_by_name_where_only_graphs_run(layer: str) -> None:
-    says = r"device 'numpy' .*layer '1' would have to run eagerly, .* since aten\.\w+"
-    with pytest.raises(Unsupported, match=says) as refused:
+    message = r"device 'numpy' .*layer '1' would have to run eagerly, .* since aten\.\w+"
+    with pytest.raises(Unsupported, match=message) as refused:
         relayed(modules(LAYERS[layer]), functional.mse_loss, "numpy")
     assert refused.value.op.startswith("aten.")
     assert refused.value.device == "numpy"

@@ -154,7 +154,7 @@ class DropsLayers(Layers):
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         (RoundedOutside, r"Rounded\.apply"),
         (HookOutside, "register_hook"),
@@ -177,14 +177,14 @@ class DropsLayers(Layers):
     ],
 )
 def test_what_a_capture_would_lose_is_refused_by_name_and_changes_nothing(
-    build: Build, make: Callable[[], nn.Module], says: str
+    build: Build, make: Callable[[], nn.Module], message: str
 ) -> None:
     torch.manual_seed(0)
     model = make()
     before = reference.copy_of(model.state_dict())
     attributes = {name: value for name, value in vars(model).items() if isinstance(value, Tensor)}
     trainer = build(model, microbatches=2)
-    with pytest.raises((PartitionError, CaptureError), match=says):
+    with pytest.raises((PartitionError, CaptureError), match=message):
         trainer.step(batches(1)[0])
     reference.assert_same_state(model.state_dict(), before)
     assert all(vars(model)[name] is value for name, value in attributes.items())

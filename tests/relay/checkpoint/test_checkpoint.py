@@ -196,8 +196,8 @@ def test_a_schedule_and_the_data_go_with_it(build: Build, tmp_path: Path) -> Non
     other.load(tmp_path / "c", schedule=other_schedule)
     assert Checkpoint(tmp_path / "c").manifest.user["note"] == {"corpus": "ours", "places": (1, 2)}
     for batch in BATCHES[3:]:
-        for one, its_schedule in ((trainer, schedule), (other, other_schedule)):
-            one.step(batch)
+        for trained, its_schedule in ((trainer, schedule), (other, other_schedule)):
+            trained.step(batch)
             its_schedule.step()
         assert other.param_groups[0]["lr"] == trainer.param_groups[0]["lr"]
     assert_same(everything(other), everything(trainer))
@@ -269,7 +269,7 @@ def test_a_checkpoint_takes_the_place_of_the_one_before(build: Build, tmp_path: 
     for batch in BATCHES[:2]:
         trainer.step(batch)
         trainer.save(tmp_path / "c")
-    assert [one.name for one in tmp_path.iterdir()] == ["c"]
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
     assert Checkpoint(tmp_path / "c").manifest.step == 2
 
 
@@ -291,4 +291,4 @@ def test_one_cut_short_between_two_renames_is_found(build: Build, tmp_path: Path
     assert Checkpoint(tmp_path / "c").manifest.step == 0
     trainer.step(BATCHES[0])
     trainer.save(tmp_path / "c")
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["c"] or Checkpoint(tmp_path / "c").manifest.step == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c"] or Checkpoint(tmp_path / "c").manifest.step == 1

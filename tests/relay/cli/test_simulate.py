@@ -43,7 +43,7 @@ def test_the_command_exits_with_one_and_both_ledgers_where_it_does_not_fit() -> 
 def test_small_models_are_told_in_units_of_their_size() -> None:
     small = ["--layers", "2", "--hidden", "64", "--heads", "2", "--vocab", "256", "--seq", "32", "--batch", "1"]
     text = invoke(*small, "--device", "t4").output
-    parameters = sum(one.numel() for one in GPT(256, 2, 64, 2, 32).parameters())
+    parameters = sum(parameter.numel() for parameter in GPT(256, 2, 64, 2, 32).parameters())
     assert text.startswith(f"{parameters / 1e3:.2f} k parameters: ")
     weights = next(line for line in text.splitlines() if line.startswith("  weights"))
     assert weights.endswith(" KiB")

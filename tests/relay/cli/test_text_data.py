@@ -138,9 +138,9 @@ def test_a_folder_gives_its_text_files_by_path_and_skips_the_rest(tmp_path: Path
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda place: place / "nothing", "There is no file or folder"),
-        (lambda place: (place / "empty").touch() or place / "empty", "is empty"),
-        (lambda place: (place / "folder").mkdir() or place / "folder", "There is no text in the folder"),
+        (lambda folder: folder / "nothing", "There is no file or folder"),
+        (lambda folder: (folder / "empty").touch() or folder / "empty", "is empty"),
+        (lambda folder: (folder / "folder").mkdir() or folder / "folder", "There is no text in the folder"),
     ],
 )
 def test_what_is_not_there_is_named(tmp_path: Path, make: object, message: str) -> None:

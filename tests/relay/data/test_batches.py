@@ -90,9 +90,9 @@ def test_a_tensor_that_is_not_by_sample_is_refused_before_the_step_with_both_way
     batch = packed()
     trainer = build(model, microbatches=2)
     shape = rf"\({len(batch['pixels'])}, 3\)"
-    said = rf"'pixels' .*{shape}.* 8 samples.*shared_inputs=\['pixels'\].*list with one tensor for each sample"
+    message = rf"'pixels' .*{shape}.* 8 samples.*shared_inputs=\['pixels'\].*list with one tensor for each sample"
     for call in (trainer.step, trainer.evaluate, trainer.predict, trainer.prepare):
-        with pytest.raises(BatchError, match=said):
+        with pytest.raises(BatchError, match=message):
             call(batch)
     reference.assert_same_state(model.state_dict(), before)
     assert trainer.steps == 0
@@ -197,7 +197,7 @@ def test_targets_with_one_container_for_each_sample_are_cut_by_sample(
 
 
 @pytest.mark.parametrize(
-    ("notes", "said"),
+    ("notes", "message"),
     [
         ([torch.zeros(8, 2)] * 8, "list of 8 tensors of length 8.*stack them.*tuple"),
         (list(range(8)), "list of 8 entries that are no tensors.*tensor of them.*tuple"),
@@ -206,11 +206,11 @@ def test_targets_with_one_container_for_each_sample_are_cut_by_sample(
     ids=["tensors", "numbers", "strings"],
 )
 def test_a_list_that_could_be_meant_either_way_is_refused_and_a_tuple_is_not(
-    build: Build, notes: list[Any], said: str
+    build: Build, notes: list[Any], message: str
 ) -> None:
     batch = vectors() | {"notes": notes}
     trainer = build(images(), microbatches=2)
-    with pytest.raises(BatchError, match=rf"'notes' is a {said}"):
+    with pytest.raises(BatchError, match=rf"'notes' is a {message}"):
         trainer.step(batch)
     plain = images()
     pieces = [part(vectors(), start, start + 4) | {"notes": tuple(notes)} for start in (0, 4)]

@@ -219,7 +219,7 @@ def test_gradients_come_to_what_pieces_were_computed_from(build: Build) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "said"),
+    ("given", "error", "message"),
     [
         ({}, BatchError, "or pieces="),
         ({"batch": STEPS[0][0], "pieces": STEPS[0]}, TypeError, "not both"),
@@ -233,9 +233,9 @@ def test_gradients_come_to_what_pieces_were_computed_from(build: Build) -> None:
     ],
 )
 def test_what_makes_no_sense_is_refused_before_the_step(
-    build: Build, given: dict[str, Any], error: type[Exception], said: str
+    build: Build, given: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     trainer = build(tagger())
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         trainer.step(**given)
     assert trainer.steps == 0

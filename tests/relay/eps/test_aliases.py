@@ -113,8 +113,8 @@ def test_a_buffer_that_views_a_parameter_follows_it_through_steps_and_a_checkpoi
     torch.manual_seed(0)
     model, plain = Model(), Model()
     plain.load_state_dict(model.state_dict())
-    for one in (model, plain):
-        SHARED[name](one)
+    for changed in (model, plain):
+        SHARED[name](changed)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     trainer = build(model, microbatches=1, optimizer=relay.SGD(lr=0.1), device=device)
     batch = a_batch()
@@ -136,13 +136,13 @@ def test_a_buffer_that_views_a_parameter_follows_it_through_steps_and_a_checkpoi
     plain.load_state_dict(kept)
     step_both()
     with torch.no_grad():
-        for one in (model, plain):
-            one.layers[2].inner.weight.mul_(0.5)  # type: ignore[union-attr]
+        for changed in (model, plain):
+            changed.layers[2].inner.weight.mul_(0.5)  # type: ignore[union-attr]
     step_both()
     trainer.close()
     with torch.no_grad():
-        for one in (model, plain):
-            for layer in one.layers:
+        for changed in (model, plain):
+            for layer in changed.layers:
                 layer.inner.weight.mul_(0.5)  # type: ignore[union-attr]
     for ours, theirs in zip(tensors(model), tensors(plain), strict=True):
         assert torch.equal(ours, theirs)
@@ -216,9 +216,9 @@ def test_parameters_that_are_parts_of_one_memory_and_do_not_overlap_train_as_in_
     model, plain = Model(), Model()
     plain.load_state_dict(model.state_dict())
     memory = torch.randn(WIDTH, 2 * WIDTH)
-    for one, own in ((model, memory), (plain, memory.clone())):
-        one.layers[0].inner.weight = nn.Parameter(own[:, :WIDTH])  # type: ignore[union-attr]
-        one.layers[1].inner.weight = nn.Parameter(own[:, WIDTH:])  # type: ignore[union-attr]
+    for changed, own in ((model, memory), (plain, memory.clone())):
+        changed.layers[0].inner.weight = nn.Parameter(own[:, :WIDTH])  # type: ignore[union-attr]
+        changed.layers[1].inner.weight = nn.Parameter(own[:, WIDTH:])  # type: ignore[union-attr]
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     trainer = build(model, microbatches=1, optimizer=relay.SGD(lr=0.1))
     for _ in range(2):

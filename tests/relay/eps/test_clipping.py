@@ -53,8 +53,8 @@ def test_losses_norms_and_parameters_are_those_of_torch_clipping_to_the_last_bit
     assert not any(plain.skipped)
     trainer = build(gpt(), device=device, precision=precision, **ours(clipping))
     metrics = [trainer.step(batch) for batch in reference.text_batches(STEPS)]
-    assert [one.loss for one in metrics] == plain.losses
-    assert [one.grad_norm for one in metrics] == plain.norms
+    assert [step.loss for step in metrics] == plain.losses
+    assert [step.grad_norm for step in metrics] == plain.norms
     reference.assert_same_state(trainer.state_dict(), state)
 
 
@@ -114,8 +114,8 @@ def test_every_optimizer_takes_clipped_gradients_as_torch_optim_does(
     found = mixed_reference.train(plain, batches, optimizer=torchs, clip_norm=0.3, **options)
     trainer = build(modules, optimizer=mine, clip_grad_norm=0.3, device=device, **options)
     metrics = [trainer.step(batch) for batch in batches]
-    assert [one.loss for one in metrics] == found.losses
-    assert [one.grad_norm for one in metrics] == found.norms
+    assert [step.loss for step in metrics] == found.losses
+    assert [step.grad_norm for step in metrics] == found.norms
     reference.assert_same_state(trainer.state_dict(), reference.state_of(plain))
 
 
@@ -126,15 +126,15 @@ def test_tied_weights_are_clipped_by_the_norm_of_their_summed_gradient(build: Bu
     found = mixed_reference.train(plain, batches, clip_norm=NORM)
     trainer = build(model, clip_grad_norm=NORM, device=device)
     metrics = [trainer.step(batch) for batch in batches]
-    assert [one.loss for one in metrics] == found.losses
-    assert [one.grad_norm for one in metrics] == found.norms
+    assert [step.loss for step in metrics] == found.losses
+    assert [step.grad_norm for step in metrics] == found.norms
     reference.assert_same_state(trainer.state_dict(), plain.state_dict())
 
 
 def test_frozen_parameters_do_not_count_in_the_norm(build: Build) -> None:
     model, plain = gpt(), gpt()
-    for one in (model, plain):
-        one.blocks[1].feed_in.weight.requires_grad_(False)
+    for changed in (model, plain):
+        changed.blocks[1].feed_in.weight.requires_grad_(False)
     batches = reference.text_batches(3)
     found = mixed_reference.train(plain, batches, clip_norm=NORM)
     trainer = build(model, clip_grad_norm=NORM)

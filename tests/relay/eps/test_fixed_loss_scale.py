@@ -16,8 +16,8 @@ def trainer(**options: Any) -> relay.Trainer:
     return relay.Trainer(model, precision="fp16", device="cpu:discrete", microbatches=2, **options)
 
 
-def held(one: relay.Trainer) -> int:
-    return sum(size for state, _, size in one.ledger.rows() if state == "gradients")
+def gradient_bytes(made: relay.Trainer) -> int:
+    return sum(size for state, _, size in made.ledger.rows() if state == "gradients")
 
 
 def test_a_fixed_scale_trains_to_the_same_weights_and_holds_no_gradients() -> None:
@@ -25,8 +25,8 @@ def test_a_fixed_scale_trains_to_the_same_weights_and_holds_no_gradients() -> No
     with trainer() as dynamic, trainer(loss_scale=65536.0) as fixed:
         assert [fixed.step(batch).loss for batch in batches] == [dynamic.step(batch).loss for batch in batches]
         reference.assert_same_state(fixed.state_dict(), dynamic.state_dict())
-        assert held(fixed) == 0
-        assert held(dynamic) > 0
+        assert gradient_bytes(fixed) == 0
+        assert gradient_bytes(dynamic) > 0
 
 
 def test_an_overflow_under_a_fixed_scale_is_an_error_that_names_the_layer() -> None:
@@ -43,8 +43,8 @@ def test_every_word_that_simulate_and_plan_use_is_one_that_the_trainer_takes(wor
     words = {text.partition("loss_scale=")[2].split()[0] for text in found.suggestions if "loss_scale=" in text}
     assert found.suggestions
     assert words == (set() if word == "fixed" else {"fixed"})
-    for one in {word, *words}:
-        with trainer(loss_scale=one) as made:
+    for scale in {word, *words}:
+        with trainer(loss_scale=scale) as made:
             assert made.loss_scale == 65536
             made.step(reference.text_batches(1, batch=4)[0])
 

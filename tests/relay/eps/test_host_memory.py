@@ -55,8 +55,9 @@ NEEDS: dict[str, dict[str, Any]] = {
 }
 
 
-PLACES = [("cpu", "device"), ("cpu:discrete", "host")]
-ENOUGH = [(which, *place, model) for which, place, model in matrix.in_turn(["gpt", "statistics"], NEEDS, PLACES)]
+DEVICES_AND_STASHES = [("cpu", "device"), ("cpu:discrete", "host")]
+IN_TURN = matrix.in_turn(["gpt", "statistics"], NEEDS, DEVICES_AND_STASHES)
+ENOUGH = [(which, device, stash, model) for which, (device, stash), model in IN_TURN]
 
 
 @pytest.mark.parametrize(("which", "device", "stash", "model"), ENOUGH)
@@ -198,7 +199,7 @@ def test_the_budget_is_kept_and_the_rest_is_pageable_with_one_warning_and_equal_
     with pytest.warns(RuntimeWarning, match=r"stays pageable: the budget of 20\.00 kB") as caught:  # noqa: PT031
         trainer = build(gpt(tied=False), device="cpu:discrete", stash="host", pinned_memory=budget)
         found = [trainer.step(batch).loss for batch in batches]
-    assert len([one for one in caught if "pageable" in str(one.message)]) == 1
+    assert len([warning for warning in caught if "pageable" in str(warning.message)]) == 1
     assert 0 < trainer._session.host.page_locked <= budget
     assert found == losses
     reference.assert_same_state(trainer.state_dict(), plain.state_dict())
@@ -244,12 +245,12 @@ def test_new_combinations_of_layers_without_end_leave_nothing_behind(
     layers.take_over(layer, [wanted])
     made = []
     for number in range(100):
-        gradients = [store.GradientField(*one) for one in wanted]
+        gradients = [store.GradientField(*field) for field in wanted]
         content = layers.content(f"combination {number}", wanted, gradients, True)
         made.append(weakref.ref(content))
         slot.load(content, number, device.queue("load"), layers.ready(content))
-    held = sum(size for state, _, size in host.ledger.rows() if state == store.GRADIENTS)
-    assert held == content.gradient_size
+    gradient_bytes = sum(size for state, _, size in host.ledger.rows() if state == store.GRADIENTS)
+    assert gradient_bytes == content.gradient_size
     gc.collect()
     assert sum(content() is not None for content in made) == 8
     assert len(slot._views) == 8

@@ -90,8 +90,8 @@ def test_an_overflow_applies_nothing_halves_the_scale_and_training_goes_on_as_wi
             assert [name for name in after if not torch.equal(after[name], before_it[name])] == []
             assert trainer.param_groups[0]["lr"] == rate
             assert trainer.loss_scale == scale / 2
-    assert [one for number, one in enumerate(losses) if number != 3] == [
-        one for number, one in enumerate(found.losses) if number != 3
+    assert [loss for number, loss in enumerate(losses) if number != 3] == [
+        loss for number, loss in enumerate(found.losses) if number != 3
     ]
     reference.assert_same_state(trainer.state_dict(), reference.state_of(plain))
 
@@ -123,8 +123,8 @@ def test_an_overflow_is_noticed_although_clipping_by_value_would_hide_it(build: 
     assert found.skipped[0], "the test's own overflow"
     trainer = build(ours, loss=nn.functional.mse_loss, precision="fp16", clip_grad_value=0.1, device=device)
     metrics = [trainer.step(batch) for batch in batches]
-    assert [one.skipped for one in metrics] == found.skipped
-    assert [one.loss for one in metrics] == found.losses
+    assert [step.skipped for step in metrics] == found.skipped
+    assert [step.loss for step in metrics] == found.losses
     reference.assert_same_state(trainer.state_dict(), reference.state_of(plain))
 
 

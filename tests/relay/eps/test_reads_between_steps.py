@@ -84,8 +84,8 @@ def test_weights_written_between_steps_are_trained_on(build: Build, options: dic
         )  # fmt: skip
         trainer.step(batch)
         with torch.no_grad():
-            for one in (model, plain):
-                for parameter in one.parameters():
+            for changed in (model, plain):
+                for parameter in changed.parameters():
                     parameter.mul_(0.5)
         reference.assert_same_state(trainer.state_dict(), plain.state_dict())
 

@@ -56,8 +56,8 @@ def test_a_saved_folder_fills_a_model_made_without_memory_and_training_goes_on_t
     assert empty.lm_head.weight is empty.model.embed_tokens.weight
     reference.assert_same_state(empty.state_dict(), model.state_dict())
     batch = FAMILIES["qwen3"].draw(4, 1)
-    with relay.Trainer(empty, microbatches=2) as one, relay.Trainer(copy.deepcopy(model), microbatches=2) as other:
-        assert one.step(batch).loss == other.step(batch).loss
+    with relay.Trainer(empty, microbatches=2) as ours, relay.Trainer(copy.deepcopy(model), microbatches=2) as theirs:
+        assert ours.step(batch).loss == theirs.step(batch).loss
 
 
 def test_split_masters_are_saved_as_float32(tmp_path: Path) -> None:

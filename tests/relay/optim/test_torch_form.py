@@ -99,7 +99,8 @@ def test_the_state_is_that_of_torch_optim_and_loads_there(build: Build, name: st
     for batch in data[:2]:
         trainer.step(batch)
     found, expected = trainer.optimizer.state_dict(), stepper.state_dict()
-    assert [one["params"] for one in found["param_groups"]] == [one["params"] for one in expected["param_groups"]]
+    ours, theirs = ([group["params"] for group in state["param_groups"]] for state in (found, expected))
+    assert ours == theirs
     for index, state in expected["state"].items():
         for label, value in state.items():
             assert value is None or torch.equal(found["state"][index][label], value)
@@ -172,7 +173,7 @@ def train_unfreezing(build: Build | None) -> tuple[list[float], dict[str, torch.
         else:
             losses += reference.train(model, [batch], 1, optimizer=lambda parameters: stepper)
     state = stepper.state_dict()
-    flat = {f"{index} {label}": value for index, one in state["state"].items() for label, value in one.items()}
+    flat = {f"{index} {label}": value for index, values in state["state"].items() for label, value in values.items()}
     moments = {name: flat[name] for name in sorted(flat) if name.endswith("momentum_buffer")}
     sizes = [len(group["params"]) for group in stepper.param_groups]
     return losses, {**reference.copy_of(model.state_dict()), **moments}, sizes

@@ -161,9 +161,9 @@ def test_host_memory_is_the_same_whichever_layers_meet_in_a_slot_of_a_clipped_st
 def test_a_weight_shared_by_layers_that_meet_or_do_not_is_clipped_as_in_pytorch(build: Build, device: str) -> None:
     """Its gradient has a place for each use: how many there are depends on who shares a slot with whom."""
     model, plain = pair(5)
-    for one in (model, plain.model):
+    for edited in (model, plain.model):
         for number in (0, 3, 4):
-            one.layers[number].inner = one.layers[2].inner
+            edited.layers[number].inner = edited.layers[2].inner
     make = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9)
     plain = Plain(plain.model, make)
     plain.clip = 0.05
@@ -260,9 +260,9 @@ def test_a_model_doubled_twice_keeps_its_device_memory(build: Build) -> None:
     peaks = []
     for number, batch in enumerate(batches(6)):
         if number in (2, 4):
-            for layer in [copy.deepcopy(one) for one in plain.model.layers]:
+            for layer in [copy.deepcopy(original) for original in plain.model.layers]:
                 trainer.insert(len(model.layers), layer)
-            plain.edit([*plain.model.layers, *(copy.deepcopy(one) for one in plain.model.layers)])
+            plain.edit([*plain.model.layers, *(copy.deepcopy(original) for original in plain.model.layers)])
         metrics = trainer.step(batch)
         assert metrics.loss == plain.step(batch)
         peaks.append(metrics.device_peak_bytes)
@@ -280,7 +280,7 @@ def test_schedulers_and_groups_go_on_over_an_edit(build: Build) -> None:
     trainer.insert(0, a_block(5))
     assert [group["lr"] for group in trainer.param_groups] == [5e-4, 5e-4]
     biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
-    assert {id(one) for one in trainer.param_groups[1]["params"]} == {id(one) for one in biases}
+    assert {id(parameter) for parameter in trainer.param_groups[1]["params"]} == {id(parameter) for parameter in biases}
     trainer.step(batches(1)[0])
 
 

@@ -47,7 +47,7 @@ def check(
     plain = make()
     loss = nn.functional.mse_loss if isinstance(plain, list) else None
     given: list[Any] = pairs(batches(steps)) if loss else batches(steps)
-    stepper = decaying([one for one in reference.parameters_of(plain) if one.requires_grad])
+    stepper = decaying([parameter for parameter in reference.parameters_of(plain) if parameter.requires_grad])
     found = mixed_reference.train(
         plain, given, microbatches, loss=loss, optimizer=stepper, precision=options.get("precision", "fp32"),
         clip_norm=options.get("clip_grad_norm"),
@@ -56,9 +56,9 @@ def check(
         options["loss"] = loss
     trainer = build(ours, optimizer=relay.AdamW(**SETTINGS), microbatches=microbatches, **options)
     metrics = [trainer.step(batch) for batch in given]
-    assert [one.loss for one in metrics] == found.losses
+    assert [step.loss for step in metrics] == found.losses
     if "clip_grad_norm" in options:
-        assert [one.grad_norm for one in metrics] == found.norms
+        assert [step.grad_norm for step in metrics] == found.norms
     reference.assert_same_state(trainer.state_dict(), reference.state_of(plain))
     whole = nn.Sequential(*plain) if loss else plain
     without = {name for name, parameter in whole.named_parameters() if not stepper.state[parameter]}
@@ -113,7 +113,7 @@ def test_what_data_cut_off_in_some_micro_batches_alone_is_updated(build: Build) 
         cuts.append([])
         for piece in reference.cut(batch, 2):
             model(**piece)
-    assert {frozenset(one) for one in cuts} == {frozenset([True]), frozenset([False]), frozenset([True, False])}
+    assert {frozenset(cut) for cut in cuts} == {frozenset([True]), frozenset([False]), frozenset([True, False])}
     check(build, lambda: InTheMiddle(SometimesDetached), steps=6, untouched=False)
 
 

@@ -61,9 +61,9 @@ def train_with_explicit_masks(modules: list[nn.Module], batches: list[Any], seed
         optimizer.zero_grad()
         pieces = reference.cut(batch, microbatches)
         for number, (piece, share) in enumerate(zip(pieces, reference.by_samples(pieces), strict=True)):
-            for place, module in enumerate(modules):
+            for index, module in enumerate(modules):
                 if isinstance(module, Noisy):
-                    key, shape = RandomKey(seed, step, place, number), piece[0].shape
+                    key, shape = RandomKey(seed, step, index, number), piece[0].shape
                     module.masks = [keep_mask(key, op, shape, module.drop.p) for op in range(2)]
             (reference.call_list(modules, nn.functional.mse_loss, piece) * share).backward()
         optimizer.step()
@@ -75,8 +75,8 @@ def test_gradients_are_those_of_one_mask_in_forward_and_recompute(build: Build, 
     ours, plain = noisy_list(), noisy_list()
     batches = some_batches(3)
     train_with_explicit_masks(plain, batches, seed=11)
-    one = functools.partial(torch.optim.SGD, lr=1.0)
-    options = {"loss": nn.functional.mse_loss, "optimizer": one, "stash": stash, "device": device}
+    optimizer = functools.partial(torch.optim.SGD, lr=1.0)
+    options = {"loss": nn.functional.mse_loss, "optimizer": optimizer, "stash": stash, "device": device}
     trainer = build(ours, seed=11, **options)
     for batch in batches:
         trainer.step(batch)
@@ -135,7 +135,7 @@ def test_segments_that_drop_nothing_draw_nothing(build: Build) -> None:
     trainer = build(layers, loss=nn.functional.mse_loss)
     trainer.step(some_batches(1)[0])
     compiled = next(iter(trainer._compiler.cache)).stages
-    drawn = [[one.program.draws for one in (each.forward, each.backward) if one is not None] for each in compiled]
+    drawn = [[p.program.draws for p in (stage.forward, stage.backward) if p is not None] for stage in compiled]
     assert drawn == [[False, False], [True, True], [False, False], [False]]
 
 

@@ -221,9 +221,9 @@ def test_groups_built_alike_share_a_program(build: Build) -> None:
     trainer = build(gpt(layers=7), layers_per_slot=2, recompute=False)
     trainer.step(reference.text_batches(1)[0])
     compiled = next(iter(trainer._compiler.cache)).stages
-    names = [one.segment.name for one in compiled]
+    names = [stage.segment.name for stage in compiled]
     assert names[1:5] == ["blocks.0+blocks.1", "blocks.2+blocks.3", "blocks.4+blocks.5", "blocks.6"]
-    assert len({id(one.captured) for one in compiled[1:5]}) == 2
+    assert len({id(stage.captured) for stage in compiled[1:5]}) == 2
 
 
 @pytest.mark.parametrize("device", ["numpy", "onnx:cpu", "opencl:0"])
@@ -292,20 +292,20 @@ def test_a_capacity_of_exactly_the_peak_is_enough_and_a_byte_less_is_not(build: 
 def test_sharing_a_slot_saves_boundary_values_and_keeping_saves_arithmetic() -> None:
     options: dict[str, Any] = {"layers": 8, "hidden": 256, "seq": 128, "batch": 4, "microbatches": 2}
     options["precision"] = "fp32"
-    one, two, kept = (
+    alone, pairs, saved = (
         relay.simulate(device="a100-sxm-80gb", stash="device", **options, **more)
         for more in ({}, {"layers_per_slot": 2}, {"recompute": False})
     )
     boundary = 4 * 256 * 128 * 4  # of all micro-batches
-    stashes = [found.memory.device["stash of activations"] for found in (one, two)]
+    stashes = [found.memory.device["stash of activations"] for found in (alone, pairs)]
     assert stashes[0] - stashes[1] == 4 * boundary
-    recomputed = one.timeline.flops - kept.timeline.flops
+    recomputed = alone.timeline.flops - saved.timeline.flops
     # All forward products but each layer's last, which no gradient needs.
     assert recomputed == 8 * (2 * 8 * 256 * 256 + 4 * 128 * 256) * 4 * 128
     tokens = 4 * 128
-    found = kept.memory.device["saved tensors for backward"] / (8 * tokens * 4)
+    found = saved.memory.device["saved tensors for backward"] / (8 * tokens * 4)
     assert found == pytest.approx(15 * 256, rel=0.01)  # as docs/memory.md says
-    assert kept.step_seconds < one.step_seconds
+    assert saved.step_seconds < alone.step_seconds
 
 
 # **** asked for ****

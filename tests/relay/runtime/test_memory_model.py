@@ -217,8 +217,8 @@ def test_a_device_with_memory_of_its_own_needs_two_layers_of_gradients_in_transi
 def test_a_stash_on_the_host_holds_the_batch_the_activations_and_one_gradient(build: Build) -> None:
     trainer = build(linears(5), loss=nn.functional.mse_loss, stash="host")
     trainer.step(vectors(8))
-    one = 8 * WIDTH * 4  # all micro-batches of one activation
-    assert rows_of(trainer)["stash of boundary activations"] == (2 + 4 + 1) * one
+    activation = 8 * WIDTH * 4  # all micro-batches of one activation
+    assert rows_of(trainer)["stash of boundary activations"] == (2 + 4 + 1) * activation
 
 
 def test_frozen_layers_cost_the_host_their_weights_alone(build: Build) -> None:

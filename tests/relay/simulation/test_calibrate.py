@@ -97,5 +97,5 @@ def kernels() -> list[Program]:
     for hidden in (32, 96):
         compiled = compiled_model_of(ModelShape(2, hidden, 2, 64), 2, 32, torch.float32).stages
         passes = [compiled[1].forward, compiled[1].backward, compiled[-1].backward]
-        found += [one.program for one in passes if one is not None]
+        found += [stage_program.program for stage_program in passes if stage_program is not None]
     return found

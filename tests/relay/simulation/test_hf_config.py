@@ -48,16 +48,16 @@ def test_what_a_family_leaves_out_is_what_transformers_has_by_default(name: str,
         options |= {"vocab_size": 33, "pad_token_id": 1, "position_embedding_type": "rotary"}  # as ESM-2 has it
     config = CONFIG_MAPPING[name](**options)
     family = FAMILIES[name]
-    told = config.to_dict()
-    told.pop("tie_word_embeddings", None)
+    values = config.to_dict()
+    values.pop("tie_word_embeddings", None)
     tied = config.tie_word_embeddings
-    found = read_configuration(written(told))
+    found = read_configuration(written(values))
     assert found.notes == ()
     assert (found.shape.tied, family.tied) == (tied, tied)
     with torch.device("meta"):
         model = (AutoModelForCausalLM if family.causal else AutoModelForMaskedLM).from_config(config)
     lists = [part for part in model.modules() if isinstance(part, torch.nn.ModuleList)]
-    layer = max((sum(one.numel() for one in part.parameters() if one.dim() > 1) for part in lists), default=0)
+    layer = max((sum(tensor.numel() for tensor in part.parameters() if tensor.dim() > 1) for part in lists), default=0)
     assert found.shape.layer_matrices == pytest.approx(layer, rel=0.001)
     names = [own for own, _ in model.named_parameters()]
     assert family.learned == any("posit" in own or "wpe" in own for own in names)

@@ -56,9 +56,9 @@ def test_every_reason_is_what_simulating_that_one_change_gives() -> None:
     model: dict[str, Any] = {"layers": 3, "hidden": 64, "heads": 4, "vocabulary": 256, "seq": 32, "batch": 3}
     model |= {"device": "t4", "capacity": "1.8MB"}
     chosen = relay.plan(**model)
-    told = [re.fullmatch(r"(\w+)=(\w+) (?:would give (.+)%|does not fit)", reason) for reason in chosen.reasons[2:]]
-    assert len(told) > 8
-    for reason in told:
+    matches = [re.fullmatch(r"(\w+)=(\w+) (?:would give (.+)%|does not fit)", reason) for reason in chosen.reasons[2:]]
+    assert len(matches) > 8
+    for reason in matches:
         assert reason is not None
         option, text, percent = reason.groups()
         value = ast.literal_eval(text) if text[0].isdigit() or text in ("True", "False") else text
@@ -154,12 +154,13 @@ def test_a_plan_that_train_is_told_to_overrule_says_so_and_a_damaged_one_is_refu
     lines = [line for line in chosen.as_toml().splitlines() if not line.startswith("#")]
     Path("plan.toml").write_text("\n".join(lines), encoding="utf-8")
     Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200, encoding="utf-8")
-    training = ["train", *[one for one in (file, "plan.toml") if one], "--data", "text.txt", "--steps", "1"]
-    for more, says in ([], ""), (["--layers", "2"], "This plan is for a model with 1 layers x hidden 32 in 2 heads."):
+    training = ["train", *[word for word in (file, "plan.toml") if word], "--data", "text.txt", "--steps", "1"]
+    refusal = "This plan is for a model with 1 layers x hidden 32 in 2 heads."
+    for more, message in ([], ""), (["--layers", "2"], refusal):
         trained = CliRunner().invoke(main, [*training, "--no-sample", "--json", *more])
         assert trained.exit_code == 0, trained.output
-        assert ("This plan is for" in trained.stderr) == bool(says)
-        assert says in trained.stderr
+        assert ("This plan is for" in trained.stderr) == bool(message)
+        assert message in trained.stderr
     for wrong in ("layers = 1.5", "unheard_of = 1", "hidden = 0"):
         name = wrong.partition(" ")[0]
         kept = [line for line in lines[lines.index("[planned]") :] if not line.startswith(f"{name} ")]
@@ -174,7 +175,8 @@ def test_a_width_of_four_times_hidden_is_the_model_of_train() -> None:
     options: dict[str, Any] = {"layers": 1, "hidden": 32, "heads": 2, "vocabulary": 256, "seq": 16, "batch": 1}
     chosen = relay.plan(**options, ffn=4 * 32, slots=[2], state_dtypes=["fp32"], stashes=["device"])
     assert chosen.caution is None
-    assert chosen.expected.memory.parameters == sum(one.numel() for one in GPT(256, 1, 32, 2, 16).parameters())
+    model = GPT(256, 1, 32, 2, 16)
+    assert chosen.expected.memory.parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_the_options_of_a_plan_are_those_of_a_trainer() -> None:

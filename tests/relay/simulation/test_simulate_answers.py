@@ -58,12 +58,12 @@ def test_what_is_reported_is_what_runs() -> None:
     assert found.memory == same.memory
 
 
-@pytest.mark.parametrize(("asked", "told"), [(0, False), (3, 3), (4, True), (5, True)])
-def test_segments_that_recompute_are_the_embedding_and_the_layers(asked: int, told: bool | int) -> None:
+@pytest.mark.parametrize(("asked", "expected"), [(0, False), (3, 3), (4, True), (5, True)])
+def test_segments_that_recompute_are_the_embedding_and_the_layers(asked: int, expected: bool | int) -> None:
     found = relay.simulate(**TINY, recompute=asked)
-    assert repr(found.run.recompute) == repr(told)
+    assert repr(found.run.recompute) == repr(expected)
     everything = relay.simulate(**TINY).timeline.flops
-    assert (found.timeline.flops == everything) == (told is True)
+    assert (found.timeline.flops == everything) == (expected is True)
 
 
 def test_a_module_too_runs_no_more_layers_a_slot_than_it_has() -> None:

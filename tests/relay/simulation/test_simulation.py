@@ -140,9 +140,9 @@ def test_a_faster_part_never_slows_a_run(flops: float, link: float, host: float,
     machine = ideal(flops * 1e14, link * 1e10, host * 4e10).with_values("device", bandwidth_achieved=1e12)
     machine = machine.with_values("host", bandwidth_achieved=8e10)
     before = run(machine, layers=6, stash="host")
-    place, figures = SENSITIVE[part]
+    spec, figures = SENSITIVE[part]
     known = {name: factor for name in figures if not name.endswith("16")}
-    after = run(machine.scaled(place, **known), layers=6, stash="host")
+    after = run(machine.scaled(spec, **known), layers=6, stash="host")
     # Non-preemptive queues can lose a transfer's length by a changed order (Graham 1969).
     assert after.step_seconds <= before.step_seconds * 1.01
 
@@ -191,10 +191,10 @@ def test_device_memory_does_not_grow_with_depth_when_the_stash_is_on_the_host() 
 def test_a_dynamic_loss_scale_costs_every_gradient_on_the_host() -> None:
     options: dict[str, Any] = {"model": "gpt2", "precision": "fp16", "stash": "host", "microbatches": 8}
     eager = relay.simulate(**options, loss_scale="fixed").memory
-    held = relay.simulate(**options).memory
-    kept = sum(size for state, _, size in held.host if state == "gradients")
-    assert kept >= 4 * held.parameters
-    assert held.host_total > eager.host_total
+    deferred = relay.simulate(**options).memory
+    gradients = sum(size for state, _, size in deferred.host if state == "gradients")
+    assert gradients >= 4 * deferred.parameters
+    assert deferred.host_total > eager.host_total
 
 
 @pytest.mark.parametrize(

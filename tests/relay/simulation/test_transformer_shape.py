@@ -60,7 +60,7 @@ def test_positions_of_an_encoder_see_those_after_them(
     assert shape.causal == causal
     options: dict[str, Any] = {"device": "rtx-4090", "seq": 4096, "software": "fused"}
     other = replace(shape, causal=not causal)
-    seconds = {one.causal: relay.simulate(one, **options).step_seconds for one in (shape, other)}
+    seconds = {variant.causal: relay.simulate(variant, **options).step_seconds for variant in (shape, other)}
     assert seconds[True] < seconds[False]
 
 

@@ -342,7 +342,7 @@ def test_too_little_host_memory_is_refused_with_the_bytes_before_anything_is_cop
     loss = trainer.step(text()[0]).loss
     with pytest.raises(OutOfMemory, match=r"comparison with plain PyTorch .* bytes requested") as refused:
         trainer.verify(text())
-    parameters = 4 * sum(one.numel() for one in trainer._model.parameters())
+    parameters = 4 * sum(parameter.numel() for parameter in trainer._model.parameters())
     assert 7 * parameters < refused.value.requested < 12 * parameters
     assert trainer.steps == 1
     assert loss == build(gpt(layers=2)).step(text()[0]).loss

@@ -131,7 +131,7 @@ def become(request: Mapping[str, Any]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - for as long as the process lives
     first, *rest = request["words"]
-    searched = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+    searched = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     sys.path[:1] = ["" if first in ("-c", "-m") else str(Path(first).parent), *searched]
     if first == "-c":
         code, *arguments = rest

@@ -45,10 +45,10 @@ if way:
         trainer.step(batch)
         trainers.append(trainer)
     opened = [registry.open(device) for device in queueing]
-    places = [device.alloc(64).view(0, (16,), torch.float32) for device in opened]
+    views = [device.alloc(64).view(0, (16,), torch.float32) for device in opened]
     for _ in range(200):
-        for device, place in zip(opened, places, strict=True):
-            device.queue("compute").fill(place, 1.0)
+        for device, view in zip(opened, views, strict=True):
+            device.queue("compute").fill(view, 1.0)
     if way == "raise":
         raise RuntimeError("the script failed")
     if way == "exit":

@@ -67,8 +67,8 @@ class Siamese(Layers):
     """Both the inputs and the targets pass through the layers, and are compared."""
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Output:
-        one, other = (functional.normalize(self.run(value), dim=-1) for value in (inputs, targets))
-        return Output(-(one * other).sum(-1).mean(), one)
+        first, second = (functional.normalize(self.run(value), dim=-1) for value in (inputs, targets))
+        return Output(-(first * second).sum(-1).mean(), first)
 
 
 class InModuleDict(nn.Module):
@@ -106,8 +106,8 @@ class Gated(nn.Module):
         self.inner = nn.Linear(WIDTH, 2 * WIDTH)
 
     def forward(self, value: Tensor) -> Tensor:
-        one, other = self.inner(value).chunk(2, -1)
-        return value + one * torch.sigmoid(other)
+        first, second = self.inner(value).chunk(2, -1)
+        return value + first * torch.sigmoid(second)
 
 
 class Hybrid(Layers):
@@ -196,7 +196,7 @@ class Hooked(Layers):
         self.layers[1].register_forward_hook(lambda module, inputs, result: result * 1.5)
         self.layers[2].register_forward_pre_hook(lambda module, inputs: (inputs[0] + 1,))
         self.layers[0].inner.register_forward_hook(lambda module, inputs, result: result.clamp(-1, 1))
-        self.layers[2].inner.register_full_backward_hook(lambda module, given, _: tuple(one * 0.5 for one in given))
+        self.layers[2].inner.register_full_backward_hook(lambda module, given, _: tuple(grad * 0.5 for grad in given))
 
 
 class Rounded(torch.autograd.Function):

@@ -108,8 +108,8 @@ class Several(nn.Module):
         self.inner = nn.Linear(WIDTH, 3 * WIDTH)
 
     def forward(self, value: Tensor, mask: Tensor | None) -> tuple[Any, ...]:
-        one, two, three = self.inner(value).split(WIDTH, -1)
-        return one, {"turned": two.transpose(0, 1)}, (value, mask), three[:, :0], one
+        first, second, third = self.inner(value).split(WIDTH, -1)
+        return first, {"turned": second.transpose(0, 1)}, (value, mask), third[:, :0], first
 
 
 class ViewsAndNothings(Layers):
@@ -121,8 +121,8 @@ class ViewsAndNothings(Layers):
     def run(self, value: Tensor) -> Tensor:
         mask = None
         for layer in self.layers:
-            one, two, (same, mask), empty, again = layer(value, mask)
-            value = one * 0.5 + two["turned"].transpose(0, 1) + same + again + empty.sum()
+            first, second, (same, mask), empty, again = layer(value, mask)
+            value = first * 0.5 + second["turned"].transpose(0, 1) + same + again + empty.sum()
         return value
 
 
@@ -131,8 +131,8 @@ class Moved(nn.Module):
         super().__init__()
         self.table = nn.Embedding(16, WIDTH)
 
-    def forward(self, value: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        return value + self.table(places), (places * 3 + 1) % 16
+    def forward(self, value: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return value + self.table(positions), (positions * 3 + 1) % 16
 
 
 class IntegersBetween(Layers):
@@ -142,9 +142,9 @@ class IntegersBetween(Layers):
         super().__init__(Moved)
 
     def run(self, value: Tensor) -> Tensor:
-        places = (value[..., 0] * 4).long().abs() % 16
+        positions = (value[..., 0] * 4).long().abs() % 16
         for layer in self.layers:
-            value, places = layer(value, places)
+            value, positions = layer(value, positions)
         return value
 
 

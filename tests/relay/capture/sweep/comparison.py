@@ -116,10 +116,10 @@ def verdict(sample: Sample) -> Verdict:
             named = "layer" in str(why) and "failed on queue" not in str(why)
             return Verdict("refused" if named else "crashed", f"{type(why).__name__}: {why}")
         except Exception as why:
-            place = traceback.extract_tb(why.__traceback__)[-1]
-            return Verdict("crashed", f"{type(why).__name__}: {why} ({place.filename}:{place.lineno})")
-        eagerly = any("runs eagerly" in str(one.message) for one in caught)
-    differences = [difference(found, one) for one in expected]
+            frame = traceback.extract_tb(why.__traceback__)[-1]
+            return Verdict("crashed", f"{type(why).__name__}: {why} ({frame.filename}:{frame.lineno})")
+        eagerly = any("runs eagerly" in str(warning.message) for warning in caught)
+    differences = [difference(found, plain) for plain in expected]
     if all(differences):
         return Verdict("wrong", differences[0])
     return Verdict("equal", "eagerly" if eagerly else "")
@@ -156,22 +156,22 @@ def relayed_step(modules: list[nn.Module]) -> dict[str, Any]:
     )
     with closing(trainer):
         metrics = trainer.step((torch.ones(2), torch.ones(2)))
-        return {"loss": metrics.loss, "state": {name: one.clone() for name, one in trainer.state_dict().items()}}
+        return {"loss": metrics.loss, "state": {name: tensor.clone() for name, tensor in trainer.state_dict().items()}}
 
 
 def difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
     """What differs, in words; empty where nothing does."""
     if not torch.equal(torch.tensor(found["loss"]), torch.tensor(expected["loss"])):
         return f"the loss is {found['loss']}, not {expected['loss']}"
-    for name, one in expected["state"].items():
+    for name, plain in expected["state"].items():
         mine = found["state"][name]
-        if mine.dtype != one.dtype or mine.shape != one.shape:
-            return f"{name} is of {mine.dtype} {tuple(mine.shape)}, not {one.dtype} {tuple(one.shape)}"
-        if not torch.equal(mine, one) and not same_with_nans(mine, one):
-            return f"{name} differs by {(mine - one).abs().max().item() if mine.is_floating_point() else '?'}"
+        if mine.dtype != plain.dtype or mine.shape != plain.shape:
+            return f"{name} is of {mine.dtype} {tuple(mine.shape)}, not {plain.dtype} {tuple(plain.shape)}"
+        if not torch.equal(mine, plain) and not same_with_nans(mine, plain):
+            return f"{name} differs by {(mine - plain).abs().max().item() if mine.is_floating_point() else '?'}"
     return ""
 
 
-def same_with_nans(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_with_nans(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether they are equal where NaNs are taken for equal."""
-    return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
+    return torch.allclose(first, second, rtol=0.0, atol=0.0, equal_nan=True)

@@ -34,12 +34,12 @@ class Call:
     @property
     def tensors(self) -> list[int]:
         """Which of `given` are tensors."""
-        return [place for place, value in enumerate(self.given) if isinstance(value, torch.Tensor)]
+        return [index for index, value in enumerate(self.given) if isinstance(value, torch.Tensor)]
 
     def run(self, given: Sequence[Any]) -> list[torch.Tensor]:
         """The tensors that the op returns for other arguments of the same structure."""
         args, kwargs = pytree.tree_unflatten(list(given), self.structure)
-        return [one for one in pytree.tree_leaves(self.op(*args, **kwargs)) if isinstance(one, torch.Tensor)]
+        return [result for result in pytree.tree_leaves(self.op(*args, **kwargs)) if isinstance(result, torch.Tensor)]
 
 
 class Recorder(TorchDispatchMode):
@@ -58,13 +58,13 @@ class Recorder(TorchDispatchMode):
     def _keep(self, func: Any, args: Any, kwargs: Any) -> None:
         kept = self.calls.setdefault(func, {})
         given, structure = pytree.tree_flatten((args, kwargs))
-        tensors = [one for one in given if isinstance(one, torch.Tensor)]
-        if not tensors or any(one.layout is not torch.strided for one in tensors):
+        tensors = [value for value in given if isinstance(value, torch.Tensor)]
+        if not tensors or any(tensor.layout is not torch.strided for tensor in tensors):
             return
         # By how many dimensions, and whether one is of length one: this is what strides depend on.
-        key = tuple((one.dim(), one.dtype, 1 in one.shape) for one in tensors)
+        key = tuple((tensor.dim(), tensor.dtype, 1 in tensor.shape) for tensor in tensors)
         if len(kept) < CALLS_AN_OP and key not in kept:
-            values = tuple(one.detach().clone() if isinstance(one, torch.Tensor) else one for one in given)
+            values = tuple(value.detach().clone() if isinstance(value, torch.Tensor) else value for value in given)
             kept[key] = Call(func, values, structure)
 
 
@@ -93,7 +93,7 @@ def _modules(part: slice, samples: int) -> Iterator[Callable[[], Any]]:
             made = info.module_inputs_func(
                 info, device="cpu", dtype=torch.float32, requires_grad=True, training=training
             )
-            for sample in [one for one in made if one.forward_input is not None][:samples]:
+            for sample in [given for given in made if given.forward_input is not None][:samples]:
                 yield functools.partial(_run_module, info, sample, training)
 
 
@@ -106,9 +106,9 @@ def _record(recorder: Recorder, run: Callable[[], Any]) -> None:
     """Forward and backward under the recorder; what PyTorch does not run itself is no sample."""
     try:
         with recorder:
-            results = [one for one in pytree.tree_leaves(run()) if isinstance(one, torch.Tensor) and one.requires_grad]
-            for result in results:
-                result.backward(torch.ones_like(result), retain_graph=True)
+            for result in pytree.tree_leaves(run()):
+                if isinstance(result, torch.Tensor) and result.requires_grad:
+                    result.backward(torch.ones_like(result), retain_graph=True)
     except Exception:
         return
 
@@ -141,13 +141,14 @@ def laid(tensor: torch.Tensor, how: str) -> torch.Tensor:
 
 def layouts(call: Call) -> Iterator[tuple[Any, ...]]:
     """The arguments of a call: as they are, and with all tensors, one of them, and all but one laid otherwise."""
-    places = call.tensors
-    chosen = [places, *([place] for place in places), *([one for one in places if one != place] for place in places)]
+    indices = call.tensors
+    all_but_one = ([other for other in indices if other != index] for index in indices)
+    chosen = [indices, *([index] for index in indices), *all_but_one]
     seen = set()
     for how in LAYOUTS:
         for subset in [[], *chosen]:
-            given = tuple(laid(one, how) if place in subset else one for place, one in enumerate(call.given))
-            strides = tuple(given[place].stride() for place in places)
+            given = tuple(laid(value, how) if index in subset else value for index, value in enumerate(call.given))
+            strides = tuple(given[index].stride() for index in indices)
             if strides not in seen:
                 seen.add(strides)
                 yield given

@@ -48,19 +48,19 @@ class Operator(nn.Module):
         if self.value is None and not trained:
             raise NotASample("no dense tensor of it requires a gradient")
         self.names: dict[int, str] = {}
-        for place, one in enumerate(self.given):
-            if not isinstance(one, torch.Tensor) or place == self.value:
+        for index, argument in enumerate(self.given):
+            if not isinstance(argument, torch.Tensor) or index == self.value:
                 continue
-            if one.layout is not torch.strided:
-                self.given[place] = Constant(one.detach())
+            if argument.layout is not torch.strided:
+                self.given[index] = Constant(argument.detach())
                 continue
-            self.names[place] = name = f"argument_{place}"
-            held = one.detach().clone(memory_format=torch.contiguous_format)
-            if one.requires_grad:
-                self.register_parameter(name, nn.Parameter(held))
+            self.names[index] = name = f"argument_{index}"
+            copied = argument.detach().clone(memory_format=torch.contiguous_format)
+            if argument.requires_grad:
+                self.register_parameter(name, nn.Parameter(copied))
             else:
-                self.register_buffer(name, held)
-            self.given[place] = None
+                self.register_buffer(name, copied)
+            self.given[index] = None
 
     def take_example(self) -> torch.Tensor:
         """What the layer is given, and holds no longer."""
@@ -71,9 +71,9 @@ class Operator(nn.Module):
         return given
 
     def forward(self, value: torch.Tensor) -> Any:
-        given = [one.tensor if isinstance(one, Constant) else one for one in self.given]
-        for place, name in self.names.items():
-            given[place] = getattr(self, name)
+        given = [argument.tensor if isinstance(argument, Constant) else argument for argument in self.given]
+        for index, name in self.names.items():
+            given[index] = getattr(self, name)
         if self.value is not None:
             given[self.value] = value
         args, kwargs = pytree.tree_unflatten(given, self.structure)
@@ -98,13 +98,13 @@ class Module(nn.Module):
 
 def tensors_of(result: Any) -> tuple[torch.Tensor, ...]:
     """The tensors among what an operator returns."""
-    return tuple(one for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor))
+    return tuple(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor))
 
 
 def _first_trained(given: list[Any]) -> int | None:
-    for place, one in enumerate(given):
-        if isinstance(one, torch.Tensor) and one.requires_grad and one.layout is torch.strided:
-            return place
+    for index, argument in enumerate(given):
+        if isinstance(argument, torch.Tensor) and argument.requires_grad and argument.layout is torch.strided:
+            return index
     return None
 
 
@@ -142,10 +142,10 @@ def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
 def _operator(info: Any, function: Callable[..., Any], number: int) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     samples = list(info.sample_inputs("cpu", torch.float32, requires_grad=True))
-    place = 0 if number == 0 else len(samples) // 2
-    if number and place == 0:
+    index = 0 if number == 0 else len(samples) // 2
+    if number and index == 0:
         raise NotASample("the operator has one sample")
-    sample = samples[place]
+    sample = samples[index]
     # What a loss may depend on of a result that is not unique, such as eigenvectors.
     process = sample.output_process_fn_grad
     layer = Operator(

@@ -45,7 +45,7 @@ def mistakes(calls: list[Call], kind: Callable[..., FakeTensorMode]) -> Iterator
             except (RuntimeError, ValueError):
                 continue  # the kernel refuses such strides
             mode = kind(allow_non_fake_inputs=True, static_shapes=True)
-            fakes = [mode.from_tensor(one) if isinstance(one, Tensor) else one for one in given]
+            fakes = [mode.from_tensor(value) if isinstance(value, Tensor) else value for value in given]
             try:
                 with torch.no_grad(), mode, own_kernels(native=True), enable_python_dispatcher():
                     fake = call.run(fakes)
@@ -109,7 +109,7 @@ class Gates(nn.Module):
         first, second = torch.split(self.narrow(value).view(rows, length, 2, 2), [1, 1], dim=3)
         first = first.reshape(rows, length, 2).sigmoid()
         second = nn.functional.softplus(second.reshape(rows, length, 2))
-        padded = [nn.functional.pad(one.transpose(1, 2).contiguous(), (0, 4)) for one in (first, second)]
+        padded = [nn.functional.pad(half.transpose(1, 2).contiguous(), (0, 4)) for half in (first, second)]
         return value + self.wide((padded[0] * padded[1])[..., :length].transpose(1, 2))
 
 
