@@ -27,6 +27,7 @@ class OptionType(click.ParamType):
             "loss scale": "number, 'dynamic' or 'fixed'",
             "resident layers": "number or 'auto'",
             "auto or flag": "'auto', 'true' or 'false'",
+            "chunk": "number or 'auto'",
         }.get(option.kind, option.kind)
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:

@@ -56,6 +56,7 @@ SWEPT = (
 @training_option("layers_per_slot")
 @training_option("resident_layers")
 @training_option("recompute")
+@training_option("head_chunk_tokens")
 @training_option("loss_scale")
 @training_option("exact_ties")
 @machine_options
@@ -147,7 +148,7 @@ def _simulation(options: dict[str, Any], **more: Any) -> Simulation:
         **{name: options[name] for name in ("device", "link", "host", "software", "host_memory", "capacity")},
         **{name: options[name] for name in ("batch", "state_dtype", "stash", "slots", "precision", "loss_scale")},
         **{name: options[name] for name in ("layers_per_slot", "recompute", "clip_grad_norm", "master_weights")},
-        exact_ties=options["exact_ties"],
+        **{name: options[name] for name in ("exact_ties", "head_chunk_tokens")},
         seq=options["seq"],
         microbatches=options["microbatches"] or options["batch"],
         **more,

@@ -35,7 +35,7 @@ from relay.partition.segments import Partition
 from relay.partition.whole_head import WantedOutputs
 from relay.runtime.code_states import CodeState, CodeStates
 from relay.runtime.head.checks import check_loss, refuse_mixed_output, refuse_other_layers, refuse_pieces
-from relay.runtime.head.choose_chunks import HeadChunks, left_whole
+from relay.runtime.head.choose_chunks import HeadChunks, alike, left_whole
 from relay.runtime.head.whole_batch import build_over_batch
 from relay.runtime.program_cache import ProgramCache
 from relay.runtime.stages import Capturing, CompiledModel, build_compiled_model
@@ -179,7 +179,12 @@ class ModelCompiler:
         if follow:
             self._check_loss([first.loss_plan], count)
         numbers = range(count)
-        compiled = [self.compiled(given, number, training, False, chosen, state, names, follow) for number in numbers]
+
+        def compiled_with(head: HeadChunks | None) -> list[CompiledModel]:
+            asked = chosen, state, names, follow, head
+            return [self.compiled(given, number, training, False, *asked) for number in numbers]
+
+        compiled = alike(compiled_with(None), lambda size: compiled_with(HeadChunks(size)))
         refuse_other_layers(compiled)
         if stated is not None:
             return PreparedBatch(given, stated, compiled, list(numbers), count)
@@ -302,21 +307,22 @@ class ModelCompiler:
         state: CodeState | None = None,
         outputs: tuple[str, ...] = (),
         follow: bool = True,
+        head: HeadChunks | None = None,
     ) -> CompiledModel:
         """The compiled model for one micro-batch of a batch, from the cache or compiled now.
 
         `state` is that of the code, found once for all micro-batches. With `follow` it is found out how several
-        micro-batches make the loss of the batch.
+        micro-batches make the loss of the batch. `head` replaces the trainer's choice of chunks.
         """
         state = state or self._code.current()
         piece, whole = batch.pieces[number], None
         if len(batch.pieces) > 1 and follow and self._loss_weight is None:
             whole = batch.whole or piece.doubled()
-        key = (piece.signature(), whole and whole.signature(), training, results, active, state, outputs)
+        key = (piece.signature(), whole and whole.signature(), training, results, active, state, outputs, head)
         compiled = self.cache.find(key, piece.tensors, whole.tensors if whole else ())
         if compiled is None:
             with self._code.capturing(state) as captured:
-                compiled = self._compile(piece, training, results, active, outputs, whole)
+                compiled = self._compile(piece, training, results, active, outputs, whole, head)
                 captured.append((self.model, compiled.partition.reads))
                 captured += [(one.segment.module, one.captured.reads or {}) for one in compiled.stages]
             self.cache.add(key, compiled)

@@ -21,6 +21,9 @@ from relay.runtime.stash import Key, Life, StashPlan, device_bytes, plan_stash, 
 RESIDENT_FROM = 3
 """Values that at least this many segments use stay on the device: they are few, and do not grow with depth."""
 
+SMALL = 4096
+"""Bytes up to which what is prepared for the last segment stays on the device."""
+
 
 @dataclass(frozen=True)
 class Requirement:
@@ -150,6 +153,9 @@ def plan_for(models: Sequence[CompiledModel], stash: str, training: bool) -> Sta
     most_streamed = most_tied = 0
     parts = compiled.stages[-1].programs if compiled.head is not None else []
     at_once = {value for part in parts for value in (*part.reads, *part.value_gradients)}
+    # What is prepared for the last segment is the same few numbers at any depth.
+    first = compiled.partition.segments[: compiled.partition.leading]
+    at_once |= {value for segment in first for value in segment.outputs if sizes[value] <= SMALL}
 
     def use(key: Key, visit: int) -> None:
         where = "device" if key.value in at_once else stash

@@ -19,8 +19,9 @@ from relay.graph.pytree import tensor_leaves
 from relay.partition import partition_model
 from relay.partition.find_blocks import find_blocks
 from relay.partition.merge_layers import merge_layers
+from relay.runtime.head.choose_chunks import HeadChunks
 from relay.runtime.stages import CompiledModel, build_compiled_model
-from relay.simulation.transformer_shape import ShapeError
+from relay.simulation.transformer_shape import WHOLE, ShapeError
 
 
 class MetaModel:
@@ -52,9 +53,10 @@ class MetaModel:
         compute: torch.dtype,
         layers_per_slot: int = 1,
         recompute: bool | int = True,
+        head: HeadChunks = WHOLE,
     ) -> CompiledModel:
         """The compiled model for training on that many sequences of the example."""
-        key = sequences, compute, layers_per_slot, str(recompute)  # 1 and True are the same key
+        key = sequences, compute, layers_per_slot, str(recompute), head  # 1 and True are the same key
         if key not in self._compiled:
             mode = fake_mode(allow_real_inputs=True)
             module = copy_with_fakes(self.module, mode)
@@ -68,7 +70,7 @@ class MetaModel:
                 if not partition.has_loss:
                     name = type(self.module).__name__
                     raise ShapeError(f"{name} returns no .loss for this example. Does the example hold labels?")
-                partition = merge_layers(partition, layers_per_slot)
+                partition = head.split(merge_layers(partition, layers_per_slot), compute)
                 self._compiled[key] = build_compiled_model(partition, True, False, compute, recompute=recompute)
         return self._compiled[key]
 

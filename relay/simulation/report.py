@@ -27,7 +27,7 @@ _FEWER_LAUNCHES = (
 _TRACKS = {"down": "link down", "up": "link up", "compute": "compute", "host": "host optimizer"}
 _RUN = (
     "seq", "batch", "microbatches", "precision", "state_dtype", "stash", "slots", "layers_per_slot", "resident_layers",
-    "recompute", "loss_scale", "clip_grad_norm", "master_weights", "exact_ties",
+    "recompute", "head_chunk_tokens", "loss_scale", "clip_grad_norm", "master_weights", "exact_ties",
 )  # fmt: skip
 
 
@@ -112,6 +112,8 @@ def _of_segments(run: RunShape, resident: int) -> str:
         text += f", {resident} layers resident"
     if run.recompute is not True:
         text += f", {run.recompute} segments recompute" if run.recompute else ", nothing recomputed"
+    if run.head_chunk_tokens is not None:
+        text += f", the head over chunks of {run.head_chunk_tokens} tokens"
     return text
 
 

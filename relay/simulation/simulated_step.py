@@ -30,6 +30,7 @@ from relay.optim.optimizers import AdamW
 from relay.options import OPTIONS, STEP_OPTIONS
 from relay.precision import COMPUTE
 from relay.runtime import run_step
+from relay.runtime.head.choose_chunks import HeadChunks, alike
 from relay.runtime.memory_plan import kernel_workspace
 from relay.runtime.session import Session
 from relay.runtime.stages import CompiledModel, recomputing
@@ -68,6 +69,7 @@ class RunShape:
     recompute: bool | int = True
     resident_layers: int | str = 0
     master_weights: str = "fp32"
+    head_chunk_tokens: int | str | None = None
     optimizer: Any = field(default_factory=AdamW)
 
     def __post_init__(self) -> None:
@@ -155,11 +157,11 @@ class SimulatedRun:
     ) -> None:
         """`host_cache` holds host states of earlier runs of this shape; `close` puts this run's into it.
 
-        `capacity` is the device memory that `resident_layers="auto"` fills, and by which `exact_ties="auto"` decides;
-        that of the machine if not given. The attribute `notes` has the message of the latter, and `run` the options as
-        they take effect: as many micro-batches as the batch is cut into, no more layers a slot than the model has, and
-        True for `recompute` where the number covers all segments (the last segment, the head, never repeats its
-        forward).
+        `capacity` is the device memory that `resident_layers="auto"` fills, and by which `exact_ties="auto"` and
+        `head_chunk_tokens="auto"` decide; that of the machine if not given. The attribute `notes` has the message of
+        `exact_ties`, and `run` the options as they take effect: as many micro-batches as the batch is cut into, no more
+        layers a slot than the model has, True for `recompute` where the number covers all segments (the last segment,
+        the head, never repeats its forward), and the positions of a chunk of the head, or None where it is whole.
         """
         compute = COMPUTE[run.precision]
         sizes = run.pieces()
@@ -167,16 +169,25 @@ class SimulatedRun:
         if capacity is None and not device.unified:
             capacity = int(device["memory"] - device["reserved"])
         self.notes: list[str] = []
+        head = HeadChunks(run.head_chunk_tokens)
+        if run.head_chunk_tokens == "auto":
+            head = HeadChunks("auto", capacity, run.slots, run.stash, len(sizes))
+        options = run.seq, compute, run.layers_per_slot, run.recompute
+
+        def compiled(head: HeadChunks) -> list[CompiledModel]:
+            return [shape.compiled(size, *options, head) for size in sizes]
+
         ties = ExactTies(run.exact_ties, run.slots, run.stash, capacity, self.notes.append)
-        self._compiled = ties.decide(
-            [shape.compiled(size, run.seq, compute, run.layers_per_slot, run.recompute) for size in sizes]
-        ).compiled
-        segments = len(self._compiled[0].stages)
+        self._compiled = ties.decide(alike(compiled(head), lambda size: compiled(HeadChunks(size)))).compiled
+        partition = self._compiled[0].partition
+        segments = len(partition.segments) - partition.leading
+        chunks = partition.segments[-1].chunks
         most = max(1, segments - 1)
         count = recomputing(run.recompute, most)
         repeats = True if count >= most else count or False
         layers = min(run.layers_per_slot, max(1, shape.layers))
         run = self.run = replace(run, microbatches=len(sizes), layers_per_slot=layers, recompute=repeats)
+        run = self.run = replace(run, head_chunk_tokens=None if chunks is None else chunks.size)
         self._device = _open(replace(machine, device=machine.device.with_values(memory=float(UNLIMITED))))
         self._host_cache = HostCache() if host_cache is None else host_cache
         self._state_key, self._state = self._host_state(shape)

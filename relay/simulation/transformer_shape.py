@@ -26,7 +26,11 @@ from relay.models.gpt import Block, Embedding, Head, cross_entropy
 from relay.partition.capture_cache import Captures
 from relay.partition.merge_layers import merge_layers
 from relay.partition.segments import Partition, Segment, Value
+from relay.runtime.head.choose_chunks import HeadChunks
 from relay.runtime.stages import CPU, CompiledModel, build_compiled_model, recomputing
+
+WHOLE = HeadChunks()
+"""The head in one piece."""
 
 
 class ShapeError(RelayError, ValueError):
@@ -114,11 +118,13 @@ class ModelShape:
         compute: torch.dtype,
         layers_per_slot: int = 1,
         recompute: bool | int = True,
+        head: HeadChunks = WHOLE,
     ) -> CompiledModel:
         """See `compiled_model_of`."""
         # 1 and True are the same cache key, so the number is worked out first.
         count = recomputing(recompute, -(-self.layers // layers_per_slot) + 2)
-        return compiled_model_of(self, sequences, sequence, compute, min(layers_per_slot, self.layers), count)
+        layers = min(layers_per_slot, self.layers)
+        return compiled_model_of(self, sequences, sequence, compute, layers, count, head=head)
 
     def model(self, sequence: int) -> nn.Module:
         """See `model_of`."""
@@ -281,16 +287,18 @@ def compiled_model_of(
     recompute: int | None = None,
     lowering: Lowering = Lowering.NATIVE,
     traced_for: torch.device = CPU,
+    head: HeadChunks = WHOLE,
 ) -> CompiledModel:
     """The compiled model for training on a micro-batch of `sequences` x `sequence` tokens in the dtype `compute`.
 
     `lowering` and `traced_for` choose the graphs for a device (`relay.capture.graphs_for`). The first `recompute`
-    segments recompute their forward; without a number, all do.
+    segments recompute their forward; without a number, all do. `head` says whether the head runs over chunks.
     """
     mode = fake_mode()
     with mode:
         templates = _templates(shape, sequence, mode, layers_per_slot)
         partition = merge_layers(_partition(shape, sequences, sequence, templates), layers_per_slot)
+        partition = head.split(partition, compute)
         known = _captures(shape, compute, lowering, traced_for)
         first = True if recompute is None else recompute
         return build_compiled_model(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from relay.capture import as_fake, autocast, call_with, fingerprint, trace
+from relay.capture import autocast, call_with, fingerprint, trace
 from relay.graph.mutations import bind_writes
 from relay.partition.graph_split import GraphSegment
 from relay.partition.positions.flow import IDENTITIES, RESHAPES, PositionFlow, name_of, shape_of
@@ -66,8 +66,6 @@ def follow_positions(partition: Partition, compute: torch.dtype) -> LastSegment:
         if tensor.requires_grad and tensor.dtype not in (torch.float32, torch.float64):
             raise NotByPosition(f"the gradient of {name} would be summed over chunks in {tensor.dtype}")
     leading = hidden.shape[:-1]
-    if math.prod(leading) < 2:
-        raise NotByPosition("a micro-batch has one position")
     labels = {node: Label(Kind.STATE, trained=tensor.requires_grad) for node, (_, tensor) in states.items()}
     for node, number in inputs.items():
         value = partition.values[number]
@@ -107,13 +105,13 @@ def _as_graph(
     else:
         tensors, full = list(state.values()), [names[name] for name in state]
         values = [partition.values[number] for number in segment.inputs]
-        examples = as_fake([torch.empty(value.shape, dtype=value.dtype) for value in values])
+        examples = [torch.empty(value.shape, dtype=value.dtype) for value in values]
 
         def run(given: list[torch.Tensor], leaves: list[torch.Tensor]) -> list[torch.Tensor]:
             return list(call_with(module, tensors, given, tuple(leaves)))
 
         with autocast(compute):
-            graph = trace(run, (tensors, list(examples)), segment.name)
+            graph = trace(run, (tensors, examples), segment.name)
         bind_writes(graph.graph, set(graph.graph.find_nodes(op="placeholder")[: len(tensors)]))
     placeholders = graph.graph.find_nodes(op="placeholder")
     states = dict(zip(placeholders, zip(full, tensors, strict=True), strict=False))

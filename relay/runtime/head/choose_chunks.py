@@ -7,7 +7,9 @@ The split itself is `relay.partition.positions`. Invariant: nothing is chosen si
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +17,9 @@ from hal.spec.units import format_size
 from relay.partition.positions.labels import NotByPosition
 from relay.partition.positions.split import LastSegment, follow_positions, in_chunks
 from relay.partition.segments import Partition
+
+if TYPE_CHECKING:
+    from relay.runtime.stages import CompiledModel
 
 logger = logging.getLogger("relay")
 
@@ -92,6 +97,18 @@ class HeadChunks:
         bytes_made = [torch.Size(value.shape).numel() * min(compute.itemsize, value.dtype.itemsize) for value in made]
         boundaries = bytes_made[:-1] if self.stash == "device" else bytes_made[:4]
         return self.slots * largest + self.microbatches * sum(boundaries)
+
+
+def alike(
+    compiled: Sequence[CompiledModel], again: Callable[[int], Sequence[CompiledModel]]
+) -> list[CompiledModel]:
+    """The compiled models of a step's micro-batches, all with a head in chunks or all with a whole one.
+
+    "auto" may choose chunks for the larger of them alone. `again` then gives all for chunks of that many positions.
+    """
+    found = [model.partition.segments[-1].chunks for model in compiled]
+    sizes = [chunks.size for chunks in found if chunks is not None]
+    return list(again(max(sizes)) if sizes and len(sizes) < len(found) else compiled)
 
 
 def left_whole(tokens: int | str | None, why: str) -> None:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import relay
+from hal.errors import OutOfMemory
 from tests.support.devices import require
 
 CLASSES, HIDDEN, SAMPLES, LENGTH = 23, 8, 6, 5
@@ -365,6 +366,41 @@ def test_asking_for_logits_leaves_the_head_whole_with_the_reason(caplog: pytest.
 def test_a_chunk_size_that_cannot_be_is_refused(size: Any) -> None:
     with pytest.raises(ValueError, match=r"head_chunk_tokens=.* must be a whole number of at least 1, or 'auto'"):
         relay.Trainer(Model(LOSSES["mean"]), head_chunk_tokens=size)
+
+
+@pytest.mark.parametrize(
+    ("positions", "classes", "size"), [(4096, 8192, 64), pytest.param(32768, 151936, 512, marks=pytest.mark.exhaustive)]
+)
+def test_a_step_takes_less_than_a_tenth_of_the_memory_that_the_whole_head_needs(
+    positions: int, classes: int, size: int
+) -> None:
+    layers = [nn.Linear(4, 4) for _ in range(2)]
+    modules = [nn.Embedding(64, 4), *layers, nn.Linear(4, classes, bias=False)]
+    ids = torch.arange(positions)[None] % 64
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    with relay.Trainer(modules, loss, microbatches=1, capacity="20MB") as trainer:
+        with pytest.raises(OutOfMemory) as refused:
+            trainer.step((ids, ids))
+    with relay.Trainer(modules, loss, microbatches=1, head_chunk_tokens=size) as trainer:
+        assert trainer.step((ids, ids)).device_peak_bytes < refused.value.requested / 10
+
+
+def test_auto_chunks_for_all_micro_batches_or_for_none(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = Model(LOSSES["mean"])
+    ids = torch.randint(0, CLASSES, (3, 1024))
+    pieces = [{"ids": piece, "labels": piece} for piece in (ids, ids[:1, :1])]
+    found = []
+    for options in ({"head_chunk_tokens": "auto", "capacity": "1200kB"}, {}):
+        mine = copy.deepcopy(model)
+        with caplog.at_level(logging.INFO, "relay"), relay.Trainer(mine, optimizer=relay.SGD(lr=0.1), **options) as one:
+            one.step(pieces=pieces)
+        found.append(mine)
+    assert "'auto' chose" in caplog.text
+    assert distance(*found) < 1e-5
 
 
 def test_auto_chunks_where_the_logits_would_take_more_than_a_quarter_and_says_so(

@@ -205,6 +205,7 @@ def test_a_dynamic_loss_scale_costs_every_gradient_on_the_host() -> None:
         (True, {"stash": "host", "precision": "bf16"}),
         (True, {"stash": "device", "precision": "fp32", "clip_grad_norm": 1.0}),
         (True, {"stash": "device", "precision": "fp32", "exact_ties": False}),
+        (False, {"stash": "host", "precision": "bf16", "head_chunk_tokens": 5}),
     ],
 )
 def test_simulated_memory_is_that_of_a_real_run(tied: bool, options: dict[str, Any]) -> None:
