@@ -1,11 +1,12 @@
 """The host optimizer against the memory's own speed: AdamW from bfloat16 gradients to bfloat16 weights.
 
-Four things in turn, round by round, in one process, for the machine's speed drifts: (a) what memory can do: a
+Five things in turn, round by round, in one process, for the machine's speed drifts: (a) what memory can do: a
 triad and a copy of our own on the same threads, and torch's copy, the fastest of them by the bytes that the program
 names; (b) the fused AdamW, 28 bytes a parameter: gradient 2 and three states of 4 read, three states of 4 and weight
 2 written; (c) torch's fused AdamW in float32 with the two casts around it; (d) DeepSpeed's CPUAdam on bfloat16
-weights and gradients with float32 moments, where it is installed. Prints medians and medians of the paired ratios,
-and first checks that (b) and (c) give the same weights: a figure of a broken run is worth nothing.
+weights and gradients with float32 moments, where it is installed; (e) the fused AdamW with split masters, 26 bytes.
+Prints medians and medians of the paired ratios, and first checks that (b), (c) and (e) give the same weights: a figure
+of a broken run is worth nothing.
 
     python benchmarks/eps.py [--parameters 64000000] [--rounds 15] [--quick] [--json out.json]
 
@@ -29,13 +30,20 @@ from llvmlite.binding import get_host_cpu_features
 
 from relay.optim import fused
 from relay.optim.int8_state import Int8State, group_count
+from relay.optim.split_master import SplitMaster, sizes
 from relay.optim.thread_pool import work_through
 
 BYTES_A_PARAMETER = 28
 PAUSE = 0.02  # seconds in which the last contestant's threads stop spinning for more work and free their cores
 OPTIONS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 GROUP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-TARGETS = {"of memory": 0.85, "over torch": 1.5, "over deepspeed": 2.5}
+TARGETS = {
+    "of memory": "0.85",
+    "over torch": "1.5",
+    "over deepspeed": "2.5",
+    "time of split masters": "at most 1.03",
+    "deepspeed's time over split masters": "none",
+}
 
 
 @numba.njit(nogil=True)
@@ -79,6 +87,15 @@ class Problem:
         self.ours = self._states()
         self.theirs = self._states()
         self.weights = [torch.empty(size, dtype=torch.bfloat16) for _ in range(2)]
+        flags, ties = sizes(size)
+        self.split = SplitMaster(
+            torch.empty(size, dtype=torch.bfloat16),
+            torch.empty(size, dtype=torch.int16),
+            torch.zeros(flags, dtype=torch.uint8),
+            torch.zeros(ties, dtype=torch.uint8),
+        )
+        self.split.assign(self.ours[0])
+        self.moments = {"exp_avg": torch.zeros(size), "exp_avg_sq": torch.zeros(size)}
         self.wide = torch.empty(size)
 
     def _states(self) -> list[torch.Tensor]:
@@ -89,6 +106,9 @@ class Problem:
         master, first, second = self.ours
         states = {"exp_avg": first, "exp_avg_sq": second}
         fused.update(fused.ADAMW, master, self.gradient, states, self.weights[0], GROUP, step=self.step)
+
+    def run_split(self) -> None:
+        fused.update(fused.ADAMW, self.split, self.gradient, self.moments, None, GROUP, step=self.step)
 
     def run_torch(self) -> None:
         """With its casts into memory that is there already, as favourable as can be."""
@@ -142,7 +162,11 @@ def measure(size: int, rounds: int) -> dict[str, Any]:
     """All figures of one run."""
     problem = Problem(size)
     candidates = memory_candidates(size)
-    contestants: dict[str, Callable[[], Any]] = {"relay": problem.run_ours, "torch": problem.run_torch}
+    contestants: dict[str, Callable[[], Any]] = {
+        "relay": problem.run_ours,
+        "split": problem.run_split,
+        "torch": problem.run_torch,
+    }
     deepspeed, why_not = deepspeed_step(problem.gradient)
     if deepspeed is not None:
         contestants["deepspeed"] = deepspeed
@@ -155,6 +179,8 @@ def measure(size: int, rounds: int) -> dict[str, Any]:
             times[name].append(timed(function))
         if problem.step == 1 and not torch.equal(*problem.weights):
             raise SystemExit("The fused AdamW and torch's gave different weights: the figures would mean nothing.")
+        if problem.step == 1 and not torch.equal(problem.split.to_float(), problem.ours[0]):
+            raise SystemExit("Split masters and float32 ones differ: the figures would mean nothing.")
     times = {name: values[1:] for name, values in times.items()}  # the first round compiles and touches memory
     speeds = {name: [size * named / t / 1e9 for t in times[name]] for name, (_, named) in candidates.items()}
     best = max(speeds, key=lambda name: statistics.median(speeds[name]))
@@ -162,9 +188,11 @@ def measure(size: int, rounds: int) -> dict[str, Any]:
     ratios = {
         "of memory": _paired(ours, speeds[best]),
         "over torch": _paired(times["torch"], times["relay"]),
+        "time of split masters": _paired(times["split"], times["relay"]),
     }
     if deepspeed is not None:
         ratios["over deepspeed"] = _paired(times["deepspeed"], times["relay"])
+        ratios["deepspeed's time over split masters"] = _paired(times["deepspeed"], times["split"])
     return {
         "parameters": size,
         "rounds": rounds,
