@@ -31,6 +31,8 @@ if TYPE_CHECKING:
         VerificationError,
     )
     from relay.metrics import Metrics
+    from relay.optim.adafactor import Adafactor
+    from relay.optim.muon import Muon
     from relay.optim.optimizers import LAMB, SGD, Adam, AdamW, Lion
     from relay.runtime.trace import Trace
     from relay.simulation.plan import NoFeasiblePlan, Plan, plan
@@ -39,10 +41,12 @@ if TYPE_CHECKING:
     from relay.verification.report import Verification
 
 _HOMES = {
+    "Adafactor": "relay.optim.adafactor",
     "Adam": "relay.optim.optimizers",
     "AdamW": "relay.optim.optimizers",
     "LAMB": "relay.optim.optimizers",
     "Lion": "relay.optim.optimizers",
+    "Muon": "relay.optim.muon",
     "SGD": "relay.optim.optimizers",
     "Trace": "relay.runtime.trace",
     "LossScaleExhausted": "relay.errors",
@@ -78,6 +82,7 @@ _HOMES = {
 __all__ = [
     "LAMB",
     "SGD",
+    "Adafactor",
     "Adam",
     "AdamW",
     "BatchError",
@@ -93,6 +98,7 @@ __all__ = [
     "LossScaleExhausted",
     "Metrics",
     "ModelChanged",
+    "Muon",
     "NoFeasiblePlan",
     "NonFiniteLoss",
     "PartitionError",

@@ -58,8 +58,8 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     optimizer: Annotated[
         PythonObject,
         Meta(
-            description="`relay.AdamW`, `Adam`, `SGD`, `LAMB` or `Lion` with its hyperparameters, or "
-            "`functools.partial(torch.optim.X, ...)`. None is `relay.AdamW()`."
+            description="`relay.AdamW`, `Adam`, `SGD`, `LAMB`, `Lion`, `Adafactor` or `Muon` with its hyperparameters, "
+            "or `functools.partial(torch.optim.X, ...)`. None is `relay.AdamW()`."
         ),
     ] = None
     microbatches: Annotated[Count, Meta(description="Pieces that a batch is cut into along its first dimension.")] = 4

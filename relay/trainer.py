@@ -7,7 +7,6 @@ checkpoints) is in `relay.run_state`. Invariant: a call that raises has changed 
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import textwrap
@@ -26,6 +25,7 @@ from hal.errors import DeviceLost
 from hal.host import Host
 from relay.capture import graphs_for
 from relay.data.batch_gradients import refuse_own_parameters
+from relay.eps.bind_optimizer import as_spec, bind
 from relay.eps.master_weights import (
     check_split,
     frozen_half,
@@ -34,7 +34,6 @@ from relay.eps.master_weights import (
     refuse_unsplittable,
     to_master_weights,
 )
-from relay.eps.optimizer_state import as_spec, bind
 from relay.eps.server import Clipping, ParameterServer
 from relay.eps.store import LayerStore
 from relay.eps.torch_form import RelayOptimizer
@@ -122,7 +121,10 @@ class Trainer(RunState):
         scale = LossScale() if half and chosen.loss_scale == "dynamic" else None
         spec = as_spec(AdamW() if chosen.optimizer is None else chosen.optimizer)
         defaults = spec.defaults()
-        grouping = functools.partial(split_into_groups, groups=chosen.param_groups, defaults=defaults)
+
+        def grouping(model: nn.Module) -> tuple[list[dict[str, Any]], dict[str, int]]:
+            return split_into_groups(model, spec.param_groups(model, chosen.param_groups), defaults)
+
         groups, _ = grouping(whole)
         for name, parameter in whole.named_parameters():
             if parameter.requires_grad:

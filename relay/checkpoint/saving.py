@@ -231,7 +231,7 @@ def check_fits(
         for label, state in parameter.states.items():
             flat = state.shard_of_scales is not UNSET
             whole = (tensors[name].numel(),) if flat else tuple(tensors[name].shape)
-            if not optimizer.kind.startswith("torch.") and state.shape not in (whole, ()):
+            if not optimizer.allows(label, state.shape, whole):
                 raise CheckpointError(
                     f"a state of shape {list(state.shape)} does not go with a parameter of {list(tensors[name].shape)}",
                     file=file,

@@ -7,7 +7,6 @@ either; where it would not be, torch's kernel is used.
 
 from __future__ import annotations
 
-import functools
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
@@ -16,7 +15,6 @@ import torch
 
 from hal.host import Host
 from relay.eps.store import LayerStore
-from relay.eps.torch_optimizer import TorchOptimizer
 from relay.optim import fused
 from relay.optim.int8_state import GROUP, Int8State, group_count
 from relay.optim.optimizers import HostOptimizer, State
@@ -28,6 +26,8 @@ LABELS = {
     "exp_avg_sq": "second moments",
     "max_exp_avg_sq": "largest second moments",
     "momentum_buffer": "momentum",
+    "exp_avg_sq_row": "second moments of rows",
+    "exp_avg_sq_col": "second moments of columns",
 }
 
 
@@ -69,16 +69,19 @@ class BoundOptimizer(Protocol):
         `dtypes` are those of its tensors; uint8 stands for moments of 8 bits.
         """
 
+    def allows(self, label: str, shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+        """Whether a state may have this shape, for a parameter of the shape `whole`."""
+
     def restore(self, name: str, state: State) -> None:
         """Set a parameter's state, as `state` returns it (empty: a new one). Other dtypes are converted.
 
         If the state has no memory yet, the tensors are kept as they are until `allocate`.
         """
 
-    def from_torch_form(self, name: str, state: State, group: Mapping[str, Any], count: int) -> State:
+    def from_torch_form(self, name: str, state: State, group: Mapping[str, Any], shape: torch.Size) -> State:
         """A state of torch.optim's form as `restore` takes it.
 
-        `count` is the number of the parameter's elements. Raises ValueError for a state of another optimizer.
+        `shape` is the parameter's. Raises ValueError for a state of another optimizer.
         """
 
     def rename(self, names: Mapping[str, str | None]) -> None:
@@ -88,39 +91,7 @@ class BoundOptimizer(Protocol):
         """The bytes of a state that an update reads and writes; those of two moments if it is not allocated yet."""
 
 
-def bind(optimizer: Any, host: Host, store: LayerStore, state_dtype: str, computes: bool = True) -> BoundOptimizer:
-    """Bind an optimizer of `as_spec` to a host and a store.
-
-    `computes` is False if updates never run, so that nothing needs to be compiled. Raises ValueError for a state dtype
-    that the optimizer does not have.
-    """
-    if isinstance(optimizer, TorchOptimizer):
-        if state_dtype != "fp32":
-            raise ValueError(
-                f"state_dtype={state_dtype!r} goes with relay's own optimizers; torch.optim's keep their own state"
-            )
-        return optimizer.bind(host, store)
-    if computes and state_dtype != "fp32" and not fused.available():
-        raise ValueError(
-            f"state_dtype={state_dtype!r} needs the fused optimizers, which are not here: {fused.reason()}"
-        )
-    return _Bound(optimizer, host, store, state_dtype)
-
-
-def as_spec(optimizer: Any) -> Any:
-    """The optimizer that a user gave as `optimizer=`, checked. Raises TypeError for anything else."""
-    made_by = optimizer.func if isinstance(optimizer, functools.partial) else None
-    if isinstance(made_by, type) and issubclass(made_by, torch.optim.Optimizer):
-        return TorchOptimizer(optimizer)
-    if isinstance(optimizer, HostOptimizer):
-        return optimizer
-    raise TypeError(
-        f"optimizer={optimizer!r} is not an optimizer for the relay. Give relay.AdamW(lr=...), Adam, SGD, LAMB or "
-        "Lion, or functools.partial(torch.optim.X, lr=...): the relay makes it itself, layer by layer."
-    )
-
-
-class _Bound:
+class BoundHostOptimizer:
     """Each state of a layer is one flat region, in the layer's own order of parameters."""
 
     def __init__(self, optimizer: HostOptimizer, host: Host, store: LayerStore, state_dtype: str) -> None:
@@ -153,10 +124,10 @@ class _Bound:
         for label in self._optimizer.wide_states(group):
             self._allocate_flat(made, sizes, label, dtype)
         self._state.update(made)
-        self._bytes.update((name, _bytes_of(state)) for name, state in made.items())
+        self._bytes.update((name, size_of_state(state)) for name, state in made.items())
         for name in names:
             if name in self._waiting:
-                _fill(made[name], self._waiting.pop(name))
+                fill_state(made[name], self._waiting.pop(name))
         self._regions[before:] = [(set(names), flat, label) for _, flat, label in self._regions[before:]]
 
     def _alloc(self, count: int, dtype: torch.dtype, label: str) -> torch.Tensor:
@@ -167,7 +138,7 @@ class _Bound:
     def rename(self, names: Mapping[str, str | None]) -> None:
         moved = ((names.get(name, name), state) for name, state in self._state.items())
         self._state = {name: state for name, state in moved if name is not None}
-        self._bytes = {name: _bytes_of(state) for name, state in self._state.items()}
+        self._bytes = {name: size_of_state(state) for name, state in self._state.items()}
         waiting = ((names.get(name, name), state) for name, state in self._waiting.items())
         self._waiting = {name: state for name, state in waiting if name is not None}
         kept = []
@@ -249,7 +220,7 @@ class _Bound:
 
     def state_bytes(self, name: str) -> int:
         made = self._bytes.get(name)
-        return _bytes_of(self.state(name)) if made is None else made
+        return size_of_state(self.state(name)) if made is None else made
 
     @property
     def kind(self) -> str:
@@ -269,7 +240,10 @@ class _Bound:
                     f"bit. Build the trainer with state_dtype={was!r}, or load with weights_only=True"
                 )
 
-    def from_torch_form(self, name: str, state: State, group: Mapping[str, Any], count: int) -> State:
+    def allows(self, label: str, shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+        return shape in (whole, ())
+
+    def from_torch_form(self, name: str, state: State, group: Mapping[str, Any], shape: torch.Size) -> State:
         expected = {*self._optimizer.states(group), *self._optimizer.wide_states(group)}
         if not state:
             return {}
@@ -280,22 +254,24 @@ class _Bound:
                 "Load a state_dict of the same optimizer."
             )
         for label in labels:
-            if state[label].numel() != count:
-                raise ValueError(f"{label!r} of {name!r} has {state[label].numel()} elements, the parameter {count}.")
+            found, count = state[label].numel(), shape.numel()
+            if found != count:
+                raise ValueError(f"{label!r} of {name!r} has {found} elements, the parameter {count}.")
         # torch.optim.SGD counts no steps; a state that is there is not that of a first step.
         return {**state, "step": torch.as_tensor(state.get("step", 1.0), dtype=torch.float32)}
 
     def restore(self, name: str, state: State) -> None:
         own = self._state.get(name)
         if own is not None:
-            _fill(own, state)
+            fill_state(own, state)
         elif state:
             self._waiting[name] = state
         else:
             self._waiting.pop(name, None)
 
 
-def _bytes_of(state: State) -> int:
+def size_of_state(state: State) -> int:
+    """The bytes of a state's tensors."""
     total = 0
     for value in state.values():
         parts = (value.codes, value.scales) if isinstance(value, Int8State) else (value,)
@@ -303,7 +279,7 @@ def _bytes_of(state: State) -> int:
     return total
 
 
-def _fill(own: State, state: State) -> None:
+def fill_state(own: State, state: State) -> None:
     """Copy a state into allocated memory. What is missing becomes zero, as in a new state."""
     for label, target in own.items():
         source = state.get(label)

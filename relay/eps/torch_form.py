@@ -89,7 +89,7 @@ class RelayOptimizer(torch.optim.Optimizer):
                 given = {label: value for label, value in given.items() if value is not None}
                 group = {**self.defaults, **state_dict["param_groups"][number]}
                 name = names[id(parameter)]
-                states[name] = self._states.from_torch_form(name, given, group, parameter.numel())
+                states[name] = self._states.from_torch_form(name, given, group, parameter.shape)
         self._ready()
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self.__dict__.pop("state", None)  # torch puts it here; the states are the server's

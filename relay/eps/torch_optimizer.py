@@ -21,7 +21,7 @@ from relay.eps.store import LayerStore
 
 JOINED = "split weights of one layer"
 
-WHOLE_MODEL = ("LBFGS", "Muon")
+WHOLE_MODEL = {"LBFGS": "it combines parameters", "Muon": "it takes matrices only: use relay.Muon"}
 """torch.optim classes that do not treat each parameter by itself, or not every shape."""
 
 
@@ -34,13 +34,17 @@ class TorchOptimizer:
         name = getattr(getattr(factory, "func", factory), "__name__", "")
         if name in WHOLE_MODEL:
             raise TypeError(
-                f"torch.optim.{name} cannot run layer by layer: it combines parameters or does not take every shape."
+                f"torch.optim.{name} cannot run layer by layer: {WHOLE_MODEL[name]}."
             )
 
     def defaults(self) -> dict[str, Any]:
         """The hyperparameters of a parameter group, as the class fills them in."""
         probe = self._factory([nn.Parameter(torch.zeros(1))])
         return {key: value for key, value in probe.param_groups[0].items() if key != "params"}
+
+    def param_groups(self, model: nn.Module, given: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """The parameter groups that a user gave."""
+        return given
 
     def check_dtype(self, name: str, dtype: torch.dtype, state_dtype: str) -> None:
         """Raise ValueError if the class does not update parameters of that dtype: it is tried on one element."""
@@ -162,7 +166,13 @@ class BoundTorchOptimizer:
     def check(self, name: str, labels: Collection[str], dtypes: Mapping[str, torch.dtype]) -> None:
         """Does nothing: a class of torch.optim accepts any state that it has saved."""
 
-    def from_torch_form(self, name: str, state: dict[str, Any], group: Mapping[str, Any], count: int) -> dict[str, Any]:
+    def allows(self, label: str, shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+        """True: a class of torch.optim has states of any shape."""
+        return True
+
+    def from_torch_form(
+        self, name: str, state: dict[str, Any], group: Mapping[str, Any], shape: torch.Size
+    ) -> dict[str, Any]:
         """The same state: it is torch's own."""
         return dict(state)
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from relay.optim import fused
 
@@ -47,6 +48,10 @@ class HostOptimizer:
     def defaults(self) -> dict[str, Any]:
         """The hyperparameters of a parameter group."""
         return asdict(self)
+
+    def param_groups(self, model: nn.Module, given: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """The parameter groups that a user gave, and those that the optimizer has of itself."""
+        return given
 
     def check_dtype(self, name: str, dtype: torch.dtype, state_dtype: str) -> None:
         """Raise ValueError if a parameter of that dtype cannot be updated with states of `state_dtype`."""

@@ -21,11 +21,12 @@ from hal import registry
 from hal.errors import Unavailable
 from hal.spec import Machine
 from hal.spec.timeline import Timeline, VirtualBackend, VirtualDevice
+from relay.eps.bind_optimizer import bind
 from relay.eps.master_weights import check_split
-from relay.eps.optimizer_state import bind
 from relay.eps.server import Clipping, ParameterServer
 from relay.eps.step_record import SubmittedStep
 from relay.eps.store import LayerStore
+from relay.optim.muon import Muon
 from relay.optim.optimizers import AdamW
 from relay.options import OPTIONS, STEP_OPTIONS
 from relay.precision import COMPUTE
@@ -76,6 +77,11 @@ class RunShape:
         """Check each value against the trainer's option of that name; ValueError for one that is not allowed."""
         for name, value in vars(self).items():
             _ALLOWED[name].check(value)
+        if isinstance(self.optimizer, Muon):
+            raise ValueError(
+                "optimizer=Muon cannot be simulated: hosts are described by their memory, and Muon's time on a host is "
+                "that of its matrix products. Simulate AdamW for the memory, which is 4 bytes a parameter more."
+            )
         if self.master_weights == "split":
             check_split(self.precision)
         elif self.master_weights != "fp32":
