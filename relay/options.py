@@ -104,6 +104,14 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "is one segment, and so are the layers of each slot, and the head. No result changes."
         ),
     ] = 0
+    sparse_rows: Annotated[
+        AutoFlag,
+        Meta(
+            description="Send only those rows of an embedding to the device that the batch looks up, and their "
+            "gradients back. 'auto' does so where that is at most half of the embedding; True wherever it is less than "
+            "all. An embedding that is tied to the head is sent whole. No result changes."
+        ),
+    ] = "auto"
     recompute: Annotated[
         Segments,
         Meta(

@@ -147,6 +147,7 @@ class Trainer(RunState):
         session = Session(
             whole, opened, host, store, server, chosen.slots, chosen.stash, cast("int | None", chosen.capacity), build,
             chosen.precision, chosen.state_dtype, chosen.resident_layers, exact_ties=chosen.exact_ties,
+            sparse_rows=chosen.sparse_rows,
         )  # fmt: skip
         to_master_weights(whole, chosen.master_weights, chosen.precision)
         self._frozen_half = frozen_half(whole, chosen.master_weights)

@@ -57,6 +57,7 @@ SWEPT = (
 @training_option("resident_layers")
 @training_option("recompute")
 @training_option("head_chunk_tokens")
+@training_option("sparse_rows")
 @training_option("loss_scale")
 @training_option("exact_ties")
 @machine_options
@@ -148,7 +149,7 @@ def _simulation(options: dict[str, Any], **more: Any) -> Simulation:
         **{name: options[name] for name in ("device", "link", "host", "software", "host_memory", "capacity")},
         **{name: options[name] for name in ("batch", "state_dtype", "stash", "slots", "precision", "loss_scale")},
         **{name: options[name] for name in ("layers_per_slot", "recompute", "clip_grad_norm", "master_weights")},
-        **{name: options[name] for name in ("exact_ties", "head_chunk_tokens")},
+        **{name: options[name] for name in ("exact_ties", "head_chunk_tokens", "sparse_rows")},
         seq=options["seq"],
         microbatches=options["microbatches"] or options["batch"],
         **more,

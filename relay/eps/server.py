@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +30,7 @@ from hal.event import Event
 from hal.host import Host, HostWork
 from hal.slot import DeviceSlot
 from relay.eps.optimizer_state import BoundOptimizer
+from relay.eps.rows import TableRows, WholeGradients
 from relay.eps.snapshot import Snapshot
 from relay.eps.step_record import StepResult, SubmittedStep
 from relay.eps.store import LayerStore
@@ -60,6 +61,7 @@ class GradientPlan:
         presence: set where data decide which parameters have a gradient.
         late: how many of `names`, at the end, are parameters that have no gradient here. This segment reads them in its
             backward, so they are updated after it, from the sum of the gradients that have arrived before.
+        rows: the tables of which gradients of some rows arrive, by the number of the gradient.
     """
 
     name: str
@@ -70,6 +72,7 @@ class GradientPlan:
     first_arrivals: tuple[int, ...]
     presence: GradientPresence | None = None
     late: int = 0
+    rows: Mapping[int, TableRows] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,7 @@ class ParameterServer:
         self._scaled = scaled
         self.deferred = clipping.norm is not None or scaled
         self._sums: dict[str, torch.Tensor] = {}
+        self._whole = WholeGradients(host)
         self._staging: list[torch.Tensor] = []
         self._staging_free: list[list[Event]] = [[], []]
         self._turn = 0
@@ -175,6 +179,10 @@ class ParameterServer:
             for old in self._staging:
                 self._host.free(old, STAGING)
             self._staging = [self._host.alloc(largest, torch.uint8, STAGING, crosses=True) for _ in range(2)]
+        for plan in plans:
+            # torch.optim may compute with a gradient in place.
+            in_place = self.optimizer.kind.startswith("torch.")
+            self._whole.allocate(plan.rows, self.store, self._staging[0].numel() if staged else 0, in_place)
 
     def collect(
         self,
@@ -207,13 +215,18 @@ class ParameterServer:
             arrived = slot.drain(queue, slot.flat_gradients(pieces), wait)
             submitted.drains += arrived
 
+        # Rows come through one staging, and the other one may take the whole gradient: its last reader came before.
+        whole = self._whole.of(plan.rows, self.store, self._staging[1 - turn] if staging is not None else None)
+
         def arrive() -> None:
-            gradients: Sequence[torch.Tensor] = content.gradient_tensors
+            gradients = list(content.gradient_tensors)
             if device.info.unified:
                 gradients = [device.host_tensor(view) for view in views]
             elif staging is not None:
                 gradients = content.gradients_in(staging)
             gradients = [*gradients, *(self._sums[name] for name in plan.names[len(gradients) :])]
+            for index, rows in plan.rows.items():
+                gradients[index] = whole[index].fill(rows, gradients[index])
             self._take_in(plan, gradients, unscale, submitted.result)
             if not self.deferred:
                 factor = None if unscale == 1.0 else torch.tensor(unscale)
@@ -222,13 +235,20 @@ class ParameterServer:
         # Host tasks run in order, so sums that other segments started are there.
         label = f"{'arrival' if self.deferred else 'update'} of {plan.name}"
         late = [_size(self._sums[name]) for name in plan.names[len(plan.names) - plan.late :]]
-        work = self._work(plan, [*content.gradient_sizes, *late], True, not self.deferred)
+        filled = sum(3 * content.gradient_sizes[index] for index in whole)
+        sizes = [*content.gradient_sizes, *late]
+        for index, gradient in whole.items():
+            sizes[index] = _size(gradient.memory)
+            filled += gradient.cleared
+        work = HostWork(self._work(plan, sizes, True, not self.deferred).bytes + filled)
         done = self._host.run(arrive, [*arrived, verdict], label, work)
         submitted.arrivals.append(done)
         if self._device.info.unified:
             slot.hold_gradients([done])
         elif staging is not None:
             self._staging_free[turn] = [done]
+            if whole:
+                self._staging_free[1 - turn] = [done]
         if not self.deferred:
             self._note_update(plan, done, submitted)
 
@@ -259,7 +279,10 @@ class ParameterServer:
         submitted.decision = self._host.run(decide, list(submitted.arrivals), "decision on the step")
         if not self.deferred:
             return
-        for plan, tensors in zip(plans, gradients, strict=True):
+        for plan, arrived in zip(plans, gradients, strict=True):
+            tensors = list(arrived)
+            for index, gradient in self._whole.of(plan.rows, self.store, None).items():
+                tensors[index] = gradient.memory
             if plan.updates:
                 done = self._host.run(
                     functools.partial(self._update, plan, tensors, groups, None, result),
@@ -286,6 +309,7 @@ class ParameterServer:
         for total in self._sums.values():
             self._host.free(total.view(-1), TIED_SUMS)
         self._sums.clear()
+        self._whole.free()
 
     def settle(self) -> None:
         """Forget the events of the stagings. Everything submitted must have ended."""

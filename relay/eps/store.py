@@ -27,6 +27,7 @@ from hal.page_lock import give_back_free_memory
 from hal.slot import Field, SlotContent, lay_out
 from relay.eps.aliases import Alias, find_aliases
 from relay.eps.regions import GradientField, GradientMemory, Stored, as_they_lie
+from relay.eps.rows import ROWS, TableRows
 from relay.eps.split_weights import (
     REMAINDERS,
     SplitWeights,
@@ -66,6 +67,7 @@ class LayerStore:
         self._copies: dict[str, list[torch.Tensor]] = {}
         self._contents: dict[tuple[object, ...], SlotContent] = {}
         self._names_of: weakref.WeakKeyDictionary[SlotContent, tuple[str, ...]] = weakref.WeakKeyDictionary()
+        self._rows: dict[Wanted, Stored] = {}
         self.gradients = GradientMemory(host)
         self._seen: dict[str, tuple[torch.Tensor, int]] = {}
         self._regions: list[tuple[torch.Tensor, str]] = []
@@ -238,7 +240,17 @@ class LayerStore:
 
     def holds(self, wanted: Wanted) -> bool:
         """Whether a name is here in that dtype."""
-        return wanted in self._stored
+        return wanted in self._stored or wanted in self._rows
+
+    def add_rows(self, rows: TableRows) -> torch.Tensor:
+        """The memory from which rows of a table are sent, under a name of its own (`TableRows.key`)."""
+        wanted = (rows.key, rows.dtype)
+        if wanted not in self._rows:
+            shape = (rows.count, *self[rows.name].shape[1:])
+            fields, size = lay_out([(shape, rows.dtype)])
+            flat = self._host.alloc(size, torch.uint8, ROWS, crosses=True)
+            self._rows[wanted] = Stored(flat[: fields[0].size].view(rows.dtype).view(shape), flat, 0)
+        return self._rows[wanted].tensor
 
     def rounded(self, name: str) -> list[torch.Tensor]:
         """The copies of a master weight in other dtypes, to be written whenever it changes; see `round`."""
@@ -328,6 +340,7 @@ class LayerStore:
         self._contents.clear()
         self._names_of.clear()
         self.gradients.free()
+        self._free_rows()
         living = {stored.flat.data_ptr() for stored in self._stored.values()} | self.split.regions()
         for flat, state in self._regions:
             if flat.data_ptr() not in living:
@@ -344,6 +357,7 @@ class LayerStore:
         self._contents.clear()
         self._names_of.clear()
         self.gradients.free()
+        self._free_rows()
         homes = {name: self._stored.pop((name, dtype)) for name, dtype in self._master.items()}
         self._stored.clear()
         self._copies.clear()
@@ -371,6 +385,11 @@ class LayerStore:
         self._complete = False
         self._adopted.clear()
 
+    def _free_rows(self) -> None:
+        for rows in self._rows.values():
+            self._host.free(rows.flat, ROWS)
+        self._rows.clear()
+
     def content(
         self, name: str, tensors: Sequence[Wanted], gradients: Sequence[GradientField], keeps_gradients: bool
     ) -> SlotContent:
@@ -397,10 +416,10 @@ class LayerStore:
     def _lay_out_content(
         self, name: str, tensors: Sequence[Wanted], gradients: Sequence[GradientField], keeps_gradients: bool
     ) -> SlotContent:
-        stored = [self._stored[wanted] for wanted in tensors]
+        stored = [self._rows.get(wanted) or self._stored[wanted] for wanted in tensors]
         fields, size = lay_out([(tuple(one.tensor.shape), one.tensor.dtype) for one in stored])
-        gradient_fields, gradient_size = lay_out([(tuple(self[one.name].shape), one.dtype) for one in gradients])
-        homes = self.gradients.of(gradients, lambda one: self[one].shape) if keeps_gradients else []
+        gradient_fields, gradient_size = lay_out([(self._shape(one.name), one.dtype) for one in gradients])
+        homes = self.gradients.of(gradients, self._shape) if keeps_gradients else []
         return SlotContent(
             name,
             fields,
@@ -412,3 +431,8 @@ class LayerStore:
             as_they_lie(homes, gradient_fields if homes else ()),
             tuple(home.tensor for home in homes),
         )
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a parameter, or of the rows of one."""
+        rows = next((rows.tensor for (key, _), rows in self._rows.items() if key == name), None)
+        return tuple((self[name] if rows is None else rows).shape)

@@ -77,9 +77,11 @@ def train_step(
         return session.host.run(check, [read], "check of the loss")
 
     first: list[Event] = []
+    inputs = session.rows.choose(prepared.compiled, inputs)
     try:
         with session.guard.running(prepared, device, first) as submitted:
             first.append(scheduler.load_queue.write(scalars.seed_row, seeds_on_host))
+            first += session.rows.gather(prepared.compiled[0])
             _write_inputs(prepared, inputs)
             step = TrainingStep(prepared, seed, number, session.trace, first[0], submit_verdict, groups, 1.0 / scale)
             scheduler.train(step, submitted)
@@ -189,7 +191,10 @@ def forward(
     session.device.reset_peak()
     has_loss = compiled[0].partition.has_loss
     losses_on_host = torch.zeros(len(weights), dtype=compiled[0].loss_dtype)
-    with session.guard.running(prepared, session.device, []) as submitted:
+    inputs = session.rows.choose(compiled, inputs)
+    gathered: list[Event] = []
+    with session.guard.running(prepared, session.device, gathered) as submitted:
+        gathered += session.rows.gather(compiled[0])
         _write_inputs(prepared, inputs)
         scheduler.forward(ForwardPass(prepared, seed, number, session.trace), submitted)
         if has_loss:
@@ -266,7 +271,8 @@ def metrics_of(
 def _check_indices(prepared: PreparedStep, inputs: Sequence[Sequence[torch.Tensor]]) -> None:
     """Refuse indices in the batch that are outside of what they index."""
     for microbatch, (model, tensors) in enumerate(zip(prepared.rows, inputs, strict=True)):
-        orders = [model.partition.values[value].order for value in model.partition.inputs]
+        partition = (model.whole or model).partition
+        orders = [partition.values[value].order for value in partition.inputs]
         model.index_checks.check([stored(*pair) for pair in zip(tensors, orders, strict=True)], microbatch)
 
 

@@ -33,6 +33,7 @@ from relay.runtime.residency.choice import Residents, SlotBytes, candidates, cho
 from relay.runtime.residency.notice import note_residents
 from relay.runtime.residency.slots import Slots
 from relay.runtime.schedule import PreparedStep, Scalars, Scheduler
+from relay.runtime.sparse_rows.sparse_rows import SparseRows
 from relay.runtime.stages import CompiledModel, changing_buffers, gradient_fields, wanted_of
 from relay.runtime.stash import STASH_STATE, TIED_STATE, Stash, device_bytes, host_bytes
 from relay.runtime.step_guard import StepGuard
@@ -61,6 +62,7 @@ class Session:
         resident_layers: how many segments stay on the device between visits, or "auto".
         resident_limit: the device memory that "auto" fills, where no `capacity` is given.
         exact_ties: whether gradients of tied weights are added in PyTorch's order: True, False, or "auto".
+        sparse_rows: the trainer's option.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Session:
         resident_layers: int | str = 0,
         resident_limit: int | None = None,
         exact_ties: str | bool = "auto",
+        sparse_rows: bool | str = False,
     ) -> None:
         self.device = device
         self.host = host
@@ -89,6 +92,7 @@ class Session:
         self.trace: Trace | None = None
         self.capacity = capacity
         self.knows_every_layer = False
+        self.rows = SparseRows(device.info, host, store, sparse_rows)
         self._model = model
         self._slot_count = slot_count
         self._stash_location = stash_location
@@ -115,6 +119,7 @@ class Session:
         `compiled[j]` is the compiled model for micro-batch j. What is there already from earlier passes is used again.
         Raises OutOfMemory, with what would reduce the need, before any memory is taken.
         """
+        compiled = self._over_rows(compiled, training)
         contents = self.take_over(compiled, groups, training)
         ties = self._ties.decide(compiled) if training else Decision(list(compiled), frozenset())
         compiled = ties.compiled
@@ -193,12 +198,13 @@ class Session:
         Raises OutOfMemory, with the ledger and advice, where the host may not hold what the pass needs; nothing has
         moved then.
         """
-        self.store.find_aliases(self._model)
+        compiled = self._over_rows(compiled, training)
         compiled = self._checked_ties(compiled, groups) if training else compiled
         self._check_host(compiled, groups, training)
         wanted = wanted_of(compiled[0])
-        if not all(self.store.holds(tensor) for group in wanted for tensor in group):
-            self.store.take_over(self._model, wanted)
+        whole = _whole(compiled[0], wanted)
+        if not all(self.store.holds(tensor) for group in whole for tensor in group):
+            self.store.take_over(self._model, whole)
         for name in changing_buffers(compiled[0]) if training else ():
             if name in self.store.aliases or any(name == alias.owner for alias in self.store.aliases.values()):
                 raise PartitionError(
@@ -237,6 +243,7 @@ class Session:
         self.knows_every_layer = False
         self._free_device_memory()
         self.store.rename(names)
+        self.rows.clear()
         self.store.adopt(model)
         for saved in self._saved_buffers.values():
             self.host.free(saved.view(-1), SAVED_BUFFERS)
@@ -247,6 +254,11 @@ class Session:
         self._free_device_memory()
         self.host.close()
         self.device.close()
+
+    def _over_rows(self, compiled: Sequence[CompiledModel], training: bool) -> list[CompiledModel]:
+        """The compiled models, over rows of the tables for which that pays."""
+        self.store.find_aliases(self._model)
+        return self.rows.over_rows(compiled, training)
 
     def _checked_ties(
         self, compiled: Sequence[CompiledModel], groups: Sequence[Mapping[str, Any]]
@@ -276,7 +288,8 @@ class Session:
         def lay_out(store: LayerStore) -> list[SlotContent]:
             return self._lay_out(store, first, wanted)
 
-        store = rehearse(self._model, self.store, counting, self._build, wanted, lay_out, plans, groups)
+        rehearsed = _whole(first, wanted)
+        store = rehearse(self._model, self.store, counting, self._build, rehearsed, lay_out, plans, groups)
         beyond = self.store.gradients.beyond(store.gradients)
         if beyond:
             counting.ledger.add(GRADIENTS, torch.uint8, beyond)
@@ -294,11 +307,18 @@ class Session:
 
     def _gradient_plans(self, compiled: CompiledModel) -> list[GradientPlan]:
         """What is done with each segment's gradients."""
-        segments = [(stage.segment.name, stage.gradients) for stage in compiled.stages]
+        tables = {table.key: table for table in compiled.tables}
+        segments = [
+            (stage.segment.name, [tables[name].name if name in tables else name for name in stage.gradients])
+            for stage in compiled.stages
+        ]
         # Deferred updates run when no backward does.
         plans = plan_gradients(segments, [] if self.server.deferred else self._read_in_backward(compiled))
         for stage in compiled.stages:
             plans[stage.segment.name].presence = stage.gradient_presence
+            plans[stage.segment.name].rows = {
+                index: self.rows.rows_of(tables[name]) for index, name in enumerate(stage.gradients) if name in tables
+            }
         return [plans[name] for name, _ in segments]
 
     def _read_in_backward(self, compiled: CompiledModel) -> list[set[str]]:
@@ -315,6 +335,8 @@ class Session:
         self, store: LayerStore, compiled: CompiledModel, wanted: Sequence[Sequence[Wanted]]
     ) -> list[SlotContent]:
         fields = gradient_fields(compiled)
+        for table in compiled.tables:
+            store.add_rows(self.rows.rows_of(table))
         return [
             store.content(stage.segment.name, group, gradients, self.server.deferred)
             for stage, group, gradients in zip(compiled.stages, wanted, fields, strict=True)
@@ -373,6 +395,12 @@ class Session:
         if self._scalars is not None:
             self._scalars.memory.free()
             self._scalars = None
+
+
+def _whole(compiled: CompiledModel, wanted: Sequence[Sequence[Wanted]]) -> list[list[Wanted]]:
+    """What the segments need of the model's own tensors; tables of which rows are sent lie by themselves."""
+    rows = {table.key for table in compiled.tables}
+    return [[tensor for tensor in group if tensor[0] not in rows] for group in wanted]
 
 
 def _scalars(memory: Buffer, compiled: CompiledModel, count: int) -> Scalars:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from relay.partition.segments import Partition, PositionChunks, Segment, Value
 from relay.runtime.gradient_layout import Orders, settle_gradients
 from relay.runtime.gradient_presence import Backward, DerivedGradientPresence, derive_presence
 from relay.runtime.head.chunk_examples import check_captured, chunk_of, row_orders
+from relay.runtime.sparse_rows.table import Table
 
 CPU = torch.device("cpu")
 
@@ -121,11 +122,17 @@ class CompiledModel:
 
     With a `head` the last stage runs once, over the whole batch: the models of all its micro-batches have one head,
     and each has in its last stage what the head takes of that micro-batch (`relay.runtime.head`).
+
+    `tables` are the parameters of which it takes some rows (`relay.runtime.sparse_rows`), and `whole` is the model that
+    it was made of. `over_rows` are the models made of this one, by how many rows of which tables they take.
     """
 
     partition: Partition
     stages: list[Stage]
     head: CompiledModel | None = None
+    tables: tuple[Table, ...] = ()
+    whole: CompiledModel | None = None
+    over_rows: dict[tuple[tuple[str, int], ...], CompiledModel] = field(default_factory=dict)
 
     @property
     def loss(self) -> int | None:
@@ -140,6 +147,8 @@ class CompiledModel:
     @functools.cached_property
     def index_checks(self) -> IndexChecks:
         """The checks of the indices in a micro-batch."""
+        if self.whole is not None:
+            return self.whole.index_checks
         visits = []
         for stage in self.stages if self.head is None else self.stages[:-1]:  # the head's are checked once, by its own
             chosen = stage.forward or stage.backward

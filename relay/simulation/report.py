@@ -27,7 +27,7 @@ _FEWER_LAUNCHES = (
 _TRACKS = {"down": "link down", "up": "link up", "compute": "compute", "host": "host optimizer"}
 _RUN = (
     "seq", "batch", "microbatches", "precision", "state_dtype", "stash", "slots", "layers_per_slot", "resident_layers",
-    "recompute", "head_chunk_tokens", "loss_scale", "clip_grad_norm", "master_weights", "exact_ties",
+    "recompute", "head_chunk_tokens", "sparse_rows", "loss_scale", "clip_grad_norm", "master_weights", "exact_ties",
 )  # fmt: skip
 
 

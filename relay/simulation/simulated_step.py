@@ -34,6 +34,7 @@ from relay.runtime import run_step
 from relay.runtime.head.choose_chunks import HeadChunks, alike
 from relay.runtime.memory_plan import kernel_workspace
 from relay.runtime.session import Session
+from relay.runtime.sparse_rows.sparse_rows import row_counts
 from relay.runtime.stages import CompiledModel, recomputing
 from relay.runtime.stash import TIED_STATE, device_bytes, saved_bytes, tied_bytes
 from relay.runtime.ties.exact_ties import ExactTies
@@ -71,6 +72,7 @@ class RunShape:
     resident_layers: int | str = 0
     master_weights: str = "fp32"
     head_chunk_tokens: int | str | None = None
+    sparse_rows: bool | str = "auto"
     optimizer: Any = field(default_factory=AdamW)
 
     def __post_init__(self) -> None:
@@ -202,6 +204,7 @@ class SimulatedRun:
         self._session = Session(
             *parts, run.slots, run.stash, None, resident_layers=run.resident_layers, resident_limit=capacity,
             exact_ties=False,  # decided above
+            sparse_rows=run.sparse_rows,
         )  # fmt: skip
         self._session.guard.defer_updates = True
         self._prepared = self._session.prepare(self._compiled, state.groups, training=True)
@@ -216,7 +219,8 @@ class SimulatedRun:
         decides = (
             shape, run.seq, run.state_dtype, run.master_weights, run.clip_grad_norm, scaled, device.info.unified
         )  # fmt: skip
-        key = (*decides, self._host_cache.layout(self._compiled[0]))
+        rows = tuple(sorted(row_counts(self._compiled, device.info, run.sparse_rows).items()))
+        key = (*decides, self._host_cache.layout(self._compiled[0]), rows)
         state = self._host_cache.take(key, run.optimizer)
         if state is not None:
             state.follow(device)

@@ -63,7 +63,7 @@ def candidates(
     """The segments that may be resident, the best first. `held` are the identities of those that are resident now."""
     stages = compiled.stages
     trained = {name for stage in stages for name in stage.gradients} if training else set()
-    changing = trained.union(changing_buffers(compiled) if training else ())
+    changing = trained.union(changing_buffers(compiled) if training else (), (table.key for table in compiled.tables))
     found: dict[tuple[object, ...], Candidate] = {}
     for stage, content in zip(stages, contents, strict=True):
         if not content.size:
