@@ -58,6 +58,7 @@ SWEPT = (
 @training_option("recompute")
 @training_option("head_chunk_tokens")
 @training_option("sparse_rows")
+@training_option("loss_over")
 @training_option("loss_scale")
 @training_option("exact_ties")
 @machine_options
@@ -148,8 +149,9 @@ def _simulation(options: dict[str, Any], **more: Any) -> Simulation:
         **{name: options[name] for name in ("config", "layers", "hidden", "heads", "ffn", "vocabulary", "tied")},
         **{name: options[name] for name in ("device", "link", "host", "software", "host_memory", "capacity")},
         **{name: options[name] for name in ("batch", "state_dtype", "stash", "slots", "precision", "loss_scale")},
-        **{name: options[name] for name in ("layers_per_slot", "recompute", "clip_grad_norm", "master_weights")},
-        **{name: options[name] for name in ("exact_ties", "head_chunk_tokens", "sparse_rows")},
+        **{name: options[name] for name in ("layers_per_slot", "resident_layers", "recompute", "clip_grad_norm")},
+        **{name: options[name] for name in ("master_weights", "exact_ties", "head_chunk_tokens", "sparse_rows")},
+        loss_over=options["loss_over"],
         seq=options["seq"],
         microbatches=options["microbatches"] or options["batch"],
         **more,

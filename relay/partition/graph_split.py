@@ -21,7 +21,7 @@ from relay.capture.fake_tensors import is_fake
 from relay.capture.guards.mutated_arguments import call_observed
 from relay.capture.memory_order import order_of
 from relay.errors import PartitionError
-from relay.graph.mutations import bind_writes
+from relay.graph.mutations import bind_writes, written_by
 from relay.graph.pytree import TensorTree, tensor_leaves
 from relay.partition.segments import Partition, Segment, Value
 
@@ -153,6 +153,7 @@ class GraphCut:
                 self.item[node] = (source, node.args[1])
                 continue
             self.stage[node] = max((self._stage_of_input(other) for other in node.all_input_nodes), default=0)
+        self._count_where_it_runs()
         self._keep_alias_groups()
         bound = {node: group for group in self.alias_groups for node in group}
         for node in reversed(self.traced.graph.nodes):
@@ -165,6 +166,19 @@ class GraphCut:
                 and all(self.stage.get(member) == 0 for member in together)
             ):
                 self.stage.update(dict.fromkeys(together, self.last_stage))
+
+    def _count_where_it_runs(self) -> None:
+        """Put writes to a buffer that depend on nothing else, such as a BatchNorm's count, where they run."""
+        done = 0
+        alone: dict[fx.Node, int] = {}
+        for node in self.traced.graph.nodes:
+            done += node.target is BLOCK
+            if written_by(node) in self.state_nodes and len(node.all_input_nodes) == 1 and not node.users:
+                alone[node] = done
+        for group in self.alias_groups:
+            members = [node for node in group if node in self.stage]
+            if all(node in alone for node in members):
+                self.stage.update((node, alone[node]) for node in members)
 
     def _keep_alias_groups(self) -> None:
         """Move nodes that share memory which is written to into the latest of their stages."""

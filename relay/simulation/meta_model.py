@@ -14,13 +14,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from relay.capture import Lowering
 from relay.capture.fake_tensors import copy_with_fakes, fake_mode, fake_on_cpu
+from relay.data.microbatches import Piece
 from relay.graph.pytree import tensor_leaves
 from relay.partition import partition_model
+from relay.partition.capture_cache import Captures
 from relay.partition.find_blocks import find_blocks
 from relay.partition.merge_layers import merge_layers
+from relay.partition.segments import Partition
+from relay.partition.whole_head import WantedOutputs
+from relay.runtime.head.checks import check_loss
 from relay.runtime.head.choose_chunks import HeadChunks
-from relay.runtime.stages import CompiledModel, build_compiled_model
+from relay.runtime.head.whole_batch import build_over_batch
+from relay.runtime.stages import CPU, Capturing, CompiledModel, build_compiled_model
 from relay.simulation.transformer_shape import WHOLE, ShapeError
 
 
@@ -40,7 +47,7 @@ class MetaModel:
         self.sequences, self.sequence = tensors[0].shape[:2]
         self.layers = len(find_blocks(module))
         self.title = f"{type(module).__name__}, {self.layers} repeated layers"
-        self._compiled: dict[tuple[Any, ...], CompiledModel] = {}
+        self._compiled: dict[tuple[Any, ...], list[CompiledModel]] = {}
 
     def described(self) -> dict[str, Any]:
         """The model as `--json` prints it."""
@@ -56,23 +63,74 @@ class MetaModel:
         head: HeadChunks = WHOLE,
     ) -> CompiledModel:
         """The compiled model for training on that many sequences of the example."""
-        key = sequences, compute, layers_per_slot, str(recompute), head  # 1 and True are the same key
+        return self.models((sequences,), sequence, compute, layers_per_slot, recompute, head=head)[0]
+
+    def models(
+        self,
+        sizes: tuple[int, ...],
+        sequence: int,
+        compute: torch.dtype,
+        layers_per_slot: int = 1,
+        recompute: bool | int = True,
+        loss_over: str = "auto",
+        head: HeadChunks = WHOLE,
+    ) -> list[CompiledModel]:
+        """The compiled models for training on a batch of the example in micro-batches of these sizes."""
+        key = sizes, compute, layers_per_slot, str(recompute), loss_over, head  # 1 and True are the same key
         if key not in self._compiled:
             mode = fake_mode(allow_real_inputs=True)
             module = copy_with_fakes(self.module, mode)
-            batch = {
-                name: torch.empty((sequences, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
-                for name, tensor in self.example.items()
-            }
-            leaves, tree = tensor_leaves({name: fake_on_cpu(tensor, mode) for name, tensor in batch.items()})
+            whole = self._piece(sum(sizes), mode) if len(sizes) > 1 else None
+            capturing = Capturing(True, compute, None, Lowering.NATIVE, Captures(), recompute, CPU)
             with mode:
-                partition = partition_model(module, leaves, tree, compute)
-                if not partition.has_loss:
-                    name = type(self.module).__name__
-                    raise ShapeError(f"{name} returns no .loss for this example. Does the example hold labels?")
-                partition = head.split(merge_layers(partition, layers_per_slot), compute)
-                self._compiled[key] = build_compiled_model(partition, True, False, compute, recompute=recompute)
+                over_batch = WantedOutputs() if whole is not None and loss_over == "batch" else None
+                made = self._partitions(module, mode, sizes, compute, layers_per_slot, whole, over_batch)
+                plan = made[0].loss_plan
+                if plan.problem is not None and loss_over == "auto":
+                    made = self._partitions(module, mode, sizes, compute, layers_per_slot, whole, WantedOutputs())
+                check_loss(type(self.module).__name__, [one.loss_plan for one in made], len(sizes), True)
+                if made[0].head is not None:
+                    self._compiled[key] = build_over_batch(made, sizes, capturing, False)
+                else:
+                    built = {
+                        one: build_compiled_model(
+                            head.split(one, compute), True, False, compute, captures=capturing.captures,
+                            recompute=recompute,
+                        )
+                        for one in dict.fromkeys(made)
+                    }  # fmt: skip
+                    self._compiled[key] = [built[one] for one in made]
         return self._compiled[key]
+
+    def _piece(self, sequences: int, mode: Any) -> Piece:
+        """That many sequences of the example, as fake tensors."""
+        batch = {
+            name: torch.empty((sequences, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+            for name, tensor in self.example.items()
+        }
+        leaves, tree = tensor_leaves({name: fake_on_cpu(tensor, mode) for name, tensor in batch.items()})
+        return Piece(leaves, sequences, len(leaves), tree, None)
+
+    def _partitions(
+        self,
+        module: nn.Module,
+        mode: Any,
+        sizes: tuple[int, ...],
+        compute: torch.dtype,
+        layers_per_slot: int,
+        whole: Piece | None,
+        over_batch: WantedOutputs | None,
+    ) -> list[Partition]:
+        """The partition of each micro-batch; those of one size are one object."""
+        made: dict[int, Partition] = {}
+        for size in dict.fromkeys(sizes):
+            piece = self._piece(size, mode)
+            partition = partition_model(module, piece.tensors, piece.tree, compute, None, whole, size, over_batch)
+            if not partition.has_loss:
+                name = type(self.module).__name__
+                raise ShapeError(f"{name} returns no .loss for this example. Does the example hold labels?")
+            made[size] = merge_layers(partition, layers_per_slot)
+        return [made[size] for size in sizes]
 
     def model(self, sequence: int) -> nn.Module:
         """A copy on the meta device, which the layer store takes over."""

@@ -41,6 +41,7 @@ from relay.runtime.ties.exact_ties import ExactTies
 from relay.simulation.host_cache import HostCache, HostState
 from relay.simulation.meta_model import MetaModel
 from relay.simulation.transformer_shape import ModelShape, ShapeError
+from relay.simulation.whole_batch import compiled_models
 
 UNLIMITED = 10**18
 
@@ -73,6 +74,7 @@ class RunShape:
     master_weights: str = "fp32"
     head_chunk_tokens: int | str | None = None
     sparse_rows: bool | str = "auto"
+    loss_over: str = "auto"
     optimizer: Any = field(default_factory=AdamW)
 
     def __post_init__(self) -> None:
@@ -169,7 +171,8 @@ class SimulatedRun:
         `head_chunk_tokens="auto"` decide; that of the machine if not given. The attribute `notes` has the message of
         `exact_ties`, and `run` the options as they take effect: as many micro-batches as the batch is cut into, no more
         layers a slot than the model has, True for `recompute` where the number covers all segments (the last segment,
-        the head, never repeats its forward), and the positions of a chunk of the head, or None where it is whole.
+        the head, never repeats its forward), the positions of a chunk of the head, or None where it is whole, and for
+        `loss_over` "batch" where the head runs over the whole batch.
         """
         compute = COMPUTE[run.precision]
         sizes = run.pieces()
@@ -180,10 +183,10 @@ class SimulatedRun:
         head = HeadChunks(run.head_chunk_tokens)
         if run.head_chunk_tokens == "auto":
             head = HeadChunks("auto", capacity, run.slots, run.stash, len(sizes))
-        options = run.seq, compute, run.layers_per_slot, run.recompute
+        options = run.seq, compute, run.layers_per_slot, run.recompute, run.loss_over
 
         def compiled(head: HeadChunks) -> list[CompiledModel]:
-            return [shape.compiled(size, *options, head) for size in sizes]
+            return compiled_models(shape, sizes, *options, head)
 
         ties = ExactTies(run.exact_ties, run.slots, run.stash, capacity, self.notes.append)
         self._compiled = ties.decide(alike(compiled(head), lambda size: compiled(HeadChunks(size)))).compiled
@@ -194,7 +197,11 @@ class SimulatedRun:
         count = recomputing(run.recompute, most)
         repeats = True if count >= most else count or False
         layers = min(run.layers_per_slot, max(1, shape.layers))
-        run = self.run = replace(run, microbatches=len(sizes), layers_per_slot=layers, recompute=repeats)
+        whole = self._compiled[0].head is not None
+        over = "batch" if whole else run.loss_over
+        run = self.run = replace(
+            run, microbatches=len(sizes), layers_per_slot=layers, recompute=repeats, loss_over=over
+        )
         run = self.run = replace(run, head_chunk_tokens=None if chunks is None else chunks.size)
         self._device = _open(replace(machine, device=machine.device.with_values(memory=float(UNLIMITED))))
         self._host_cache = HostCache() if host_cache is None else host_cache
@@ -208,8 +215,8 @@ class SimulatedRun:
         )  # fmt: skip
         self._session.guard.defer_updates = True
         self._prepared = self._session.prepare(self._compiled, state.groups, training=True)
-        self._inputs = [_inputs(compiled) for compiled in self._compiled]
-        self._weights = [size / sum(sizes) for size in sizes]
+        self._inputs = [_inputs(row) for row in self._prepared.rows]
+        self._weights = [1.0] if whole else [size / sum(sizes) for size in sizes]
         self._number = 0
 
     def _host_state(self, shape: ModelShape | MetaModel) -> tuple[Hashable, HostState]:

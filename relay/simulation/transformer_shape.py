@@ -265,7 +265,7 @@ class _End(nn.Module):
 def model_of(shape: ModelShape, sequence: int) -> nn.Module:
     """A module that holds the parameters of the whole model by name, on the meta device. It cannot be called."""
     model = nn.Module()
-    start, (layer,), end = _templates(shape, sequence)
+    start, (layer,), end = templates_of(shape, sequence)
     parts = [("embedding", start), *((f"layer_{n}", layer) for n in range(shape.layers)), ("head", end)]
     for name, template in parts:
         part = nn.Module()
@@ -296,10 +296,10 @@ def compiled_model_of(
     """
     mode = fake_mode()
     with mode:
-        templates = _templates(shape, sequence, mode, layers_per_slot)
-        partition = merge_layers(_partition(shape, sequences, sequence, templates), layers_per_slot)
+        templates = templates_of(shape, sequence, mode, layers_per_slot)
+        partition = merge_layers(partition_of(shape, sequences, sequence, templates), layers_per_slot)
         partition = head.split(partition, compute)
-        known = _captures(shape, compute, lowering, traced_for)
+        known = captures_of(shape, compute, lowering, traced_for)
         first = True if recompute is None else recompute
         return build_compiled_model(
             partition, True, False, compute, lowering=lowering, captures=known, recompute=first, traced_for=traced_for
@@ -307,12 +307,12 @@ def compiled_model_of(
 
 
 @functools.lru_cache(maxsize=4)
-def _captures(shape: ModelShape, compute: torch.dtype, lowering: Lowering, traced_for: torch.device) -> Captures:
+def captures_of(shape: ModelShape, compute: torch.dtype, lowering: Lowering, traced_for: torch.device) -> Captures:
     """The captured layers of a shape in that dtype and for that device, shared by all sizes of batches."""
     return Captures(keeps_traces=True)
 
 
-def _templates(
+def templates_of(
     shape: ModelShape, sequence: int, mode: FakeMode | None = None, layers: int = 1
 ) -> tuple[_Start, list[_Layer], _End]:
     """Modules for the start, the layers of one segment, and the end."""
@@ -325,9 +325,10 @@ def _templates(
     return start, repeated, end
 
 
-def _partition(
+def partition_of(
     shape: ModelShape, sequences: int, sequence: int, templates: tuple[nn.Module, Sequence[nn.Module], nn.Module]
 ) -> Partition:
+    """The partition for a micro-batch of that many sequences."""
     start, layers, end = templates
     tokens, stream = (sequences, sequence), (sequences, sequence, shape.hidden)
     last = shape.layers + 1

@@ -105,10 +105,11 @@ class SparseRows:
         """
         if not compiled[0].tables:
             return inputs
-        extended, used = rows_of_pass(compiled, inputs)
+        # After the micro-batches may stand the whole batch, for a head that runs over it and has no such tables.
+        extended, used = rows_of_pass(compiled, inputs[: len(compiled)])
         for table, rows in zip(compiled[0].tables, used, strict=True):
             self.rows_of(table).used = rows
-        return extended
+        return [*extended, *inputs[len(compiled) :]]
 
     def gather(self, compiled: CompiledModel) -> list[Event]:
         """Submit the tasks that copy the chosen rows to where they are sent from. Loads wait for them."""

@@ -96,6 +96,10 @@ class ExactTies:
         ties = _of_concern(compiled)
         if not ties or self._mode is False:
             return Decision(compiled, _names(ties))
+        if compiled[0].head is not None:
+            once = "the head runs once, over the whole batch, and the layers for each micro-batch"
+            self._refuse_or_tell(tuple(name for tie in ties for name in tie.names), once)
+            return Decision(compiled, _names(ties))
         broken = [tie for tie in ties if tie.problem]
         for tie in broken:
             self._refuse_or_tell(tie.names, tie.problem)
