@@ -222,8 +222,9 @@ def trace(
             # Without symbolic shapes an op whose shape depends on data raises at once. Fake arguments keep their mode.
             mode = detect_fake_mode(arguments) or kernel_strides_mode(allow_non_fake_inputs=True)
             fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, tuple(arguments))
-            with refusing() as unseen, inference_as_no_grad():
-                traced = make_fx(guarded, tracing_mode="fake", pre_dispatch=True)(*fakes)
+            # "fake" would make fakes of the fakes, with each attribute that it reads passing through the modes.
+            with mode, refusing() as unseen, inference_as_no_grad():
+                traced = make_fx(guarded, tracing_mode="real", pre_dispatch=True)(*fakes)
             _refuse_wrapped(traced, name)
             traced.meta["unseen"] = unseen
             return traced
