@@ -19,7 +19,8 @@ from relay.graph.mutations import memory_roots, needed_by, written_by
 from relay.partition.batch_analysis import Followed, TracedModel
 from relay.partition.batch_flow.labels import Cause, Kind, Label
 from relay.partition.batch_flow.op_call import name_of
-from relay.partition.graph_split import GraphCut, GraphSegment
+from relay.partition.graph_segment import GraphSegment
+from relay.partition.graph_split import GraphCut
 from relay.partition.named_outputs import outputs_in
 from relay.partition.segments import Join, Partition, Segment, Value, WholeHead
 from relay.partition.whole_head import WantedOutputs, join_of

@@ -23,7 +23,7 @@ from relay.data.microbatches import Piece
 from relay.errors import PartitionError, RelayError
 from relay.graph.pytree import TensorTree, tensor_leaves
 from relay.partition.batch_analysis import TracedModel, plan_for
-from relay.partition.graph_split import GraphSegment, graph_of_loss
+from relay.partition.graph_segment import GraphSegment, graph_of_loss
 from relay.partition.segments import Partition, Segment, Value
 
 

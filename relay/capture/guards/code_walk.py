@@ -11,15 +11,13 @@ together at run time. The numbers of parameters and buffers do not count: they a
 
 from __future__ import annotations
 
-import enum
 import functools
 import inspect
 import logging
 import sys
 import types
-import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +27,15 @@ from torch.nn.modules import module as module_globals
 from relay.capture.guards.attribute_reads import Reads
 from relay.capture.guards.code_guards import CodeGuards
 from relay.capture.guards.executed_code import has_run
+from relay.capture.guards.followed_code import (
+    IMMUTABLE,
+    is_a_modules_code,
+    is_array,
+    is_data,
+    is_opaque,
+    is_slot,
+    mentioned_by,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -53,20 +60,6 @@ _ALWAYS = frozenset({"training", "forward"})
 _TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """What `nn.Module` itself keeps in an instance; hooks and tables are looked at on their own."""
-
-_OPAQUE = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "functorch", "torchgen"}
-"""Top-level packages whose code is not followed."""
-
-_OWN = ("relay.capture.", "relay.partition", "relay.runtime.")
-"""Where the modules that wrap a model's layers are defined."""
-
-_IMMUTABLE = (
-    bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), range, slice, enum.Enum,
-    torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, types.BuiltinFunctionType,
-    types.MethodWrapperType, types.WrapperDescriptorType, types.MethodDescriptorType, types.GetSetDescriptorType,
-    types.MemberDescriptorType, types.CodeType, types.GeneratorType, types.FrameType, weakref.ref, torch.Generator,
-    torch.nn.parameter.UninitializedTensorMixin,  # type: ignore[attr-defined]
-)  # fmt: skip
 
 
 def follow(
@@ -139,14 +132,14 @@ class _Walk:
                 followed[kind] = len(self._names)
                 path, named = self._of_objects[kind], self._names
                 if issubclass(kind, nn.Module):  # what else of it was read has been seen: only constants of the class
-                    named = {name for name in self._names if _is_data(inspect.getattr_static(kind, name, None))}
+                    named = {name for name in self._names if is_data(inspect.getattr_static(kind, name, None))}
                 self._class_names(kind, path, named | _SPECIAL)
         for name, parameter in self._tagged:
             self.guards.add_table(name, vars(parameter), parameter, self._names & vars(parameter).keys() or None)
 
     def value(self, value: Any, path: str) -> None:
         """Follow an object later, once."""
-        if not isinstance(value, _IMMUTABLE) and id(value) not in self._seen:
+        if not isinstance(value, IMMUTABLE) and id(value) not in self._seen:
             self._seen[id(value)] = value
             self._waiting.append((value, path, self._in_backward))
 
@@ -187,7 +180,7 @@ class _Walk:
         elif isinstance(value, (set, deque)):
             self.guards.add_parts(path, value, functools.partial(tuple, value))
             self._items(value, path)
-        elif _is_array(value):
+        elif is_array(value):
             self.guards.add_parts(path, value, lambda: (value.shape, str(value.dtype), value.tobytes()))
         else:
             wrapped = getattr(value, "__wrapped__", None)
@@ -240,7 +233,7 @@ class _Walk:
             except ValueError:
                 continue
             self._mentioned(content, f"a variable in the closure of {path}", mentioned_by(function.__code__))
-        if _is_opaque(function) and not _is_a_modules_code(function):
+        if is_opaque(function) and not is_a_modules_code(function):
             return
         self.guards.add_function(path, function)
         for default in function.__defaults__ or ():
@@ -250,7 +243,7 @@ class _Walk:
         if vars(function):
             self._table(path, vars(function))
         names = mentioned_by(function.__code__)
-        if not _is_opaque(function):
+        if not is_opaque(function):
             self._names |= names
         known = function.__globals__
         builtin = vars(types)  # a dict to take the type from
@@ -307,7 +300,7 @@ class _Walk:
 
     def _class_names(self, kind: type, path: str, names: Collection[str]) -> None:
         of_module = issubclass(kind, nn.Module)
-        if _is_opaque(kind) and not of_module:
+        if is_opaque(kind) and not of_module:
             return
         for name in names:
             defining = [one for one in kind.__mro__ if name in vars(one)]
@@ -320,25 +313,25 @@ class _Walk:
                 if (id(one), name) in self._looked_up:
                     continue
                 self._looked_up.add((id(one), name))
-                if not _is_opaque(one) or issubclass(one, nn.Module):
+                if not is_opaque(one) or issubclass(one, nn.Module):
                     self._name(vars(one), name, f"{one.__qualname__}.{name}", ())
 
     def _object(self, value: Any, path: str) -> None:
         """What an object of a class that is nobody's library holds in its attributes and slots."""
         kind = type(value)
-        if _is_opaque(kind) and not isinstance(value, (types.SimpleNamespace, dict, list)):
+        if is_opaque(kind) and not isinstance(value, (types.SimpleNamespace, dict, list)):
             attributes = getattr(value, "__dict__", None)
             if kind.__module__.split(".")[0] != "torch" or not isinstance(attributes, dict):
                 return
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
             self._table(path, attributes, value)
-        slots = [name for one in kind.__mro__ for name, held in vars(one).items() if _is_slot(held)]
-        if slots and not _is_opaque(kind):
+        slots = [name for one in kind.__mro__ for name, held in vars(one).items() if is_slot(held)]
+        if slots and not is_opaque(kind):
             self.guards.add_parts(path, value, lambda: [getattr(value, name, None) for name in slots])
             for name in slots:
                 self.value(getattr(value, name, None), f"{path}.{name}")
-        if not _is_opaque(kind):
+        if not is_opaque(kind):
             self.guards.add_type(path, value)
             self._of_objects[kind] = path
 
@@ -351,46 +344,6 @@ class _Walk:
     def _items(self, values: Iterable[Any], path: str) -> None:
         for place, value in enumerate(values):
             self.value(value, f"{path}[{place}]")
-
-
-@functools.lru_cache(maxsize=10_000)
-def mentioned_by(code: types.CodeType) -> frozenset[str]:
-    """The names that code and the functions within it mention, short texts included: `getattr` takes those."""
-    return frozenset(_mentions(code))
-
-
-def _mentions(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _mentions(constant)
-        elif isinstance(constant, str) and len(constant) < 64 and constant.isidentifier():
-            yield constant
-
-
-def _is_opaque(value: Any) -> bool:
-    """Whether a class or function is of a library whose code is not followed."""
-    name = getattr(value, "__module__", None)
-    return not isinstance(name, str) or name.split(".")[0] in _OPAQUE or name.startswith(_OWN)
-
-
-def _is_a_modules_code(function: types.FunctionType) -> bool:
-    """Whether it is a method of one of PyTorch's own layers: the functions that those call may be replaced."""
-    return str(function.__module__).startswith("torch.nn.modules.")
-
-
-def _is_data(held: Any) -> bool:
-    """Whether what a class holds is a constant, and no code."""
-    return held is not None and not callable(held) and not hasattr(type(held), "__get__")
-
-
-def _is_slot(held: Any) -> bool:
-    return isinstance(held, types.MemberDescriptorType)
-
-
-def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
 
 
 def _settings() -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from torch import fx
 
 from relay.capture import autocast, call_with, fingerprint, trace
 from relay.graph.mutations import bind_writes
-from relay.partition.graph_split import GraphSegment
+from relay.partition.graph_segment import GraphSegment
 from relay.partition.positions.flow import IDENTITIES, RESHAPES, PositionFlow, name_of, shape_of
 from relay.partition.positions.labels import Count, Kind, Label, NotByPosition, OfBatch, OfState
 from relay.partition.segments import Partition, PositionChunks, Segment, Value
