@@ -6,13 +6,8 @@ plain one with the same weights; `REFUSED` names those that Relay does not train
 
 from __future__ import annotations
 
-import collections
 import copy
-import dataclasses
-import enum
 import functools
-import os
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -22,204 +17,25 @@ import torch
 from torch import Tensor, nn
 
 import relay
+from tests.support.zoo import code_readers
+from tests.support.zoo.code_readers import (
+    GLOBAL_DICT,
+    LIBRARY,
+    WIDTH,
+    Base,
+    Configuration,
+    Mode,
+    Out,
+    Rich,
+    Scaling,
+    Whole,
+    a_batch,
+    a_pair,
+    called_by_the_global_function,
+    doubled_output,
+    multiplied,
+)
 from tests.support.zoo.plain_models import Build
-
-WIDTH = 8
-GLOBAL_SCALE = 1.0
-GLOBAL_DICT = {"scale": 1.0}
-LIBRARY = types.ModuleType("library")
-LIBRARY.scale = 1.0  # type: ignore[attr-defined]
-LIBRARY.inner = types.ModuleType("inner")  # type: ignore[attr-defined]
-LIBRARY.inner.scale = lambda value: value * 1.0  # type: ignore[attr-defined]
-
-
-def global_function(value: Tensor) -> Tensor:
-    return value * called_by_the_global_function(value)
-
-
-def called_by_the_global_function(value: Tensor) -> float:
-    return 1.0
-
-
-def multiplied(value: Tensor, by: float = 1.0, *, again: float = 1.0) -> Tensor:
-    return value * by * again
-
-
-def closure_over(factor: Any) -> Callable[[Tensor], Tensor]:
-    def scaled(value: Tensor) -> Tensor:
-        return value * (factor["by"] if isinstance(factor, dict) else factor)
-
-    def change(new: float) -> None:
-        nonlocal factor
-        factor = new
-
-    scaled.change = change  # type: ignore[attr-defined]
-    return scaled
-
-
-def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def wrapper(*args: Any) -> Any:
-        return function(*args)
-
-    return wrapper
-
-
-@dataclasses.dataclass
-class Settings:
-    gain: float = 1.0
-    names: list[str] = dataclasses.field(default_factory=lambda: ["one"])
-
-
-class Slotted:
-    __slots__ = ("gain",)
-
-    def __init__(self) -> None:
-        self.gain = 1.0
-
-
-class Configuration:
-    """An object as libraries have them: attributes, a property, and objects within."""
-
-    shared = 1.0
-
-    def __init__(self) -> None:
-        self.gain = 1.0
-        self.inner = types.SimpleNamespace(gain=1.0, table=[1.0, 2.0])
-
-    @property
-    def doubled(self) -> float:
-        return self.gain * 2
-
-    def scale(self, value: Tensor) -> Tensor:
-        return value * self.shared
-
-
-class Scaling:
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-
-    def __call__(self, value: Tensor) -> Tensor:
-        return value * self.factor
-
-
-class Mode(enum.Enum):
-    PLAIN = 1
-    DOUBLE = 2
-
-
-class Base(nn.Module):
-    inherited = 1.0
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value * 1.0
-
-
-class Rich(Base):
-    """Reads all that a layer can read."""
-
-    class_scale = 1.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.activation = nn.Tanh()
-        self.act = torch.tanh
-        self.number = 1.0
-        self.flag = False
-        self.text = "plain"
-        self.mode = Mode.PLAIN
-        self.optional: Any = None
-        self.sizes = (1.0, 2.0)
-        self.factors = [1.0, [1.0]]
-        self.cfg = {"scale": 1.0, "deep": {"scale": 1.0}}
-        self.ordered = collections.OrderedDict(one=1.0, two=2.0)
-        self.queue = collections.deque([1.0])
-        self.members = {"one"}
-        self.settings = Settings()
-        self.slotted = Slotted()
-        self.configuration = Configuration()
-        self.array = np.ones(WIDTH, dtype=np.float32)
-        self.plain_tensor = torch.ones(WIDTH)
-        self.tensors = [torch.ones(WIDTH)]
-        self.scaling = Scaling(1.0)
-        self.function = closure_over(1.0)
-        self.over_dict = closure_over({"by": 1.0})
-        self.partial = functools.partial(multiplied, by=1.0)
-        self.method_of_object = self.configuration.scale
-        self.wrapped = decorated(Scaling(1.0))
-        self.hidden = [nn.Linear(WIDTH, WIDTH)]
-        self.register_buffer("offset", torch.zeros(WIDTH))
-
-    @property
-    def as_property(self) -> float:
-        return self.number
-
-    @staticmethod
-    def as_static(value: Tensor) -> Tensor:
-        return value * 1.0
-
-    def method(self, value: Tensor) -> Tensor:
-        return value * 1.0
-
-    def containers(self, value: Tensor) -> Tensor:
-        factor = self.sizes[0] * self.factors[0] * self.factors[1][0]  # type: ignore[index,operator]
-        factor *= self.cfg["scale"] * self.cfg["deep"]["scale"] * self.queue[0]  # type: ignore[index,operator]
-        factor *= (2.0 if next(iter(self.ordered)) == "two" else 1.0) * (2.0 if "two" in self.members else 1.0)
-        return value * (factor * self.settings.gain * len(self.settings.names) * self.slotted.gain)
-
-    def objects(self, value: Tensor) -> Tensor:
-        inner = self.configuration.inner
-        value = value * (self.configuration.doubled * inner.gain * inner.table[0])
-        value = self.configuration.scale(self.scaling(self.function(self.over_dict(self.partial(value)))))
-        return self.wrapped(self.method_of_object(value))  # type: ignore[no-any-return]
-
-    def tensors_of_all_kinds(self, value: Tensor) -> Tensor:
-        value = value * torch.from_numpy(self.array.copy()) * self.plain_tensor * self.tensors[0]
-        return value + self.hidden[0](value).detach() * 0.1 + self.offset
-
-    def elsewhere(self, value: Tensor) -> Tensor:
-        factor = GLOBAL_SCALE * GLOBAL_DICT["scale"] * LIBRARY.scale * self.class_scale * type(self).class_scale
-        value = LIBRARY.inner.scale(global_function(multiplied(value))) * (factor * Rich.inherited * self.as_property)
-        return self.as_static(self.method(value))
-
-    def forward(self, value: Tensor) -> Tensor:
-        new = super().forward(self.act(self.activation(self.inner(value))))
-        new = self.elsewhere(self.tensors_of_all_kinds(self.objects(self.containers(new))))
-        if self.flag or self.text == "double" or self.mode is Mode.DOUBLE or self.optional is not None:
-            new = new * 2
-        gain = getattr(self.inner.weight, "gain", 1.0)
-        return value + new * 0.5 * gain * (2.0 if not self.activation.training else 1.0)
-
-
-class Out:
-    def __init__(self, loss: Tensor, weight: float = 1.0) -> None:
-        self.loss = loss * weight
-
-
-class Whole(nn.Module):
-    weight = 1.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Rich() for _ in range(2))
-        self.last = nn.Linear(WIDTH, WIDTH)
-        self.between: list[Callable[[Tensor], Tensor]] = []
-        self.criterion: Callable[..., Tensor] = nn.functional.mse_loss
-        self.options = {"layers": 2, "weight": 1.0}
-
-    def head(self, value: Tensor) -> Tensor:
-        return self.last(value)  # type: ignore[no-any-return]
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> Out:
-        value = self.first(inputs)
-        for layer in list(self.layers)[: self.options["layers"]]:  # type: ignore[misc]
-            value = layer(value)
-            for function in self.between:
-                value = function(value)
-        return Out(self.criterion(self.head(value), targets) * self.options["weight"], self.weight * GLOBAL_SCALE)
-
 
 Change = Callable[[Any, pytest.MonkeyPatch], Any]
 
@@ -263,10 +79,6 @@ def in_place(tensor: Tensor) -> None:
 
 def through_data(tensor: Tensor) -> None:
     tensor.data.mul_(3.0)
-
-
-def doubled_output(module: nn.Module, given: Any, output: Any) -> Any:
-    return Out(output.loss * 2) if isinstance(output, Out) else output * 2
 
 
 def doubled_input(module: nn.Module, given: Any) -> Any:
@@ -368,11 +180,11 @@ CHANGES: dict[str, Change] = {
     "the code of a function": patching(called_by_the_global_function, "__code__", (lambda value: 3.0).__code__),
     "the object of a bound method": doing(lambda layer: setattr(layer.method_of_object.__self__, "shared", 3.0)),
     # Globals and classes.
-    "a global": patching(__import__(__name__, fromlist=["x"]), "GLOBAL_SCALE", 3.0),
+    "a global": patching(code_readers, "GLOBAL_SCALE", 3.0),
     "an item of a global dict": patching(GLOBAL_DICT, "scale", 3.0),
-    "a global function": patching(__import__(__name__, fromlist=["x"]), "global_function", lambda value: value * 3.0),
+    "a global function": patching(code_readers, "global_function", lambda value: value * 3.0),
     "a function that a global function calls": patching(
-        __import__(__name__, fromlist=["x"]), "called_by_the_global_function", lambda value: 3.0
+        code_readers, "called_by_the_global_function", lambda value: 3.0
     ),
     "a name of a module": patching(LIBRARY, "scale", 3.0),
     "a function of a module in a module": patching(LIBRARY.inner, "scale", lambda value: value * 3.0),
@@ -459,19 +271,6 @@ REFUSED: dict[str, tuple[Change, str]] = {
 }
 
 
-def a_batch() -> dict[str, Tensor]:
-    torch.manual_seed(1)
-    return {"inputs": torch.randn(4, WIDTH), "targets": torch.randn(4, WIDTH)}
-
-
-def a_pair() -> tuple[Whole, Whole]:
-    torch.manual_seed(0)
-    model, plain = Whole(), Whole()
-    for layer, other in zip(model.layers, plain.layers, strict=True):
-        other.hidden[0].load_state_dict(layer.hidden[0].state_dict())
-    return model, plain
-
-
 def a_plain_step(model: nn.Module, batch: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> float:
     optimizer.zero_grad()
     loss = model(**batch).loss
@@ -510,120 +309,3 @@ def test_a_change_that_cannot_be_trained_is_refused_by_name(
     change(model, monkeypatch)
     with pytest.raises(relay.RelayError, match=what):
         trainer.step(batch)
-
-
-class LossObject:
-    def __init__(self) -> None:
-        self.weight = 1.0
-
-    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        return nn.functional.mse_loss(output, target) * self.weight
-
-
-def loss_over(options: dict[str, float]) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda output, target: nn.functional.mse_loss(output, target) * options["weight"]
-
-
-def weighted_loss(output: Tensor, target: Tensor, weight: float = 1.0) -> Tensor:
-    return nn.functional.mse_loss(output, target) * weight * GLOBAL_SCALE
-
-
-OPTIONS = {"weight": 1.0}
-LOSSES: dict[str, tuple[Callable[[], Any], Callable[[Any, pytest.MonkeyPatch], None]]] = {
-    "an attribute of an object": (LossObject, lambda loss, patch: setattr(loss, "weight", 3.0)),
-    "a dict in a closure": (lambda: loss_over(OPTIONS), lambda loss, patch: patch.setitem(OPTIONS, "weight", 3.0)),
-    "a keyword of a partial": (
-        lambda: functools.partial(weighted_loss, weight=1.0),
-        lambda loss, patch: loss.keywords.update(weight=3.0),
-    ),
-    "a default": (
-        lambda: weighted_loss,
-        lambda loss, patch: patch.setattr(weighted_loss, "__defaults__", (3.0,)),
-    ),
-    "a number of a module": (lambda: nn.HuberLoss(delta=0.1), lambda loss, patch: setattr(loss, "delta", 1.0)),
-    "a bound method": (lambda: LossObject().__call__, lambda loss, patch: setattr(loss.__self__, "weight", 3.0)),
-    "a hook of a module": (nn.MSELoss, lambda loss, patch: loss.register_forward_hook(doubled_output)),
-}
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_that_changes_is_seen(name: str, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, change = LOSSES[name]
-    torch.manual_seed(0)
-    modules = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
-    loss, inputs, targets = make(), torch.randn(4, WIDTH), torch.randn(4, WIDTH)
-    trainer = build(modules, loss=loss, microbatches=1, optimizer=relay.SGD(lr=0.0))
-    assert trainer.step((inputs, targets)).loss == float(loss(nn.Sequential(*modules)(inputs), targets))
-    change(loss, monkeypatch)
-    expected = float(loss(nn.Sequential(*modules)(inputs), targets))
-    assert trainer.step((inputs, targets)).loss == expected
-
-
-class Counting(nn.Module):
-    """Counts and collects in every way that a forward can, and computes nothing from it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.calls = 0
-        self.seen: list[Any] = []
-        self.table: dict[str, Any] = {}
-        self.statistics = types.SimpleNamespace(calls=0, latest=None)
-
-    def forward(self, value: Tensor) -> Tensor:
-        self.calls += 1
-        self.seen.append(value.shape)
-        self.table[f"call {len(self.table)}"] = value
-        self.statistics.calls += 1
-        self.statistics.latest = value
-        if not hasattr(self, "first_shape"):
-            self.first_shape = str(value.shape)
-        return value + torch.tanh(self.inner(value))
-
-
-def test_a_model_that_counts_its_calls_is_compiled_once(build: Build, caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
-    modules = [Counting() for _ in range(3)]
-    trainer = build(modules, loss=nn.functional.mse_loss, microbatches=1)
-    batches = [(torch.randn(size, WIDTH), torch.randn(size, WIDTH)) for size in (4, 6)]
-    for batch in batches * 2:
-        trainer.step(batch)
-    with caplog.at_level("INFO", logger="relay"):
-        for batch in batches * 3:
-            trainer.step(batch)
-    assert not [record for record in caplog.records if "compiling" in record.message]
-
-
-def test_a_change_that_is_undone_finds_the_program_of_before(build: Build, caplog: pytest.LogCaptureFixture) -> None:
-    (model, _), batch = a_pair(), a_batch()
-    trainer = build(model, microbatches=1, optimizer=relay.SGD(lr=0.0))
-    first = trainer.step(batch).loss
-    model.layers[1].cfg["scale"] = 3.0  # type: ignore[index,union-attr]
-    second = trainer.step(batch).loss
-    model.layers[1].cfg["scale"] = 1.0  # type: ignore[index,union-attr]
-    with caplog.at_level("INFO", logger="relay"):
-        assert trainer.step(batch).loss == first
-        model.layers[1].cfg["scale"] = 3.0  # type: ignore[index,union-attr]
-        assert trainer.step(batch).loss == second
-    assert not [record for record in caplog.records if "compiling" in record.message]
-
-
-def test_what_nothing_can_see_is_taken_in_by_recompile(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Reading(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, value: Tensor) -> Tensor:
-            return self.inner(value) * float(os.environ["SCALE_OF_A_TEST"])
-
-    monkeypatch.setenv("SCALE_OF_A_TEST", "1.0")
-    torch.manual_seed(0)
-    modules = [Reading() for _ in range(2)]
-    batch = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
-    with relay.Trainer(modules, nn.functional.mse_loss, microbatches=1, optimizer=relay.SGD(lr=0.0)) as trainer:
-        trainer.step(batch)
-        monkeypatch.setenv("SCALE_OF_A_TEST", "3.0")
-        trainer.recompile()
-        expected = float(nn.functional.mse_loss(nn.Sequential(*modules)(batch[0]), batch[1]))
-        assert trainer.step(batch).loss == expected
