@@ -227,7 +227,7 @@ class ParameterServer:
             gradients = [*gradients, *(self._sums[name] for name in plan.names[len(gradients) :])]
             for index, rows in plan.rows.items():
                 gradients[index] = whole[index].fill(rows, gradients[index])
-            self._take_in(plan, gradients, unscale, submitted.result)
+            self._take_in(plan, gradients, unscale, submitted)
             if not self.deferred:
                 factor = None if unscale == 1.0 else torch.tensor(unscale)
                 self._update(plan, gradients, groups, factor, submitted.result)
@@ -316,9 +316,10 @@ class ParameterServer:
         self._staging_free = [[], []]
 
     def _take_in(
-        self, plan: GradientPlan, gradients: Sequence[torch.Tensor], unscale: float, result: StepResult
+        self, plan: GradientPlan, gradients: Sequence[torch.Tensor], unscale: float, submitted: SubmittedStep
     ) -> None:
         """Sum the uses of tied parameters, clip by value, and take the norms of what is complete."""
+        result = submitted.result
         with torch.no_grad():
             for index in plan.partial:
                 total = self._sums[plan.names[index]]
@@ -327,7 +328,11 @@ class ParameterServer:
                 else:
                     total.add_(gradients[index])
             for index in plan.joined:
-                gradients[index].add_(self._sums[plan.names[index]])
+                earlier = self._sums[plan.names[index]]
+                complete = submitted.touched_rows.get(plan.names[index])
+                if complete is not None:
+                    earlier[complete] = 0.0
+                gradients[index].add_(earlier)
             # PyTorch leaves a parameter without a gradient alone; one of zeros would be decayed. A tied one may have
             # its gradient from any of its uses.
             reached = None if plan.presence is None else plan.presence.reached()

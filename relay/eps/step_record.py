@@ -52,6 +52,7 @@ class SubmittedStep:
         verdict: the host task that checks the loss.
         decision: the host task that computes the gradient norm, and for deferred updates the factor.
         resident_layers: how many segments are resident on the device.
+        touched_rows: of tied embeddings, by name, the rows in which the gradient that arrives last is complete.
         result: what came of the pass.
     """
 
@@ -67,6 +68,7 @@ class SubmittedStep:
     decision: Event | None = None
     weight_bytes: int = 0
     resident_layers: int = 0
+    touched_rows: dict[str, torch.Tensor] = field(default_factory=dict)
     result: StepResult = field(default_factory=StepResult)
 
     def required(self) -> list[Event]:

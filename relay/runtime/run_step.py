@@ -22,6 +22,7 @@ from relay.metrics import Metrics, total_elapsed
 from relay.runtime.schedule import ForwardPass, PreparedStep, TrainingStep
 from relay.runtime.session import Session
 from relay.runtime.stash import Key
+from relay.runtime.ties.find_rows import with_touched_rows
 
 logger = logging.getLogger("relay")
 
@@ -77,11 +78,12 @@ def train_step(
         return session.host.run(check, [read], "check of the loss")
 
     first: list[Event] = []
-    inputs = session.rows.choose(prepared.compiled, inputs)
+    inputs, touched = with_touched_rows(prepared.compiled, session.rows.choose(prepared.compiled, inputs))
     try:
         with session.guard.running(prepared, device, first) as submitted:
             first.append(scheduler.load_queue.write(scalars.seed_row, seeds_on_host))
             first += session.rows.gather(prepared.compiled[0])
+            submitted.touched_rows = touched
             _write_inputs(prepared, inputs)
             step = TrainingStep(prepared, seed, number, session.trace, first[0], submit_verdict, groups, 1.0 / scale)
             scheduler.train(step, submitted)

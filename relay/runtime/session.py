@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hal.device import Buffer, Device, View
+from hal.device import NATIVE, Buffer, Device, View
 from hal.errors import HalError, OutOfMemory
 from hal.host import Host
 from hal.program import Role
@@ -104,7 +104,9 @@ class Session:
         self._noted: dict[bool, Residents] = {}
         self._chosen: weakref.WeakKeyDictionary[CompiledModel, Residents] = weakref.WeakKeyDictionary()
         limit = device.info.memory if capacity is None else capacity
-        self._ties = ExactTies(exact_ties, slot_count, stash_location, limit, logger.warning)
+        self._ties = ExactTies(
+            exact_ties, slot_count, stash_location, limit, NATIVE in device.info.tags, logger.warning
+        )
         self._checked: set[int] = set()
         self._saved_buffers: dict[str, torch.Tensor] = {}
         self._stash: Stash | None = None

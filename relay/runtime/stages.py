@@ -28,6 +28,7 @@ from relay.runtime.gradient_layout import Orders, settle_gradients
 from relay.runtime.gradient_presence import Backward, DerivedGradientPresence, derive_presence
 from relay.runtime.head.chunk_examples import check_captured, chunk_of, row_orders
 from relay.runtime.sparse_rows.table import Table
+from relay.runtime.ties.touched_rows import TouchedRows
 
 CPU = torch.device("cpu")
 
@@ -123,8 +124,9 @@ class CompiledModel:
     With a `head` the last stage runs once, over the whole batch: the models of all its micro-batches have one head,
     and each has in its last stage what the head takes of that micro-batch (`relay.runtime.head`).
 
-    `tables` are the parameters of which it takes some rows (`relay.runtime.sparse_rows`), and `whole` is the model that
-    it was made of. `over_rows` are the models made of this one, by how many rows of which tables they take.
+    `tables` are the parameters of which it takes some rows (`relay.runtime.sparse_rows`), `touched` the rows of tied
+    embeddings whose gradients are kept (`relay.runtime.ties`), and `whole` is the model that it was made of.
+    `over_rows` are the models made of this one, by how many rows of which tables they take.
     """
 
     partition: Partition
@@ -133,6 +135,7 @@ class CompiledModel:
     tables: tuple[Table, ...] = ()
     whole: CompiledModel | None = None
     over_rows: dict[tuple[tuple[str, int], ...], CompiledModel] = field(default_factory=dict)
+    touched: tuple[TouchedRows, ...] = ()
 
     @property
     def loss(self) -> int | None:

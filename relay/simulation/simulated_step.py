@@ -188,7 +188,7 @@ class SimulatedRun:
         def compiled(head: HeadChunks) -> list[CompiledModel]:
             return compiled_models(shape, sizes, *options, head)
 
-        ties = ExactTies(run.exact_ties, run.slots, run.stash, capacity, self.notes.append)
+        ties = ExactTies(run.exact_ties, run.slots, run.stash, capacity, True, self.notes.append)
         self._compiled = ties.decide(alike(compiled(head), lambda size: compiled(HeadChunks(size)))).compiled
         partition = self._compiled[0].partition
         segments = len(partition.segments) - partition.leading
@@ -304,7 +304,8 @@ class SimulatedRun:
 
 def _inputs(compiled: CompiledModel) -> list[torch.Tensor]:
     """The tensors of a micro-batch, without memory."""
-    values = [compiled.partition.values[value] for value in compiled.partition.inputs]
+    partition = (compiled.whole or compiled).partition
+    values = [partition.values[value] for value in partition.inputs]
     return [torch.empty(value.shape, dtype=value.dtype, device="meta") for value in values]
 
 

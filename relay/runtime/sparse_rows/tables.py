@@ -104,7 +104,7 @@ def with_rows(compiled: CompiledModel, tables: Mapping[str, Table], counts: Mapp
         partition=replace(partition, values=values, inputs=tuple(inputs)),
         stages=stages,
         tables=tuple(chosen),
-        whole=compiled,
+        whole=compiled.whole or compiled,
         over_rows={},
     )
 

@@ -4,30 +4,38 @@ Plain PyTorch adds, for each micro-batch, the gradients of all uses of a weight,
 with all micro-batches of a segment before it comes to the next one. So what has arrived for a micro-batch waits in the
 stash, on the device or on the host, until the gradient of its last use is there.
 
-That takes memory: the size of the tied weights for each micro-batch. `ExactTies` decides by it, before anything is
-allocated. Invariant: without ties a compiled model stays the same object.
+That takes memory: the size of the tied weights for each micro-batch. Of a matrix that all later segments use as an
+embedding of the batch's tokens, only the rows looked up are kept; the rest is summed as that of any parameter.
+`ExactTies` decides by the memory, before anything is allocated. Invariant: without ties a compiled model stays the same
+object.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from hal.program import Program, Role
+from hal.program import Port, Program, Role
 from hal.slot import lay_out
 from hal.spec.units import format_size
 from relay.errors import PartitionError
 from relay.partition.segments import Value
 from relay.runtime.memory_plan import planned_slot_sizes, plans_for, requirement_of
-from relay.runtime.stages import CompiledModel, StageProgram
+from relay.runtime.stages import CompiledModel, Stage, StageProgram
 from relay.runtime.stash import host_bytes
-from relay.runtime.ties.find_ties import Tie, find_ties, gradient_positions, sums_uses_first
-from relay.runtime.ties.programs import handing_on, taking_up
+from relay.runtime.ties.find_ties import Tie, find_ties, gradient_positions, looked_up, sums_uses_first
+from relay.runtime.ties.programs import handing_on, handing_on_rows, taking_up, taking_up_rows
+from relay.runtime.ties.touched_rows import TouchedRows
 
 CACHED = 8
 """Decisions that are kept: one for each list of micro-batches' compiled models."""
+
+
+WORTH = 0.5
+"""Only rows that are looked up are kept where they are at most this share of all rows."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,7 @@ class ExactTies:
         mode: the option `exact_ties`.
         slot_count, stash_location: the session's.
         capacity: the bytes that the device has; None if there is no limit.
+        native: whether the device takes programs undecomposed; others keep whole gradients.
         tell: called with a sentence where "auto" chooses sums that are equal to rounding only; once for each sentence.
     """
 
@@ -54,12 +63,14 @@ class ExactTies:
         slot_count: int,
         stash_location: str,
         capacity: int | None,
+        native: bool,
         tell: Callable[[str], object],
     ) -> None:
         self._mode = mode
         self._slot_count = slot_count
         self._stash_location = stash_location
         self._capacity = capacity
+        self._native = native
         self._tell_user = tell
         self._decided: dict[tuple[CompiledModel, ...], Decision] = {}
         self._told: set[str] = set()
@@ -106,7 +117,11 @@ class ExactTies:
         ties = [tie for tie in ties if not tie.problem]
         if not ties:
             return Decision(compiled, _names(broken))
-        made = {model: with_exact_ties(model, ties) for model in dict.fromkeys(compiled)}
+        touched = {tie: row for tie in ties if self._native and (row := _touched(compiled, tie)) is not None}
+        made = {
+            model: with_exact_ties(model, ties, {tie: row[number] for tie, row in touched.items()})
+            for number, model in reversed(list(enumerate(compiled)))
+        }
         changed = [made[model] for model in compiled]
         if self._mode is True:  # a step that does not fit is refused as any other
             return Decision(changed, _names(broken))
@@ -141,11 +156,19 @@ class ExactTies:
             self._tell_user(message)
 
 
-def with_exact_ties(compiled: CompiledModel, ties: Sequence[Tie]) -> CompiledModel:
-    """The compiled model with the gradients of `ties` handed from segment to segment. It shares all other programs."""
+def with_exact_ties(compiled: CompiledModel, ties: Sequence[Tie], touched: Mapping[Tie, TouchedRows]) -> CompiledModel:
+    """The compiled model with the gradients of `ties` handed from segment to segment. It shares all other programs.
+
+    Of ties in `touched` only those rows are handed on.
+    """
     values = list(compiled.partition.values)
     stages = list(compiled.stages)
+    inputs = list(compiled.partition.inputs)
+    kept: list[TouchedRows] = []
     for tie in ties:
+        if tie in touched:
+            kept.append(_hand_rows_on(tie, touched[tie], values, stages, inputs))
+            continue
         first = stages[tie.stages[0]].backward
         assert first is not None
         ports = [first.program.outputs[position] for position in gradient_positions(stages[tie.stages[0]], tie.names)]
@@ -164,7 +187,54 @@ def with_exact_ties(compiled: CompiledModel, ties: Sequence[Tie]) -> CompiledMod
                 own = frozenset(stage.parameters.index(name) for name in tie.names)
                 backward = _hands_on(stage.backward, positions, own, value.index, number > 0, values)
             stages[index] = replace(stage, backward=backward)
-    return replace(compiled, partition=replace(compiled.partition, values=values), stages=stages)
+    partition = replace(compiled.partition, values=values, inputs=tuple(inputs))
+    return replace(
+        compiled,
+        partition=partition,
+        stages=stages,
+        touched=tuple(kept),
+        whole=compiled.whole or compiled,
+        over_rows={},
+    )
+
+
+def _hand_rows_on(
+    tie: Tie, touched: TouchedRows, values: list[Value], stages: list[Stage], inputs: list[int]
+) -> TouchedRows:
+    """The same for some rows of one parameter. Their numbers are one more tensor of the batch."""
+    first = stages[tie.stages[0]]
+    assert first.backward is not None
+    port = first.backward.program.outputs[gradient_positions(first, tie.names)[0]]
+    fields, size = lay_out([((touched.kept, *port.shape[1:]), port.dtype)])
+    kept = Value(len(values), (size,), torch.uint8, None, parts=fields, tied=True)
+    numbers = Value(len(values) + 1, (touched.kept,), torch.int64, None, sorted(tie.stages))
+    values += [kept, numbers]
+    inputs.append(numbers.index)
+    for number, index in enumerate(tie.stages):
+        stage = stages[index]
+        backward = stage.backward
+        assert backward is not None
+        (position,), own = gradient_positions(stage, tie.names), len(stage.segment.inputs)
+        reads = (*backward.reads, numbers.index)
+        if number == len(tie.stages) - 1:
+            program = taking_up_rows(backward.program, position, own, touched.kept)
+            changed = replace(backward, reads=reads, seeds=(*backward.seeds, kept.index))
+        else:
+            program = handing_on_rows(backward.program, position, own, touched.kept, keeps=number == 0)
+            parameter = stage.parameters.index(touched.name)
+            changed = replace(
+                backward,
+                reads=reads,
+                parameter_gradients=tuple(
+                    index for index in backward.parameter_gradients if number == 0 or index != parameter
+                ),
+                value_gradients=(*backward.value_gradients, kept.index),
+                added=(*backward.added, number > 0),
+                tied=backward.tied + 1,
+            )
+        segment = replace(stage.segment, inputs=(*stage.segment.inputs, numbers.index))
+        stages[index] = replace(stage, segment=segment, backward=_with_program(changed, program, values))
+    return replace(touched, value=numbers.index)
 
 
 def _hands_on(
@@ -199,6 +269,28 @@ def _with_program(backward: StageProgram, program: Program, values: Sequence[Val
         return found if any(found) else ()
 
     return replace(backward, program=program, first=pattern(False), later=pattern(True), kernel=None)
+
+
+def _touched(compiled: Sequence[CompiledModel], tie: Tie) -> list[TouchedRows] | None:
+    """The rows of a tie that a step looks up, for each micro-batch; None where whole gradients are kept instead."""
+    found = [looked_up(model, tie) for model in compiled]
+    port = _first_port(compiled[0], tie)
+    count = 0
+    for model, indices in zip(compiled, found, strict=True):
+        if indices is None:
+            return None
+        values = [model.partition.values[model.partition.inputs[number]] for number in indices]
+        count += sum(math.prod(value.shape) for value in values)
+    kept = min(count, port.shape[0])
+    if kept > WORTH * port.shape[0]:
+        return None
+    return [TouchedRows(tie.names[0], port.shape[0], kept, indices or (), -1) for indices in found]
+
+
+def _first_port(compiled: CompiledModel, tie: Tie) -> Port:
+    stage = compiled.stages[tie.stages[0]]
+    assert stage.backward is not None
+    return stage.backward.program.outputs[gradient_positions(stage, tie.names)[0]]
 
 
 def _of_concern(compiled: Sequence[CompiledModel]) -> list[Tie]:

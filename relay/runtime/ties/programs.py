@@ -2,7 +2,8 @@
 
 `handing_on` makes a program return such gradients like those of a value, added to what later segments left there.
 `taking_up` makes a program take in what has arrived, add its own uses, and return the sum as the parameters' gradient:
-added to those of earlier micro-batches, it is the gradient in PyTorch's order. Nothing else in a program changes.
+added to those of earlier micro-batches, it is the gradient in PyTorch's order. The other functions do the same with
+some rows of one gradient, whose numbers are one more input. Nothing else in a program changes.
 """
 
 from __future__ import annotations
@@ -74,6 +75,67 @@ def taking_up(program: Program, positions: Sequence[int]) -> Program:
     _set_results(graph, results)
     graph.eliminate_dead_code()
     return _program(program, graph, inputs, program.outputs, moved)
+
+
+def handing_on_rows(program: Program, position: int, index: int, rows: int, keeps: bool) -> Program:
+    """The program that returns the given rows of an output, behind all others, as the gradient of a value.
+
+    The numbers of the `rows` are value `index`. If it `keeps` the output itself that is returned too.
+    """
+    graph, placeholders = _copied(program)
+    results = _results(graph)
+    port, gradient = program.outputs[position], results[position]
+    inputs, chosen = _with_numbers(program, graph, placeholders, gradient, index, rows)
+    selected = _called(graph, aten.index_select.default, (gradient, 0, chosen))
+    selected.meta = {"val": gradient.meta["val"].new_empty((rows, *port.shape[1:]))}
+    handed = replace(port, role=Role.VALUE_GRADIENT, index=_beyond(program), shape=(rows, *port.shape[1:]))
+    stay = [number for number in range(len(results)) if keeps or number != position]
+    _set_results(graph, [*(results[number] for number in stay), selected])
+    outputs = [*(program.outputs[number] for number in stay), handed]
+    return _program(program, graph, inputs, outputs, 2 * handed.size)
+
+
+def taking_up_rows(program: Program, position: int, index: int, rows: int) -> Program:
+    """The program that adds its uses to a seed in the given rows of an output. Its own gradient is zero elsewhere."""
+    graph, placeholders = _copied(program)
+    results = _results(graph)
+    port, gradient = program.outputs[position], results[position]
+    inputs, chosen = _with_numbers(program, graph, placeholders, gradient, index, rows)
+    seed = Port(Role.SEED, _beyond(program), (rows, *port.shape[1:]), port.dtype)
+    before = [node for node in graph.nodes if node.op == "placeholder"][len(inputs) - 1]
+    with graph.inserting_after(before):
+        total = graph.placeholder("tied_rows")
+    total.meta = {"val": gradient.meta["val"].new_empty(seed.shape)}
+    for use in uses_of(gradient):
+        own = _called(graph, aten.index_select.default, (use, 0, chosen))
+        own.meta = dict(total.meta)
+        total = _called(graph, aten.add.Tensor, (total, own))
+        total.meta = dict(own.meta)
+    whole = _called(graph, aten.index_copy.default, (gradient, 0, chosen, total))
+    whole.meta = {"val": gradient.meta["val"]}
+    results[position] = whole
+    _set_results(graph, results)
+    moved = 5 * len(uses_of(gradient)) * seed.size + 2 * port.size
+    return _program(program, graph, [*inputs, seed], program.outputs, moved)
+
+
+def _with_numbers(
+    program: Program, graph: fx.Graph, placeholders: Sequence[fx.Node], like: fx.Node, index: int, rows: int
+) -> tuple[list[Port], fx.Node]:
+    """The ports with one more value, the numbers of rows, and its placeholder."""
+    last = max(number for number, port in enumerate(program.inputs) if port.role is not Role.SEED)
+    with graph.inserting_after(placeholders[last]):
+        chosen = graph.placeholder("touched_rows")
+    chosen.meta = {"val": like.meta["val"].new_empty((rows,), dtype=torch.int64)}
+    inputs = list(program.inputs)
+    inputs.insert(last + 1, Port(Role.VALUE, index, (rows,), torch.int64))
+    return inputs, chosen
+
+
+def _called(graph: fx.Graph, target: Any, arguments: tuple[Any, ...]) -> fx.Node:
+    """A call at the end of the graph."""
+    with graph.inserting_before(next(iter(reversed(graph.nodes)))):
+        return graph.call_function(target, arguments)
 
 
 def _beyond(program: Program) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import os
@@ -9,23 +10,29 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hal.errors import OutOfMemory
 from relay.errors import PartitionError
 from relay.models.gpt import GPT
-from tests.support import reference
+from tests.support import mixed_reference, reference
 from tests.support.zoo.families import FAMILIES
-from tests.support.zoo.plain_models import Block, Build, Stack, batches, check, gpt
+from tests.support.zoo.plain_models import WIDTH, Block, Build, Output, Stack, batches, check, gpt
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 KEPT = "tied gradients of each micro-batch"
-OFTEN = {"microbatches": 10}
-"""With so many micro-batches of a wide vocabulary the kept gradients are more than all else."""
+OFTEN: dict[str, Any] = {"microbatches": 10}
+"""With so many micro-batches the kept gradients of `narrow` are more than all else."""
+
+
+def narrow() -> GPT:
+    """So few tokens that a batch looks most of them up, and whole gradients are kept."""
+    return gpt(1, tied=True, vocabulary=220)
 
 
 def wide(layers: int = 1) -> GPT:
+    """So many tokens that a batch of 120 looks few of them up, and only those rows are kept."""
     return gpt(layers, tied=True, vocabulary=2048)
 
 
@@ -98,6 +105,81 @@ def test_pieces_of_their_own_shapes_with_evaluations_between_are_equal(build: Bu
     reference.assert_same_state(model.state_dict(), plain.state_dict())
 
 
+# **** the rows that are looked up ****
+
+ROWS: dict[str, dict[str, Any]] = {
+    "device": {},
+    "host, discrete": {"stash": "host", "device": "cpu:discrete"},
+    "bf16, clipped": {"precision": "bf16", "clip_grad_norm": 0.1, "device": "cpu:discrete"},
+}
+
+
+@pytest.mark.parametrize("options", ROWS.values(), ids=ROWS)
+def test_only_rows_that_the_batch_looks_up_are_kept_of_a_large_embedding(build: Build, options: Any) -> None:
+    model, plain = wide(2), wide(2)
+    given = reference.text_batches(3, vocabulary=2048)
+    found = mixed_reference.train(
+        plain, given, 10, precision=options.get("precision", "fp32"), clip_norm=options.get("clip_grad_norm")
+    )
+    trainer = build(model, **OFTEN, **options)
+    metrics = [trainer.step(batch) for batch in given]
+    assert [one.loss for one in metrics] == found.losses
+    assert [one.grad_norm for one in metrics] == found.norms
+    reference.assert_same_state(model.state_dict(), plain.state_dict())
+    if options.get("stash") == "host":
+        rows = {state: size for state, _, size in trainer.ledger.rows()}
+        assert rows[KEPT] == 10 * 120 * 16 * 4  # a row for each token of the batch, in each micro-batch
+
+
+class Adding(Block):
+    """A layer that looks words up."""
+
+    def __init__(self, words: nn.Embedding) -> None:
+        super().__init__()
+        self.words = words
+
+    def forward(self, value: Tensor, ids: Tensor) -> Tensor:
+        return super().forward(value + self.words(ids))
+
+
+class Looked(nn.Module):
+    """One matrix looked up twice before the layers and once in each, and used as the head."""
+
+    def __init__(self, padding: int | None) -> None:
+        super().__init__()
+        self.words = nn.Embedding(200, WIDTH, padding_idx=padding)
+        self.layers = nn.ModuleList(Adding(self.words) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 200, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, first: Tensor, second: Tensor, labels: Tensor) -> Output:
+        value = self.words(first) + self.words(second)
+        for layer in self.layers:
+            value = layer(value, second)
+        scores = self.head(value)
+        return Output(nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten()), scores)
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+def test_rows_looked_up_in_several_segments_are_added_in_order(build: Build, padding: int | None) -> None:
+    generator = torch.Generator().manual_seed(2)
+    given = [
+        {name: torch.randint(0, 30, (5, 4), generator=generator) for name in ("first", "second", "labels")}
+        for _ in range(3)
+    ]
+    trainer = check(build, functools.partial(Looked, padding), given, microbatches=3, exact_ties=True, stash="host")
+    rows = {state: size for state, _, size in trainer.ledger.rows()}
+    assert rows[KEPT] == 3 * 40 * WIDTH * 4
+
+
+def test_a_token_outside_of_the_vocabulary_is_refused_as_ever(build: Build) -> None:
+    batch = reference.text_batches(1)[0]
+    batch["input_ids"][0, 0] = 2048
+    trainer = build(wide())
+    with pytest.raises(IndexError, match="2048"):
+        trainer.step(batch)
+
+
 # **** what it costs, and when it is too much ****
 
 
@@ -115,22 +197,22 @@ def test_more_than_all_else_is_given_up_once_by_name_and_true_keeps_it(
     build: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = reference.text_batches(2)
-    plain = wide()
+    plain = narrow()
     losses = reference.train(plain, given, 10)
     with caplog.at_level(logging.WARNING, "relay"):
-        loose = build(wide(), **OFTEN)
+        loose = build(narrow(), **OFTEN)
         assert [loose.step(batch).loss for batch in given] == pytest.approx(losses, rel=1e-5)
-        loose.step(reference.text_batches(1, batch=11)[0])
+        loose.step(given[0])
     said = [record.message for record in caplog.records if "tied" in record.message]
     assert len(said) == 1
     assert "embedding.token.weight" in said[0]
     assert "exact_ties=True" in said[0]
-    model = wide()
+    model = narrow()
     exact = build(model, exact_ties=True, stash="host", **OFTEN)
     assert [exact.step(batch).loss for batch in given] == losses
     reference.assert_same_state(model.state_dict(), plain.state_dict())
     rows = {state: size for state, _, size in exact.ledger.rows()}
-    assert rows[KEPT] == 10 * 2048 * 16 * 4
+    assert rows[KEPT] == 10 * 220 * 16 * 4
 
 
 def test_a_device_without_room_gives_it_up_and_true_is_refused_with_what_would_fit(build: Build) -> None:

@@ -198,27 +198,30 @@ def test_a_dynamic_loss_scale_costs_every_gradient_on_the_host() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tied", "options"),
+    ("words", "tied", "options"),
     [
-        (False, {"stash": "host", "precision": "fp32"}),
-        (False, {"stash": "host", "precision": "bf16", "master_weights": "split"}),
-        (True, {"stash": "host", "precision": "bf16"}),
-        (True, {"stash": "device", "precision": "fp32", "clip_grad_norm": 1.0}),
-        (True, {"stash": "device", "precision": "fp32", "exact_ties": False}),
-        (False, {"stash": "host", "precision": "bf16", "head_chunk_tokens": 5}),
+        (64, False, {"stash": "host", "precision": "fp32"}),
+        (64, False, {"stash": "host", "precision": "bf16", "master_weights": "split"}),
+        (64, True, {"stash": "host", "precision": "bf16"}),
+        (64, True, {"stash": "device", "precision": "fp32", "clip_grad_norm": 1.0}),
+        (64, True, {"stash": "device", "precision": "fp32", "exact_ties": False}),
+        (200, True, {"stash": "device", "precision": "fp32"}),  # a batch has 48 tokens
+        (200, True, {"stash": "host", "precision": "bf16", "clip_grad_norm": 1.0}),
+        (64, False, {"stash": "host", "precision": "bf16", "head_chunk_tokens": 5}),
+        (64, True, {"stash": "host", "precision": "bf16", "head_chunk_tokens": 5}),
     ],
 )
-def test_simulated_memory_is_that_of_a_real_run(tied: bool, options: dict[str, Any]) -> None:
+def test_simulated_memory_is_that_of_a_real_run(words: int, tied: bool, options: dict[str, Any]) -> None:
     import torch
 
     from tests.support import reference
 
     torch.manual_seed(0)
-    model = GPT(vocabulary=64, layers=3, hidden=32, heads=2, sequence=12, tied=tied)
+    model = GPT(vocabulary=words, layers=3, hidden=32, heads=2, sequence=12, tied=tied)
     trainer = relay.Trainer(model, device="cpu:discrete", microbatches=2, **options)
     metrics = trainer.step(reference.text_batches(1, batch=4)[0])
     found = relay.simulate(
-        ModelShape(3, 32, 2, 64, tied=tied), device="generic", seq=12, batch=4, microbatches=2, **options
+        ModelShape(3, 32, 2, words, tied=tied), device="generic", seq=12, batch=4, microbatches=2, **options
     )
     trainer.close()
     assert found.memory.device_total == metrics.device_peak_bytes
