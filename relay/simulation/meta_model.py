@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from relay.capture import Lowering
-from relay.capture.fake_tensors import copy_with_fakes, fake_mode, fake_on_cpu
+from relay.capture.fake_tensors import FakeMode, copy_with_fakes, fake_mode, fake_on_cpu
 from relay.data.microbatches import Piece
 from relay.graph.pytree import tensor_leaves
 from relay.partition import partition_model
@@ -48,6 +49,8 @@ class MetaModel:
         self.layers = len(find_blocks(module))
         self.title = f"{type(module).__name__}, {self.layers} repeated layers"
         self._compiled: dict[tuple[Any, ...], list[CompiledModel]] = {}
+        self._captures: dict[torch.dtype, Captures] = {}
+        self._traced: dict[tuple[Any, ...], tuple[FakeMode, list[Partition]]] = {}
 
     def described(self) -> dict[str, Any]:
         """The model as `--json` prints it."""
@@ -78,17 +81,12 @@ class MetaModel:
         """The compiled models for training on a batch of the example in micro-batches of these sizes."""
         key = sizes, compute, layers_per_slot, str(recompute), loss_over, head  # 1 and True are the same key
         if key not in self._compiled:
-            mode = fake_mode(allow_real_inputs=True)
-            module = copy_with_fakes(self.module, mode)
-            whole = self._piece(sum(sizes), mode) if len(sizes) > 1 else None
-            capturing = Capturing(True, compute, None, Lowering.NATIVE, Captures(), recompute, CPU)
+            mode, traced = self._partitioned(sizes, compute, loss_over)
+            captures = self._captures.setdefault(compute, Captures(keeps_traces=True))
+            capturing = Capturing(True, compute, None, Lowering.NATIVE, captures, recompute, CPU)
             with mode:
-                over_batch = WantedOutputs() if whole is not None and loss_over == "batch" else None
-                made = self._partitions(module, mode, sizes, compute, layers_per_slot, whole, over_batch)
-                plan = made[0].loss_plan
-                if plan.problem is not None and loss_over == "auto":
-                    made = self._partitions(module, mode, sizes, compute, layers_per_slot, whole, WantedOutputs())
-                check_loss(type(self.module).__name__, [one.loss_plan for one in made], len(sizes), True)
+                own = {one: merge_layers(_copy_of(one), layers_per_slot) for one in dict.fromkeys(traced)}
+                made = [own[one] for one in traced]
                 if made[0].head is not None:
                     self._compiled[key] = build_over_batch(made, sizes, capturing, False)
                 else:
@@ -101,6 +99,26 @@ class MetaModel:
                     }  # fmt: skip
                     self._compiled[key] = [built[one] for one in made]
         return self._compiled[key]
+
+    def _partitioned(
+        self, sizes: tuple[int, ...], compute: torch.dtype, loss_over: str
+    ) -> tuple[FakeMode, list[Partition]]:
+        """The module cut into segments for each micro-batch, and the mode of its tensors. It is traced once."""
+        key = sizes, compute, loss_over
+        if key not in self._traced:
+            mode = fake_mode(allow_real_inputs=True)
+            module = copy_with_fakes(self.module, mode)
+            whole = self._piece(sum(sizes), mode) if len(sizes) > 1 else None
+            with mode:
+                over_batch = WantedOutputs() if whole is not None and loss_over == "batch" else None
+                made = self._partitions(module, mode, sizes, compute, whole, over_batch)
+                if made[0].loss_plan.problem is not None and loss_over == "auto":
+                    made = self._partitions(module, mode, sizes, compute, whole, WantedOutputs())
+            check_loss(type(self.module).__name__, [one.loss_plan for one in made], len(sizes), True)
+            if made[0].head is not None:
+                return mode, made  # what is built from it is noted in the head too, so it is traced anew each time
+            self._traced[key] = mode, made
+        return self._traced[key]
 
     def _piece(self, sequences: int, mode: Any) -> Piece:
         """That many sequences of the example, as fake tensors."""
@@ -117,7 +135,6 @@ class MetaModel:
         mode: Any,
         sizes: tuple[int, ...],
         compute: torch.dtype,
-        layers_per_slot: int,
         whole: Piece | None,
         over_batch: WantedOutputs | None,
     ) -> list[Partition]:
@@ -129,14 +146,26 @@ class MetaModel:
             if not partition.has_loss:
                 name = type(self.module).__name__
                 raise ShapeError(f"{name} returns no .loss for this example. Does the example hold labels?")
-            made[size] = merge_layers(partition, layers_per_slot)
+            made[size] = partition
         return [made[size] for size in sizes]
 
     def model(self, sequence: int) -> nn.Module:
         """A copy on the meta device, which the layer store takes over."""
-        return copy.deepcopy(self.module).to("meta")
+        known: dict[int, Any] = {}
+        for parameter in self.module.parameters():  # none of the numbers is copied
+            known[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        for buffer in self.module.buffers():
+            known[id(buffer)] = torch.empty_like(buffer, device="meta")
+        return copy.deepcopy(self.module, known)
 
     def model_flops(self, sequence: int) -> float:
         """FLOPs of forward and backward per token: three times those of the captured forward."""
         stages = self.compiled(1, sequence, torch.float32).stages
         return 3.0 * sum(stage.captured.forward.flops for stage in stages) / self.sequence
+
+
+def _copy_of(partition: Partition) -> Partition:
+    """The partition with segments and values of its own: what is built from it is noted there."""
+    segments = [copy.copy(segment) for segment in partition.segments]
+    values = [replace(value, consumers=list(value.consumers)) for value in partition.values]
+    return replace(partition, segments=segments, values=values)
