@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         RelayError,
         VerificationError,
     )
+    from relay.fitting.fit import Fit, fit
     from relay.metrics import Metrics
     from relay.optim.adafactor import Adafactor
     from relay.optim.muon import Muon
@@ -61,6 +62,7 @@ _HOMES = {
     "CaptureError": "relay.errors",
     "Device": "hal.device",
     "DoesNotFit": "relay.simulation.simulate",
+    "Fit": "relay.fitting.fit",
     "GradientOverflow": "relay.errors",
     "InconsistentState": "relay.errors",
     "Metrics": "relay.metrics",
@@ -73,6 +75,7 @@ _HOMES = {
     "Verification": "relay.verification.report",
     "VerificationError": "relay.errors",
     "devices": "hal.registry",
+    "fit": "relay.fitting.fit",
     "NoFeasiblePlan": "relay.simulation.plan",
     "Plan": "relay.simulation.plan",
     "plan": "relay.simulation.plan",
@@ -92,6 +95,7 @@ __all__ = [
     "Checkpoints",
     "Device",
     "DoesNotFit",
+    "Fit",
     "GradientOverflow",
     "InconsistentState",
     "Lion",
@@ -114,6 +118,7 @@ __all__ = [
     "Verification",
     "VerificationError",
     "devices",
+    "fit",
     "plan",
     "simulate",
 ]

@@ -43,8 +43,8 @@ from relay.cli.shared_options import machine_options, model_options, precision_o
 def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any) -> None:
     """Choose the options with which a model trains fastest on a machine.
 
-    The options are micro-batches, slots, layers a slot, stash, recomputing and the state dtype. Candidates are
-    simulated, so the machine need not be present.
+    The options are micro-batches, slots, layers a slot, resident layers, stash, recomputing and the state dtype.
+    Candidates are simulated, so the machine need not be present.
 
     \b
     Examples:

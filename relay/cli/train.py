@@ -92,6 +92,12 @@ BY_DEFAULT = click.core.ParameterSource.DEFAULT
     "--resume/--no-resume", default=False, help="Continue from the newest whole checkpoint in --out, if there is one."
 )
 @click.option("--sample/--no-sample", default=True, show_default=True, help="Print text that the trained model writes.")
+@click.option(
+    "--fit",
+    is_flag=True,
+    help="Choose stash, slots, resident layers, recomputing, split masters and micro-batches for this machine, as far "
+    "as they are not given. A resumed run keeps those of its checkpoint.",
+)
 @click.option("--plan", type=click.Path(path_type=Path), help="A run file that `relay plan --out` wrote.")
 @json_option
 @click.pass_context
@@ -109,6 +115,7 @@ def train(context: click.Context, /, run_file: Path | None, plan: Path | None, a
       relay train --steps 20 --no-sample --json
       relay train --out runs/long --checkpoint-every 100 --resume
       relay train --verify 3
+      relay train --layers 48 --hidden 2048 --fit
     """
     cautions: list[Callable[[dict[str, Any]], str | None]] = []
     by_default = [name for name in options if context.get_parameter_source(name) is BY_DEFAULT]
@@ -119,6 +126,13 @@ def train(context: click.Context, /, run_file: Path | None, plan: Path | None, a
             options |= chosen
             origins |= dict.fromkeys(chosen, f" (from '{file}')")
     _check_together(options, origins)
+    if options.pop("fit"):
+        from relay.cli.fitted_options import fitted
+        from relay.cli.training_run import CHECKPOINTS
+
+        given = [name for name, origin in origins.items() if origin != _DEFAULT]
+        where = Path(options["out"]) / CHECKPOINTS
+        options = fitted(options, given, where, lambda text: click.echo(text, err=True))
     for caution in cautions:
         text = caution(options)
         if text is not None:

@@ -131,7 +131,7 @@ def calibrate(
         }
         host = {
             "name": described["name"],
-            "memory": cell(f"{_host_memory()}B"),
+            "memory": cell(f"{host_memory_size()}B"),
             "bandwidth": cell(f"{shared / 1e9:.4f}GB/s"),
             "bandwidth_achieved": cell(f"{shared / 1e9:.4f}GB/s"),
             "optimizer_bandwidth": cell(f"{optimizer / 1e9:.4f}GB/s"),
@@ -359,7 +359,8 @@ def _nothing() -> None:
     """An empty host task."""
 
 
-def _host_memory() -> int:
+def host_memory_size() -> int:
+    """Bytes of memory that this machine has."""
     import os
 
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

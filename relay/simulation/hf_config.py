@@ -110,7 +110,11 @@ def read_configuration(path: str | Path) -> Configuration:
 
     Raises ShapeError where a size is missing or of the wrong type, and for a model that is not a row of equal layers.
     """
-    outer = _read(path)
+    return configuration_of(_read(path), path)
+
+
+def configuration_of(outer: Mapping[str, Any], path: str | Path) -> Configuration:
+    """The shape in a configuration. `path` names it in errors and notes. Raises ShapeError."""
     inner = outer.get("text_config") or {}
     if not isinstance(inner, dict):
         raise ShapeError(f"{path}: text_config should be an object; received {inner!r:.100}.")

@@ -37,7 +37,7 @@ LAYERS = (
     {"run_state", "simulation"},
     {"verification"},
     {"trainer"},
-    {"checkpoint_manager"},
+    {"checkpoint_manager", "fitting"},
     {"conformance"},
     {"cli"},
     {"__main__"},

@@ -17,7 +17,7 @@ from relay.cli import main
 from relay.models import GPT
 from relay.precision import COMPUTE
 from relay.simulation import calibrate as calibration
-from relay.simulation import plan as planning
+from relay.simulation.search import microbatch_counts
 from relay.simulation.simulated_step import RunShape
 from relay.simulation.transformer_shape import ModelShape, compiled_model_of
 
@@ -82,7 +82,7 @@ def test_one_slot_is_chosen_where_two_do_not_fit() -> None:
 
 @pytest.mark.parametrize("batch", [1, 5, 6, 8, 9])
 def test_micro_batches_are_counted_as_they_come_out(batch: int) -> None:
-    counts = planning._counts(batch)
+    counts = microbatch_counts(batch)
     pieces = [tuple(RunShape(batch=batch, microbatches=count).pieces()) for count in counts]
     assert [len(sizes) for sizes in pieces] == counts
     assert len(set(pieces)) == len(pieces)
