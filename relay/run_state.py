@@ -47,6 +47,7 @@ logger = logging.getLogger("relay")
 SAVED_OPTIONS = (
     "device", "microbatches", "precision", "stash", "slots", "state_dtype", "clip_grad_norm", "clip_grad_value",
     "layers_per_slot", "recompute", "master_weights", "resident_layers", "loss_over",
+    "head_chunk_tokens",
 )  # fmt: skip
 """The options that a checkpoint shows to whoever looks into it; a resumed run may have others."""
 

@@ -2,7 +2,8 @@
 
 Free are the options that change no bit of any result: stash, slots, layers a slot, resident layers, recomputing, split
 master weights. The number of micro-batches is free where none is given; results are then equal to rounding. States of
-the optimizer are stored in fewer bits only where that is allowed. Everything else is as given.
+the optimizer are stored in fewer bits only where that is allowed. The head runs over chunks of positions only where no
+size of these is given, and the same holds. Everything else is as given.
 
 A model is traced once for each number of micro-batches that is tried, and all candidates are simulated on that trace.
 Invariant: what is chosen was simulated and fits.
@@ -11,7 +12,7 @@ Invariant: what is chosen was simulated and fits.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import nn
 from hal.spec import Machine
 from hal.spec.units import parse_size
 from relay.checkpoint.format import Checkpoint
-from relay.eps.optimizer_state import as_spec
+from relay.eps.bind_optimizer import as_spec
 from relay.errors import BatchError
 from relay.fitting.cures import cures
 from relay.fitting.machine import FittedMachine, machine_for
@@ -33,6 +34,7 @@ from relay.simulation.meta_model import MetaModel
 from relay.simulation.plan import NoFeasiblePlan
 from relay.simulation.search import Search, excess, microbatch_counts, plainest, reasons_for, speed
 from relay.simulation.simulate import Simulation
+from relay.simulation.simulated_step import RunShape
 from relay.simulation.transformer_shape import ModelShape, ShapeError
 
 FREE: dict[str, tuple[Any, ...]] = {
@@ -45,7 +47,10 @@ FREE: dict[str, tuple[Any, ...]] = {
 }
 """The options that change no result, with the values that the search begins with."""
 
-_DECIDE = ("precision", "state_dtype", "clip_grad_norm", "loss_scale", "microbatches", "optimizer", *FREE)
+_CHOSEN = (*FREE, "microbatches", "state_dtype", "head_chunk_tokens")
+"""The options that may be chosen."""
+
+_DECIDE = {field.name for field in fields(RunShape)} & set(OPTIONS)
 """The options that decide memory or speed, as far as they are simulated."""
 
 
@@ -103,7 +108,7 @@ def fit(
     reasons = [*fitted.notes, *notes]
     if resume is not None:
         saved = Checkpoint(Path(resume)).manifest.options
-        again = {name: saved[name] for name in (*FREE, "microbatches", "state_dtype") if name in saved} | kept
+        again = {name: saved[name] for name in _CHOSEN if name in saved} | kept
         same = _search(shape, fitted, sequences, length, capacity, again)
         only = same.simulated()
         if only.fits:
@@ -123,6 +128,9 @@ def fit(
     chosen, changed = best.settle(_values(kept, states, chosen_precision(kept)))
     if "microbatches" not in kept:
         reasons.append(f"microbatches={chosen.run.microbatches}: none was given; results are equal to rounding.")
+    if chosen.run.head_chunk_tokens is not None and "head_chunk_tokens" not in kept:
+        chunk = chosen.run.head_chunk_tokens
+        reasons.append(f"head_chunk_tokens={chunk}: none was given; results are equal to rounding.")
     for name in ("state_dtype",) if states else ():
         reasons.append(f"{name}={getattr(chosen.run, name)!r} was free, since allow_small_states=True.")
     reasons += reasons_for(chosen, changed, best)
@@ -196,6 +204,8 @@ def _values(kept: Mapping[str, Any], states: Sequence[str], precision: str) -> d
         values.pop("master_weights", None)
     if states:
         values["state_dtype"] = states
+    if "head_chunk_tokens" not in kept:
+        values["head_chunk_tokens"] = (None, "auto")
     return values
 
 
@@ -246,7 +256,7 @@ def _all(
 ) -> dict[str, Any]:
     """The options for the trainer: those given, and those chosen where they are not the default."""
     found = dict(kept)
-    for name in (*FREE, "microbatches", "state_dtype"):
+    for name in _CHOSEN:
         value = getattr(chosen.run, name)
         if name not in kept and repr(value) != repr(OPTIONS[name].default):
             found[name] = value

@@ -26,12 +26,14 @@ TIE = 0.02
 
 REASONED = (
     "master_weights", "state_dtype", "stash", "recompute", "resident_layers", "layers_per_slot", "slots",
-    "microbatches",
+    "microbatches", "head_chunk_tokens",
 )  # fmt: skip
 """The options that are searched, in the order in which reasons are given."""
 
 _PLAINNESS = {"fp32": 0, "split": 1, "as_given": 1, "bf16": 1, "int8": 2, "device": 0, "host": 1}
-_DEFAULTS = {"layers_per_slot": 1, "recompute": True, "resident_layers": 0, "master_weights": "fp32"}
+_DEFAULTS = {
+    "layers_per_slot": 1, "recompute": True, "resident_layers": 0, "master_weights": "fp32", "head_chunk_tokens": None,
+}  # fmt: skip
 
 
 class Search:
@@ -158,6 +160,7 @@ def plainest(found: Sequence[Simulation]) -> Simulation:
             _PLAINNESS[candidate.run.state_dtype],
             _PLAINNESS[candidate.run.master_weights],
             _PLAINNESS[candidate.run.stash],
+            candidate.run.head_chunk_tokens is not None,
             candidate.run.resident_layers != 0,
             candidate.run.recompute is not True,
             candidate.run.layers_per_slot,
@@ -192,10 +195,12 @@ def name_of(candidate: Simulation) -> str:
     resident = ""
     if run.resident_layers:
         resident = f", {candidate.memory.resident_layers} layers resident"
+    chunks = f", head over {run.head_chunk_tokens} positions at a time" if run.head_chunk_tokens is not None else ""
     split = ", split masters" if run.master_weights == "split" else ""
     pieces = f"{run.microbatches} micro-batch{'es' if run.microbatches > 1 else ''}"
     slots = f"{run.slots} slot{'s' if run.slots > 1 else ''}"
-    return f"{pieces}, {slots}{layers}, stash on the {run.stash}, {run.state_dtype} states{split}{resident}{recompute}"
+    further = f"{split}{resident}{chunks}{recompute}"
+    return f"{pieces}, {slots}{layers}, stash on the {run.stash}, {run.state_dtype} states{further}"
 
 
 def reasons_for(chosen: Simulation, changes: Sequence[tuple[str, Any, Simulation]], search: Search) -> list[str]:
