@@ -152,6 +152,7 @@ class Trainer(RunState):
         to_master_weights(whole, chosen.master_weights, chosen.precision)
         self._frozen_half = frozen_half(whole, chosen.master_weights)
         store.adopt(whole)
+        store.moved = compiler.held.follow
         session.guard.defer_updates = chosen.defer_updates
         session.guard.stall_timeout = chosen.stall_timeout
         compiler.as_traced = store.as_traced

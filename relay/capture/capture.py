@@ -127,7 +127,12 @@ def _cut(
 ) -> Captured:
     """Cut the programs of one segment out of a trace, which stays as it is."""
     captured = extraction.named(name).captured(gradient_orders, ends_in_loss, save and not ends_in_loss, shown)
-    return replace(captured, reads=reads, recut=functools.partial(_cut, extraction, reads, ends_in_loss))
+    return replace(
+        captured,
+        reads=reads,
+        recut=functools.partial(_cut, extraction, reads, ends_in_loss),
+        holds_tensors=extraction.traced.meta["holds_tensors"],
+    )
 
 
 def _trace(request: CaptureRequest) -> tuple[fx.GraphModule, Reads, PlainTensors]:
@@ -162,6 +167,7 @@ def _trace(request: CaptureRequest) -> tuple[fx.GraphModule, Reads, PlainTensors
             _refuse_unkeyed(joint.graph_module.graph)
         if device != CPU:
             spell_out(joint.graph_module.graph)
+        joint.graph_module.meta["holds_tensors"] = traced.holds_tensors
         return joint.graph_module, reads, plain
 
 

@@ -58,6 +58,9 @@ class Captured:
     reads: Reads | None = None
     """The attributes that the module's code read while it was traced."""
 
+    holds_tensors: bool = False
+    """Whether the module's code holds parameters outside its own tables. The capture then serves this segment alone."""
+
     output_orders: Mapping[int, Order] = field(default_factory=dict)
     """The memory orders of outputs, by number."""
 

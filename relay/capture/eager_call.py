@@ -19,6 +19,7 @@ from torch import nn
 from hal.random import RandomKey
 from relay.capture.guards.bypasses import bypassed
 from relay.capture.guards.functional_call import call_with
+from relay.capture.guards.held_tensors import HeldView, Replacing, replacing
 from relay.capture.guards.unsupported import hooks_wait
 from relay.capture.memory_order import Order, as_written, stored
 from relay.errors import CaptureError
@@ -51,11 +52,14 @@ class EagerSegment:
     """A module that Python runs at every visit.
 
     `parameters` are all names of each parameter, and `buffers` the name of each buffer, in the order of the programs.
-    `context` returns a new context to run the module in (autocast).
+    `context` returns a new context to run the module in (autocast). `held` are the tensors that its code was found to
+    hold by itself.
     """
 
-    def __init__(self, module: nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(self, module: nn.Module, name: str, context: Callable[[], AbstractContextManager[Any]]) -> None:
         self.module = module
+        self.name = name
+        self.held: dict[int, HeldView] = {}
         self.presence = ObservedGradientPresence()
         self.context = context
         self.tensors = list(module.parameters())
@@ -77,9 +81,18 @@ class EagerSegment:
         """The outputs of the module, and its buffers after the call, for these parameters, inputs and buffers."""
         own = [buffer.clone() for buffer in buffers]
         originals = [*self.tensors, *self.buffer_tensors]
-        with self.context():
-            outputs, after = call_with(self._with_buffers, originals, [*parameters, *own], values)
+        current = [*parameters, *own]
+        with self.context(), self._replacing(originals, current) as replaced:
+            outputs, after = call_with(self._with_buffers, originals, current, values)
+        if replaced is not None:
+            self.held.update(replaced.used)
         return outputs, [tensor.detach() for tensor in after]
+
+    def _replacing(self, originals: Sequence[torch.Tensor], current: Sequence[torch.Tensor]) -> Any:
+        """A mode that replaces what the module's code holds, which is found out while the model is compiled."""
+        if self.held:
+            return Replacing(originals, current, self.name, None, self.held)
+        return replacing(originals, current, self.name, constants=False)
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ def eager_programs(request: CaptureRequest) -> EagerPrograms:
     """The programs of a segment that runs eagerly. Raises whatever the module raises when run on made-up numbers."""
     module, name, training, ends_in_loss = request.module, request.name, request.training, request.ends_in_loss
     context = functools.partial(autocast, request.compute_dtype, request.device.type)
-    segment = EagerSegment(module, context)
+    segment = EagerSegment(module, name, context)
     parameters, buffers = segment.tensors, segment.buffer_tensors
     saved_bytes = 0
 
@@ -146,6 +146,7 @@ def eager_programs(request: CaptureRequest) -> EagerPrograms:
             written = [leaf._version for leaf in leaves]
             outputs, after = segment.run(leaves, values, before)
             _refuse_sparse(outputs, name)
+            _refuse_foreign_gradients(outputs, leaves, parameters, name)
             for leaf, version, names in zip(leaves, written, segment.parameters, strict=True):
                 if leaf._version != version:
                     raise changed_parameter(name, names[0])
@@ -237,6 +238,28 @@ def _refuse_sparse(outputs: Sequence[torch.Tensor], name: str) -> None:
                 "hand on dense ones: return its to_dense().",
                 layer=name,
             )
+
+
+def _refuse_foreign_gradients(
+    outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], name: str
+) -> None:
+    """Raise CaptureError if a gradient flows to a parameter itself, and not to the copy that stands for it."""
+    known, own = {id(leaf) for leaf in leaves}, {id(parameter) for parameter in parameters}
+    stack = [output.grad_fn for output in outputs]
+    seen: set[Any] = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, nn.Parameter) and id(variable) not in known and id(variable) in own:
+            raise CaptureError(
+                f"layer {name!r} uses a tensor that was computed before, outside of the forward, from one of its "
+                "parameters, so its numbers would be old. Compute it in the forward, or detach it.",
+                layer=name,
+            )
+        stack += [following for following, _ in node.next_functions]
 
 
 def _layouts_of(

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from relay.capture.guards.executed_code import recorded_code
-from relay.capture.guards.functional_call import carry_attributes
+from relay.capture.guards.functional_call import carry_attributes, tensor_at
+from relay.capture.guards.held_tensors import replacing
 from relay.capture.memory_order import Seeded, as_written, order_in_memory
 from relay.capture.request import CaptureRequest
 from relay.capture.trace_for_device import CPU, OnDevice
@@ -31,7 +32,7 @@ class TracedModule(nn.Module):
     """The module of a request as it is traced.
 
     `forward` takes `CaptureRequest.arguments`. It returns the outputs, and one more if there is nothing else to
-    differentiate.
+    differentiate. `holds_tensors` is whether its code was found to hold parameters by itself.
     """
 
     def __init__(self, request: CaptureRequest) -> None:
@@ -43,6 +44,9 @@ class TracedModule(nn.Module):
         self.seed_orders = request.seed_orders
         self.keeps_strides = request.keeps_strides
         self.unreached = request.unreached
+        self.layer = request.name
+        self.holds_tensors = False
+        self.originals = dict([*self.module.named_parameters(), *self.module.named_buffers()])
         self.attributes = [(name, dict(vars(one))) for name, one in self.module.named_parameters() if vars(one)]
 
     def forward(self, *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -54,10 +58,13 @@ class TracedModule(nn.Module):
         for name, attributes in self.attributes:
             owner, _, own_name = name.rpartition(".")
             carry_attributes(attributes, getattr(self.module.get_submodule(owner), own_name))
+        current = [tensor_at(self.module, name) for name in self.originals]
+        own = replacing(list(self.originals.values()), current, self.layer)
         on_device = OnDevice(self.device) if self.device != CPU else contextlib.nullcontext()
         # The backward is traced outside of autocast, as PyTorch runs it outside of autocast.
-        with autocast(self.compute_dtype, self.device.type), on_device, recorded_code():
+        with autocast(self.compute_dtype, self.device.type), on_device, recorded_code(), own as replaced:
             outputs: tuple[torch.Tensor, ...] = self.module(*inputs)
+        self.holds_tensors = replaced is not None and bool(replaced.used)
         self._copy_assigned_buffers(buffers)
         # An output that shares memory with an input or another output would get no gradient of its own.
         taken = {id(tensor) for tensor in inputs}

@@ -78,6 +78,8 @@ class LayerStore:
         self.version = 0
         self._changes: dict[str, int] = {}
         self._change = 0
+        self.moved: Callable[[], None] = lambda: None
+        """Called after the model's tensors have moved."""
 
     def take_over(self, model: nn.Module, groups: Iterable[Sequence[Wanted]]) -> None:
         """Move a model's tensors in, one group (a segment's) after another. Tensors that are here already are skipped.
@@ -153,6 +155,7 @@ class LayerStore:
                 len(halved),
             )
         self._complete = True
+        self.moved()
 
     def _view_owner(self, name: str, tensor: torch.Tensor) -> None:
         """Let a buffer that views another tensor view that one's memory here."""
@@ -384,6 +387,7 @@ class LayerStore:
         self.aliases.clear()
         self._complete = False
         self._adopted.clear()
+        self.moved()
 
     def _free_rows(self) -> None:
         for rows in self._rows.values():

@@ -20,6 +20,7 @@ from torch import nn
 from relay.capture import GuardTracer, autocast, blocks_as_ops, call_with, trace
 from relay.capture.guards.attribute_reads import Reads, recorded_reads
 from relay.capture.guards.executed_code import recorded_code
+from relay.capture.guards.held_tensors import replacing
 from relay.capture.guards.plain_tensors import PlainTensors, constants_of
 from relay.capture.guards.unsupported import check_module, check_outside
 from relay.data.loss_weight import LossPlan
@@ -76,7 +77,8 @@ def partition_model(
         found: list[tuple[bool, TensorTree]] = []
 
         def run(state: list[torch.Tensor], leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-            with recorded_reads(model) as seen, recorded_code():
+            own = replacing(originals, state, type(model).__name__)
+            with recorded_reads(model) as seen, recorded_code(), own:
                 output = call_with(model, originals, state, (), tree.fill(leaves))
             reads.update(seen)
             loss = loss_of(output)

@@ -55,7 +55,7 @@ class Captures:
         """Store a capture, and return it. Beyond the limit the oldest is dropped."""
         if not self._keeps_traces:
             captured = replace(captured, recut=None)
-        if segment.alike is not None:
+        if segment.alike is not None and not captured.holds_tensors:
             guards = follow(segment.module, reads_by_class(segment.module, captured.reads or {}))
             self._known.append((segment, traced, cut, guards, captured))
             del self._known[: -self._limit]

@@ -16,6 +16,7 @@ from torch import nn
 from relay.capture import as_fake, autocast, blocks_as_ops, call_with, fingerprint, run_fake, trace
 from relay.capture.guards.attribute_reads import Reads, recorded_reads
 from relay.capture.guards.executed_code import recorded_code
+from relay.capture.guards.held_tensors import replacing
 from relay.capture.guards.unsupported import check_module
 from relay.capture.memory_order import order_of
 from relay.data.loss_weight import LossPlan
@@ -205,7 +206,7 @@ class TracedList(nn.Module):
         blocks = {id(module): (name, module) for name, module in reversed(self.modules_in_order)}
 
         def run(state: list[torch.Tensor], leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-            with recorded_reads(self.model) as seen, recorded_code():
+            with recorded_reads(self.model) as seen, recorded_code(), replacing(originals, state, "loss"):
                 results: list[torch.Tensor] = call_with(self, originals, state, leaves)
             self.reads.update(seen)
             return results

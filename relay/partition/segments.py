@@ -72,7 +72,8 @@ class Segment:
     (as `relay.partition.find_blocks.same_structure` compares them); None is equal to nothing. `kind` is equal for the
     layers of one stack, which may share a slot, and None for a segment that is not a layer. `layer_index` is the index
     of the segment, or of its first layer, before layers were merged: random keys count by it. `layers` is the number
-    of layers in the segment. `chunks` is set for a last segment that runs over chunks of positions.
+    of layers in the segment. `chunks` is set for a last segment that runs over chunks of positions. `held` are the
+    model's names of tensors that are not its own and that its code holds.
     """
 
     index: int
@@ -87,10 +88,22 @@ class Segment:
     layer_index: int = -1
     layers: int = 1
     chunks: PositionChunks | None = None
+    held: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.layer_index < 0:
             self.layer_index = self.index
+
+    def take(self, name: str, tensor: torch.Tensor) -> None:
+        """Make a parameter or buffer of the model one of this segment's, as its code uses it without owning it."""
+        own = f"held_{len(self.held)}"
+        self.held.append(name)
+        if isinstance(tensor, nn.Parameter):
+            self.module.register_parameter(own, tensor)
+            self.parameters[own] = name
+        else:
+            self.module.register_buffer(own, tensor)
+            self.buffers[own] = name
 
 
 @dataclass(frozen=True, eq=False)

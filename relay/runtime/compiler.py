@@ -19,6 +19,7 @@ from torch import nn
 from hal.errors import Unsupported
 from relay.capture import Lowering, ObservedGradientPresence, unlogged
 from relay.capture.guards.bypasses import bypassed
+from relay.capture.guards.held_tensors import HeldTensors, watching
 from relay.capture.guards.unsupported import watching_draws
 from relay.data.buckets import Buckets
 from relay.data.loss_weight import SUM, LossPlan, StatedCount
@@ -110,6 +111,7 @@ class ModelCompiler:
         self._presences: dict[str, ObservedGradientPresence] = {}
         self._captures = Captures()
         self._code = CodeStates(lambda: self.model, {} if loss is None else {"loss": loss})
+        self.held = HeldTensors(lambda: self.model)
         self._loss_weight = loss_weight
         self._loss_over = loss_over
         self._warned = False
@@ -321,11 +323,12 @@ class ModelCompiler:
         key = (piece.signature(), whole and whole.signature(), training, results, active, state, outputs, head)
         compiled = self.cache.find(key, piece.tensors, whole.tensors if whole else ())
         if compiled is None:
-            with self._code.capturing(state) as captured:
+            with watching(self.held), self._code.capturing(state) as captured:
                 compiled = self._compile(piece, training, results, active, outputs, whole, head)
                 captured.append((self.model, compiled.partition.reads))
                 captured += [(one.segment.module, one.captured.reads or {}) for one in compiled.stages]
             self.cache.add(key, compiled)
+            self.held.follow()
         return compiled
 
     def baseline_device_bytes(self, compiled: CompiledModel) -> int:

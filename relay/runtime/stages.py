@@ -18,10 +18,12 @@ from hal.device import Device
 from hal.program import Kernel, Program, Role
 from hal.slot import lay_out
 from relay.capture import Captured, CaptureRequest, Lowering, ObservedGradientPresence, capture
+from relay.capture.guards.held_tensors import HeldElsewhere
 from relay.capture.memory_order import Order, as_written, order_of, stored_shape
 from relay.data.index_domain import IndexChecks, Visit
 from relay.eps.regions import GradientField
 from relay.eps.store import Wanted
+from relay.errors import PartitionError
 from relay.partition.capture_cache import Captures
 from relay.partition.segments import Partition, PositionChunks, Segment, Value
 from relay.runtime.gradient_layout import Orders, settle_gradients
@@ -274,7 +276,8 @@ class Capturing:
         traced, cut = [described, dict(seeds), unreached], (dict(gradients), save, shows)
         captured = self.captures.find(segment, traced, cut)
         if captured is None:
-            captured = capture(
+            captured = _capture(
+                segment,
                 CaptureRequest(
                     segment.module,
                     inputs,
@@ -290,7 +293,7 @@ class Capturing:
                     unreached=unreached,
                     shown=shows,
                     adds_loss=segment.chunks is not None,
-                )
+                ),
             )
             if captured.eager is None:
                 captured = self.captures.add(segment, traced, cut, captured)
@@ -359,6 +362,7 @@ def connect(stages: Sequence[Stage]) -> None:
     for stage in stages:
         for program in stage.programs:
             program.first, program.later = program.accumulate(False), program.accumulate(True)
+    _refuse_held_states(stages)
     backwards = [
         Backward(back.program, back.seeds, back.value_gradients, presence_in(stage.captured))
         if (back := stage.backward) is not None
@@ -367,6 +371,27 @@ def connect(stages: Sequence[Stage]) -> None:
     ]
     for stage, gradient_presence in zip(stages, derive_presence(backwards), strict=True):
         stage.gradient_presence = gradient_presence
+
+
+def _refuse_held_states(stages: Sequence[Stage]) -> None:
+    """Raise PartitionError for a buffer that one segment changes and another one's code holds by itself."""
+    changed = {stage.buffers[index]: stage for stage in stages for one in stage.programs for index in one.updates}
+    for stage in stages:
+        for name in stage.segment.held:
+            if name in changed:
+                raise PartitionError(
+                    f"{stage.segment.name!r} holds the buffer {name!r}, which {changed[name].segment.name!r} changes "
+                    "in its forward. With several micro-batches it would read it too late. Pass it on as a tensor."
+                )
+
+
+def _capture(segment: Segment, request: CaptureRequest) -> Captured:
+    """Capture a segment. Parameters and buffers of others that its code holds become its own as well."""
+    while True:
+        try:
+            return capture(request)
+        except HeldElsewhere as elsewhere:
+            segment.take(elsewhere.name, elsewhere.tensor)
 
 
 def example_of(value: Value, order: Order) -> torch.Tensor:

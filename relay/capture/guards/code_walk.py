@@ -36,6 +36,7 @@ from relay.capture.guards.followed_code import (
     is_slot,
     mentioned_by,
 )
+from relay.capture.guards.held_tensors import is_held
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +146,7 @@ class _Walk:
 
     def _follow(self, value: Any, path: str) -> None:
         if isinstance(value, torch.Tensor):
-            if id(value) not in self._own_tensors:
+            if id(value) not in self._own_tensors and not is_held(value):
                 self.guards.add_tensor(path, value)
         elif isinstance(value, nn.Module):
             self._module(value, path, own=False)

@@ -23,6 +23,13 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield (f"{path}.{name}" if path else name), tensor
 
 
+def tensor_at(module: nn.Module, name: str) -> torch.Tensor:
+    """The parameter or buffer of that name."""
+    owner, _, own_name = name.rpartition(".")
+    found: torch.Tensor = getattr(module.get_submodule(owner), own_name)
+    return found
+
+
 def call_with(
     module: nn.Module, originals: Sequence[torch.Tensor], others: Sequence[torch.Tensor], args: Any, kwargs: Any = None
 ) -> Any:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from relay.capture import BlockCall, autocast, call_with, trace
+from relay.capture.guards.held_tensors import replacing
 from relay.capture.guards.mutated_arguments import call_observed
 from relay.capture.guards.unsupported import hooks_wait, inside_layer
 from relay.errors import RelayError
@@ -106,7 +107,8 @@ class LayerLabels:
                 return list(tensor_leaves((result, changed) if call.changes else result)[0])
 
         def run(states: list[torch.Tensor], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            outputs: list[torch.Tensor] = call_with(Called(), originals, states, tensors)
+            with replacing(originals, states, call.name, constants=False, elsewhere=False):
+                outputs: list[torch.Tensor] = call_with(Called(), originals, states, tensors)
             return outputs
 
         try:
