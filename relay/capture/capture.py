@@ -20,7 +20,7 @@ import contextlib
 import functools
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -34,6 +34,7 @@ from relay.capture.core.lowering import Lowering, attention, decompositions
 from relay.capture.eager_fallback import eager_programs
 from relay.capture.guards.attribute_reads import Reads, recorded_reads
 from relay.capture.guards.check_dtypes import check_operands
+from relay.capture.guards.counters import Counter
 from relay.capture.guards.functional_call import put_back
 from relay.capture.guards.messages import (
     NotAGraph,
@@ -162,6 +163,7 @@ def _trace(request: CaptureRequest) -> tuple[fx.GraphModule, Reads, PlainTensors
         plain = stack.enter_context(PlainTensors(module))
         reads = stack.enter_context(recorded_reads(module))
         joint = aot_export_joint_with_descriptors(stack, traced, inputs, {}, decompositions=table)
+        _refuse_counters(traced.counters)
         _refuse_undescribed(joint.graph_module.graph)
         if request.lowering is not Lowering.CORE:
             _refuse_unkeyed(joint.graph_module.graph)
@@ -169,6 +171,12 @@ def _trace(request: CaptureRequest) -> tuple[fx.GraphModule, Reads, PlainTensors
             spell_out(joint.graph_module.graph)
         joint.graph_module.meta["holds_tensors"] = traced.holds_tensors
         return joint.graph_module, reads, plain
+
+
+def _refuse_counters(counters: Sequence[Counter]) -> None:
+    """Raise NotAGraph for a number that every call changes and computes with."""
+    for counter in counters:
+        raise NotAGraph(f"the number {counter.label!r}", "is changed by every forward, which computes with it")
 
 
 def _refuse_undescribed(graph: fx.Graph) -> None:

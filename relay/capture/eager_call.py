@@ -18,6 +18,7 @@ from torch import nn
 
 from hal.random import RandomKey
 from relay.capture.guards.bypasses import bypassed
+from relay.capture.guards.counters import CountedStates
 from relay.capture.guards.functional_call import call_with
 from relay.capture.guards.held_tensors import HeldView, Replacing, replacing
 from relay.capture.guards.unsupported import hooks_wait
@@ -53,13 +54,14 @@ class EagerSegment:
 
     `parameters` are all names of each parameter, and `buffers` the name of each buffer, in the order of the programs.
     `context` returns a new context to run the module in (autocast). `held` are the tensors that its code was found to
-    hold by itself.
+    hold by itself, and `counted` the numbers that it counts and computes with.
     """
 
     def __init__(self, module: nn.Module, name: str, context: Callable[[], AbstractContextManager[Any]]) -> None:
         self.module = module
         self.name = name
         self.held: dict[int, HeldView] = {}
+        self.counted = CountedStates(())
         self.presence = ObservedGradientPresence()
         self.context = context
         self.tensors = list(module.parameters())
@@ -165,6 +167,12 @@ class EagerCall:
         # Eager ops draw from torch's generator, which is seeded from the key and restored afterwards.
         with bypassed(), torch.random.fork_rng(**generators_of(tensors)):
             torch.manual_seed(seed_of(key))
+            counted = self.segment.counted
+            if self.kind == "backward":
+                return counted.recompute(
+                    key.microbatch, lambda: self._backward(parameters, buffers, values, seeds, key)
+                )
+            counted.forward(key.microbatch)
             if not seeds:
                 return self._forward(parameters, buffers, values)
             return self._backward(parameters, buffers, values, seeds, key)

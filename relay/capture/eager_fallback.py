@@ -24,6 +24,8 @@ from hal.program import Port, Program, Role
 from relay.capture.eager_call import EagerCall, EagerLayouts, EagerSegment
 from relay.capture.fake_tensors import is_fake
 from relay.capture.guards.bypasses import bypassed
+from relay.capture.guards.counters import CountedStates, Counter, Numbers, changed, computed_with, numbers_of
+from relay.capture.guards.executed_code import recorded_code
 from relay.capture.guards.functional_call import call_with
 from relay.capture.guards.messages import changed_parameter, explain, name_of_program
 from relay.capture.guards.unsupported import hooks_wait
@@ -144,7 +146,9 @@ def eager_programs(request: CaptureRequest) -> EagerPrograms:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             before = as_they_are(buffers)
             written = [leaf._version for leaf in leaves]
+            numbers = numbers_of(module)
             outputs, after = segment.run(leaves, values, before)
+            segment.counted = CountedStates(_counters(segment, numbers, leaves, values, buffers))
             _refuse_sparse(outputs, name)
             _refuse_foreign_gradients(outputs, leaves, parameters, name)
             for leaf, version, names in zip(leaves, written, segment.parameters, strict=True):
@@ -228,6 +232,22 @@ def eager_programs(request: CaptureRequest) -> EagerPrograms:
         "joint": program("joint") if ends_in_loss else None,
     }
     return EagerPrograms(segment, programs, wants, saved_bytes, copies, layouts)
+
+
+def _counters(
+    segment: EagerSegment,
+    numbers: Numbers,
+    leaves: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor],
+) -> list[Counter]:
+    """The numbers of a module that every call changes and computes with; `numbers` are those of before a call."""
+    if not changed(numbers, numbers_of(segment.module)):
+        return []
+    numbers = numbers_of(segment.module)  # what changes once and then stays is no counter
+    with recorded_code() as ran, torch.no_grad():
+        segment.run(leaves, values, as_they_are(buffers))
+    return computed_with(changed(numbers, numbers_of(segment.module)), ran)
 
 
 def _refuse_sparse(outputs: Sequence[torch.Tensor], name: str) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from relay.capture.guards.attribute_reads import reads_unrecorded
+from relay.capture.guards.counters import Counter, changed, computed_with, numbers_of
 from relay.capture.guards.executed_code import recorded_code
 from relay.capture.guards.functional_call import carry_attributes, tensor_at
 from relay.capture.guards.held_tensors import replacing
@@ -32,7 +34,8 @@ class TracedModule(nn.Module):
     """The module of a request as it is traced.
 
     `forward` takes `CaptureRequest.arguments`. It returns the outputs, and one more if there is nothing else to
-    differentiate. `holds_tensors` is whether its code was found to hold parameters by itself.
+    differentiate. `holds_tensors` is whether its code was found to hold parameters by itself, `counters`
+    the numbers that its last call changed and that its code computes with.
     """
 
     def __init__(self, request: CaptureRequest) -> None:
@@ -46,6 +49,7 @@ class TracedModule(nn.Module):
         self.unreached = request.unreached
         self.layer = request.name
         self.holds_tensors = False
+        self.counters: list[Counter] = []
         self.originals = dict([*self.module.named_parameters(), *self.module.named_buffers()])
         self.attributes = [(name, dict(vars(one))) for name, one in self.module.named_parameters() if vars(one)]
 
@@ -58,12 +62,15 @@ class TracedModule(nn.Module):
         for name, attributes in self.attributes:
             owner, _, own_name = name.rpartition(".")
             carry_attributes(attributes, getattr(self.module.get_submodule(owner), own_name))
-        current = [tensor_at(self.module, name) for name in self.originals]
+        with reads_unrecorded():
+            current = [tensor_at(self.module, name) for name in self.originals]
         own = replacing(list(self.originals.values()), current, self.layer)
         on_device = OnDevice(self.device) if self.device != CPU else contextlib.nullcontext()
         # The backward is traced outside of autocast, as PyTorch runs it outside of autocast.
-        with autocast(self.compute_dtype, self.device.type), on_device, recorded_code(), own as replaced:
+        before = numbers_of(self.module)
+        with autocast(self.compute_dtype, self.device.type), on_device, recorded_code() as ran, own as replaced:
             outputs: tuple[torch.Tensor, ...] = self.module(*inputs)
+        self.counters = computed_with(changed(before, numbers_of(self.module)), ran)
         self.holds_tensors = replaced is not None and bool(replaced.used)
         self._copy_assigned_buffers(buffers)
         # An output that shares memory with an input or another output would get no gradient of its own.

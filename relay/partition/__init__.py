@@ -12,6 +12,7 @@ Invariant: run in order, the segments compute what the model computes, op for op
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 
 from relay.capture import GuardTracer, autocast, blocks_as_ops, call_with, trace
 from relay.capture.guards.attribute_reads import Reads, recorded_reads
+from relay.capture.guards.counters import Counter, changed, computed_with, numbers_of
 from relay.capture.guards.executed_code import recorded_code
 from relay.capture.guards.held_tensors import replacing
 from relay.capture.guards.plain_tensors import PlainTensors, constants_of
@@ -30,7 +32,7 @@ from relay.graph.pytree import TensorTree, tensor_leaves
 from relay.models.huggingface import without_cache
 from relay.partition.batch_analysis import NotFollowed, TracedModel, follow_batch, plan_for
 from relay.partition.cut_head import cut_over_batch
-from relay.partition.find_blocks import find_blocks
+from relay.partition.find_blocks import find_blocks, undisturbed
 from relay.partition.graph_split import cut_graph
 from relay.partition.list_over_batch import partition_list_over_batch
 from relay.partition.module_list import canonical_names, check_scalar, list_as_model, partition_list
@@ -72,14 +74,20 @@ def partition_model(
     skipped = set() if active is None else set(blocks) - set(active)
     check_outside(model, blocks)
     originals = list(states.values())
+    inside = {id(part) for block in blocks.values() for part in block.modules()}
+    counting: list[Counter] = []
+    code: set[CodeType] = set()
 
     def traced_for(tensors: Sequence[torch.Tensor], guard_tracer: GuardTracer) -> TracedModel:
         found: list[tuple[bool, TensorTree]] = []
 
         def run(state: list[torch.Tensor], leaves: list[torch.Tensor]) -> list[torch.Tensor]:
             own = replacing(originals, state, type(model).__name__)
-            with recorded_reads(model) as seen, recorded_code(), own:
+            numbers = numbers_of(model)
+            with recorded_reads(model) as seen, recorded_code() as ran, own:
                 output = call_with(model, originals, state, (), tree.fill(leaves))
+            counting[:] = [one for one in changed(numbers, numbers_of(model)) if id(one.module) not in inside]
+            code.update(ran)
             reads.update(seen)
             loss = loss_of(output)
             results, output_tree = tensor_leaves(output)
@@ -94,6 +102,14 @@ def partition_model(
 
     guard_tracer = GuardTracer(batch)
     traced = traced_for(batch, guard_tracer)
+    if counting:
+        traced_for(batch, GuardTracer(batch))  # what changes again is a counter
+        for counter in computed_with(counting, code):
+            raise PartitionError(
+                f"every forward of {type(model).__name__} changes the number {counter.label!r}, outside of its "
+                "repeated layers, and computes with it, so a compiled program would keep the one that it was made "
+                "with. Keep it in a buffer (register_buffer), or give it as part of the batch."
+            )
     if not traced.calls:
         raise PartitionError(
             f"{type(model).__name__} did not call any of its repeated layers ({', '.join(list(blocks)[:3])}, ...) for "
@@ -103,7 +119,8 @@ def partition_model(
         assert whole is not None
         name = type(model).__name__
         try:
-            followed = follow_batch(traced, guard_tracer.answers, traced_for, whole, size, states)
+            with undisturbed(model):  # traces that the model never sees
+                followed = follow_batch(traced, guard_tracer.answers, traced_for, whole, size, states)
         except NotFollowed as why:
             raise PartitionError(
                 f"{name} cannot be run with a head over the whole batch: {why}. Use microbatches=1, or "
@@ -115,7 +132,8 @@ def partition_model(
         return partition
     plan = LossPlan()
     if whole is not None:
-        plan, _ = plan_for(traced, guard_tracer.answers, traced_for, whole, size, states)
+        with undisturbed(model):  # the whole batch is traced, which the model never sees
+            plan, _ = plan_for(traced, guard_tracer.answers, traced_for, whole, size, states)
     partition = cut_graph(traced.module, states, traced.calls, names, traced.has_loss, traced.result_tree)
     partition.guards, partition.loss_plan, partition.reads = tuple(guard_tracer.guards), plan, reads
     return partition

@@ -24,6 +24,7 @@ from relay.data.microbatches import Piece
 from relay.errors import PartitionError, RelayError
 from relay.graph.pytree import TensorTree, tensor_leaves
 from relay.partition.batch_analysis import TracedModel, plan_for
+from relay.partition.find_blocks import undisturbed
 from relay.partition.graph_segment import GraphSegment, graph_of_loss
 from relay.partition.segments import Partition, Segment, Value
 
@@ -84,7 +85,8 @@ def partition_list(
     if whole is not None:
         traced = TracedList(model, taking_part, loss, input_tree, len(inputs), target_tree, compute)
         reads = traced.reads
-        plan, loss_graph, given = traced.planned([*inputs, *targets], whole, size)
+        with undisturbed(model):  # the whole batch is traced, which the model never sees
+            plan, loss_graph, given = traced.planned([*inputs, *targets], whole, size)
         further = new_values(given, None)
     for index, (name, module) in enumerate(taking_part):
         call = ModuleCall(module, tree)

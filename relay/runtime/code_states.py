@@ -48,6 +48,7 @@ class CodeStates:
         self._reads: dict[type, set[str] | None] = {}
         self._own_changes: list[Change] = []
         self._begun = 0
+        self._before = CodeGuards()
 
     def current(self) -> CodeState:
         """The state that the code is in now."""
@@ -79,13 +80,28 @@ class CodeStates:
         What the captured code itself changes, as it runs in the trace, does not count: else no program would ever be
         found again.
         """
-        before = state.guards or self._follow()
+        self._before = before = state.guards or self._follow()
         captured: list[tuple[nn.Module, Reads]] = []
         yield captured
         self._own_changes += before.changes()
         for module, reads in captured:
             self._add(reads_by_class(module, reads).items())
         state.guards = self._follow()
+
+    def counted(self, state: CodeState) -> dict[Any, tuple[str, str, Any]]:
+        """The plain numbers that have changed since captures in this state began, or since they ended: by guard the
+        path, the name in code, and the number now."""
+        return self._before.counted() | (state.guards.counted() if state.guards is not None else {})
+
+    def settle(self, state: CodeState) -> None:
+        """What has changed since the captures is changed by the code itself."""
+        if state.guards is not None:
+            self._own_changes += state.guards.changes()
+            state.guards = self._follow()
+
+    def changes_itself(self, changes: Iterable[Change]) -> None:
+        """What these guards look at is changed by the code as it runs in steps, and is no change of the code."""
+        self._own_changes += changes
 
     def clear(self) -> None:
         """Let go of all states: none is found again."""

@@ -19,6 +19,8 @@ from torch import nn
 from hal.errors import Unsupported
 from relay.capture import Lowering, ObservedGradientPresence, unlogged
 from relay.capture.guards.bypasses import bypassed
+from relay.capture.guards.counters import refuse_counters, writes_outside
+from relay.capture.guards.executed_code import collected_code
 from relay.capture.guards.held_tensors import HeldTensors, watching
 from relay.capture.guards.unsupported import watching_draws
 from relay.data.buckets import Buckets
@@ -262,11 +264,9 @@ class ModelCompiler:
         found = [model for model in known if model is not None]
         if len(found) == len(known) and len({id(model.head) for model in found}) == 1:
             return found
-        with self._code.capturing(state) as captured:
-            compiled = self._compile_over_batch(given, whole, training, results, active, outputs)
-            for model in dict.fromkeys(compiled):
-                captured.append((self.model, model.partition.reads))
-                captured += [(one.segment.module, one.captured.reads or {}) for one in model.stages]
+        compiled = self._in_state(
+            state, lambda: self._compile_over_batch(given, whole, training, results, active, outputs)
+        )
         for model, key in dict(zip(compiled, keys, strict=True)).items():
             self.cache.add(key, model)
         return compiled
@@ -323,13 +323,33 @@ class ModelCompiler:
         key = (piece.signature(), whole and whole.signature(), training, results, active, state, outputs, head)
         compiled = self.cache.find(key, piece.tensors, whole.tensors if whole else ())
         if compiled is None:
-            with watching(self.held), self._code.capturing(state) as captured:
-                compiled = self._compile(piece, training, results, active, outputs, whole, head)
-                captured.append((self.model, compiled.partition.reads))
-                captured += [(one.segment.module, one.captured.reads or {}) for one in compiled.stages]
+            (compiled,) = self._in_state(
+                state, lambda: [self._compile(piece, training, results, active, outputs, whole, head)]
+            )
             self.cache.add(key, compiled)
-            self.held.follow()
         return compiled
+
+    def _in_state(self, state: CodeState, compile_models: Callable[[], list[CompiledModel]]) -> list[CompiledModel]:
+        """Compile models in a state of the code, which depends from then on on all that the code read.
+
+        Raises PartitionError for numbers that the code counts and computes with.
+        """
+        first = state.guards is None
+        with watching(self.held), self._code.capturing(state) as captured, collected_code() as ran:
+            models = compile_models()
+            for model in dict.fromkeys(models):
+                captured.append((self.model, model.partition.reads))
+                captured += [(one.segment.module, one.captured.reads or {}) for one in model.stages]
+                eager = [one.captured.eager for one in model.stages if one.captured.eager is not None]
+                self._code.changes_itself([counter.change for one in eager for counter in one.counted.counters])
+        counted = self._code.counted(state)
+        if first and (counted or any(map(writes_outside, ran))):
+            with watching(self.held):
+                compile_models()  # once more: what changes again is a counter
+            refuse_counters(counted, self._code.counted(state), ran)
+            self._code.settle(state)
+        self.held.follow()
+        return models
 
     def baseline_device_bytes(self, compiled: CompiledModel) -> int:
         """Device bytes that plain training would need: weights, gradients, two moments, autograd's saved tensors."""

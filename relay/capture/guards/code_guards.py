@@ -106,6 +106,7 @@ class CodeGuards:
         self._names: list[tuple[str, Mapping[str, Any], str, Any]] = []
         self._functions: list[tuple[str, FunctionType, tuple[Any, ...]]] = []
         self._cells: list[tuple[str, CellType, Any]] = []
+        self._variables: dict[int, str] = {}
         self._types: list[tuple[str, Any, type]] = []
         self._tensors: list[tuple[str, torch.Tensor, tuple[Any, ...]]] = []
         self._parameters: list[tuple[str, torch.Tensor, tuple[Any, ...]]] = []
@@ -145,8 +146,9 @@ class CodeGuards:
         """A function's code and defaults, which may be assigned to."""
         self._functions.append((path, function, _FUNCTION(function)))
 
-    def add_cell(self, path: str, cell: CellType) -> None:
+    def add_cell(self, path: str, cell: CellType, variable: str = "") -> None:
         """What a closure's variable holds."""
+        self._variables[id(cell)] = variable
         self._cells.append((path, cell, _content(cell)))
 
     def add_type(self, path: str, subject: Any) -> None:
@@ -201,6 +203,29 @@ class CodeGuards:
     def changes(self) -> list[Change]:
         """All guards that do not hold."""
         return [change for _, change in self._changes()]
+
+    def counted(self) -> dict[tuple[int, Hashable], tuple[str, str, Any]]:
+        """The plain numbers that are others now: by guard, the path, the name in code, and the number now."""
+        found: dict[tuple[int, Hashable], tuple[str, str, Any]] = {}
+        for table in self._tables:
+            for name, before in table.expected.items():
+                now = dict.get(table.entries, name, ABSENT)
+                if _is_number(before) and _is_number(now) and before != now and isinstance(name, str):
+                    path = f"{table.path}.{name}" if table.owner is not None else f"{table.path}[{name!r}]"
+                    found[id(table.entries), name] = path, name, now
+        for path, names, name, before in self._names:
+            now = names.get(name, ABSENT)
+            if _is_number(before) and _is_number(now) and before != now:
+                found[id(names), name] = path, name, now
+        for path, cell, before in self._cells:
+            now = _content(cell)
+            if _is_number(before) and _is_number(now) and before != now:
+                found[id(cell), None] = path, self._variables.get(id(cell), ""), now
+        for path, items, before in self._lists:
+            for index, (one, now) in enumerate(zip(before, items, strict=False)):
+                if _is_number(one) and _is_number(now) and one != now:
+                    found[id(items), index] = f"{path}[{index}]", path.rpartition(".")[2], now
+        return found
 
     def without(self, changes: Iterable[Change]) -> None:
         """Let go of these guards: what they look at is changed by the code that is captured itself."""
@@ -348,6 +373,10 @@ def _as_before(table: _Table) -> bool:
 def _keys(entries: dict[Any, Any]) -> list[Any]:
     """The keys in their order, whatever a subclass makes of its methods; an OrderedDict keeps an order of its own."""
     return [*(OrderedDict.__iter__(entries) if isinstance(entries, OrderedDict) else dict.__iter__(entries))]
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float, complex)
 
 
 def _content(cell: CellType) -> Any:

@@ -227,8 +227,8 @@ class _Walk:
     def _function(self, function: types.FunctionType, path: str) -> None:
         if not (has_run(function.__code__) or self._in_backward):
             return
-        for cell in function.__closure__ or ():
-            self.guards.add_cell(f"a variable in the closure of {path}", cell)
+        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+            self.guards.add_cell(f"a variable in the closure of {path}", cell, variable)
             try:
                 content = cell.cell_contents
             except ValueError:

@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 _DISPATCHING = (FunctionalTensorMode, FakeTensorMode, FakeTensor, ProxyTorchDispatchMode)
 _NAME = "__torch_dispatch__"
 _executed: set[CodeType] = set()
+_collecting: list[set[CodeType]] = []
 
 
 def has_run(code: CodeType) -> bool:
@@ -29,12 +30,14 @@ def has_run(code: CodeType) -> bool:
 
 
 @contextmanager
-def recorded_code() -> Iterator[None]:
-    """While open, all functions that this thread enters count as run, but for the dispatch of ops."""
+def recorded_code() -> Iterator[set[CodeType]]:
+    """While open, all functions that this thread enters count as run, but for the dispatch of ops. Yields them."""
     before: Any = sys.gettrace()
+    ran: set[CodeType] = set()
 
     def entered(frame: FrameType, event: str, argument: Any) -> Any:
         _executed.add(frame.f_code)
+        ran.add(frame.f_code)
         return None if before is None else before(frame, event, argument)
 
     with ExitStack() as stack:
@@ -43,9 +46,22 @@ def recorded_code() -> Iterator[None]:
             setattr(kind, _NAME, _unrecorded(kind.__dict__[_NAME]))
         sys.settrace(entered)
         try:
-            yield
+            yield ran
         finally:
             sys.settrace(before)
+            for collected in _collecting:
+                collected |= ran
+
+
+@contextmanager
+def collected_code() -> Iterator[set[CodeType]]:
+    """While open, what `recorded_code` records comes together in the set that is yielded."""
+    collected: set[CodeType] = set()
+    _collecting.append(collected)
+    try:
+        yield collected
+    finally:
+        _collecting.pop()
 
 
 def _unrecorded(dispatch: Any) -> Any:

@@ -145,7 +145,8 @@ class HeldTensors:
         for view in self._views.values():
             with torch.no_grad():
                 now = view.of(view.owner.data)
-                if view.tensor.data_ptr() != now.data_ptr():
+                moved = view.tensor.data_ptr() != now.data_ptr()
+                if moved and view.tensor.dtype == now.dtype:  # not where split master weights halve the parameter
                     view.tensor.data = now
 
     def check_constant(self, tensor: torch.Tensor, layer: str) -> None:

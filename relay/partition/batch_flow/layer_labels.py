@@ -23,7 +23,7 @@ from relay.graph.pytree import tensor_leaves
 from relay.partition.batch_flow.flow import BatchFlow
 from relay.partition.batch_flow.labels import Cause, Kind, Label, free
 from relay.partition.batch_flow.trace_pair import TracePair
-from relay.partition.find_blocks import same_structure
+from relay.partition.find_blocks import same_structure, undisturbed
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,10 +113,14 @@ class LayerLabels:
 
         try:
             with inside_layer(), hooks_wait(), torch.no_grad(), autocast(call.compute):
-                first, second = (trace(run, (originals, list(tensors)), call.name) for tensors in (small, large))
+                traces = []
+                for tensors in (small, large):
+                    with undisturbed(call.block):  # both begin with the same numbers
+                        traces.append(trace(run, (originals, list(tensors)), call.name))
         except (RelayError, RuntimeError, TypeError, ValueError, NotImplementedError):
             return None, (Cause("its code", "cannot be traced"),)
         try:
+            first, second = traces
             pair = TracePair(first, second, self._lengths)
         except ValueError as unlike:
             return None, (Cause("its code", f"differs with the batch's length: {unlike}"),)
