@@ -10,6 +10,7 @@ on one thread. Two test processes that each spin on all cores wait for each othe
 
 import gc
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -42,6 +43,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--adversary", metavar="ORDER", help="the scheduler's tests on the simulator: eager, late or random:SEED"
     )
+
+
+def pytest_configure() -> None:
+    """Heed Ctrl-C as at a terminal: a process that a shell starts in the background ignores it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -41,7 +41,20 @@ def through_a_file(value: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
+SMALL_STATES_TRIED = [("AdamW", "bf16"), ("LAMB", "int8"), ("Lion", "bf16"), ("SGD with momentum", "int8")]
+
+
+def cases() -> list[Any]:
+    """All cases, of which `make test` has each optimizer with one of the small states."""
+    return [
+        pytest.param(name, options, marks=pytest.mark.exhaustive)
+        if "state_dtype" in options and (name, options["state_dtype"]) not in SMALL_STATES_TRIED
+        else (name, options)
+        for name, options in CASES
+    ]
+
+
+@pytest.mark.parametrize(("name", "options"), cases(), ids=str)
 def test_a_run_saved_by_torch_save_resumes_to_the_bit(build: Build, name: str, options: dict[str, Any]) -> None:
     data = reference.text_batches(5)
     trainer = build(gpt(), optimizer=OPTIMIZERS[name], **options)
@@ -99,8 +112,8 @@ def test_the_state_is_that_of_torch_optim_and_loads_there(build: Build, name: st
     for batch in data[:2]:
         trainer.step(batch)
     found, expected = trainer.optimizer.state_dict(), stepper.state_dict()
-    ours, theirs = ([group["params"] for group in state["param_groups"]] for state in (found, expected))
-    assert ours == theirs
+    indices, torchs_indices = ([group["params"] for group in state["param_groups"]] for state in (found, expected))
+    assert indices == torchs_indices
     for index, state in expected["state"].items():
         for label, value in state.items():
             assert value is None or torch.equal(found["state"][index][label], value)

@@ -174,22 +174,32 @@ def test_a_weight_shared_by_layers_that_meet_or_do_not_is_clipped_as_in_pytorch(
         torch.testing.assert_close(trainer.state_dict()[name], tensor, rtol=1e-6, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        None,
-        functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-        {"clip_grad_norm": 10.0},
-        {"precision": "bf16"},
-        {"precision": "fp16", "loss_scale": 1.0},
-        {"precision": "bf16", "clip_grad_norm": 10.0, "layers_per_slot": 2},
-    ],
-    ids=["AdamW", "torch's SGD", "held updates", "bf16", "fp16", "bf16, held, two layers a slot"],
-)
+EDITED: dict[str, Any] = {
+    "AdamW": None,
+    "torch's SGD": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "deferred updates": {"clip_grad_norm": 10.0},
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16", "loss_scale": 1.0},
+    "bf16, deferred, two layers a slot": {"precision": "bf16", "clip_grad_norm": 10.0, "layers_per_slot": 2},
+}
+"""Optimizers, or options of a trainer with AdamW."""
+
+
+def edited() -> list[Any]:
+    """All of them on each device, of which `make test` has one device for each, in turn."""
+    devices = ["cpu", "cpu:discrete"]
+    return [
+        pytest.param(name, device, marks=() if device == devices[position % 2] else pytest.mark.exhaustive)
+        for position, name in enumerate(EDITED)
+        for device in devices
+    ]
+
+
+@pytest.mark.parametrize(("name", "device"), edited())
 def test_layers_inserted_removed_replaced_and_moved_train_on_as_in_pytorch(
-    build: Build, optimizer: Any, device: str
+    build: Build, name: str, device: str
 ) -> None:
+    optimizer = EDITED[name]
     torch.manual_seed(0)
     model = Stack(3)
     given = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9) if callable(optimizer) else reference.adamw

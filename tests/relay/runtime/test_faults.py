@@ -19,6 +19,7 @@ from hal import registry
 from hal.conformance.faults import Faults, FaultyQueue, faulty
 from hal.errors import DeviceLost, HalError, OutOfMemory
 from relay.errors import InconsistentState, NonFiniteLoss
+from relay.runtime.step_guard import DeferredInterrupt
 from tests.support import devices, reference
 from tests.support.shared_captures import share
 
@@ -203,16 +204,24 @@ def test_ctrl_c_again_and_again_ends_a_step_that_does_not_end(make: Make, faults
     trainer = make(device="cpu:discrete")
     trainer.step(batch(0))
     faults.restart()
-    faults.slow = {"drain": 0.2}
+    faults.slow = {"drain": 0.5}
 
     def press() -> None:
-        for _ in range(3):
-            time.sleep(0.1)
+        """Three times, each once the one before was noticed: two at once would be one."""
+        while not isinstance(step := getattr(signal.getsignal(signal.SIGINT), "__self__", None), DeferredInterrupt):
+            time.sleep(0.01)
+        for number in range(3):
             os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(3000):
+                if step.count > number:
+                    break
+                time.sleep(0.01)
 
-    threading.Thread(target=press).start()
+    pressing = threading.Thread(target=press)
+    pressing.start()
     with pytest.raises(KeyboardInterrupt):
         trainer.step(batch(1))
+    pressing.join()
     with pytest.raises(InconsistentState):
         trainer.step(batch(1))
 
@@ -301,7 +310,7 @@ def test_slow_queues_change_no_bit(make: Make, faults: Faults) -> None:
 
 def test_the_watchdog_says_what_a_step_waits_for(make: Make, faults: Faults, caplog: pytest.LogCaptureFixture) -> None:
     earlier = set(threading.enumerate())
-    trainer = make(device="cpu:discrete", stall_timeout=0.2)
+    trainer = make(device="cpu:discrete", stall_timeout=0.05)
     with caplog.at_level(logging.ERROR, "relay"):
         trainer.step(batch(0))
         faults.slow = {"drain": 0.05}
