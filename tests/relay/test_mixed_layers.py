@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import relay
 from relay.errors import PartitionError
-from tests.support import mixed_reference, reference
+from tests.support import matrix, mixed_reference, reference
 from tests.support.zoo.plain_models import Build
 
 MIXED = ["bf16", "fp16"]
@@ -132,8 +132,7 @@ def pairs(*shape: int) -> list[dict[str, Tensor]]:
     return [{name: torch.randn(6, *shape, generator=generator) for name in ("inputs", "targets")} for _ in range(2)]
 
 
-@pytest.mark.parametrize("precision", MIXED)
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(("norm", "precision"), matrix.sampled(MIXED, NORMS))
 def test_a_norm_of_rounded_values_hands_its_backward_what_the_kernel_gave(
     build: Build, norm: str, precision: str
 ) -> None:
@@ -148,8 +147,7 @@ def test_a_norm_of_rounded_values_hands_its_backward_what_the_kernel_gave(
     reference.assert_same_state(trainer.state_dict(), reference.state_of(plain))
 
 
-@pytest.mark.parametrize("precision", MIXED)
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(("block", "precision"), matrix.sampled(MIXED, BLOCKS))
 def test_blocks_of_a_whole_model_take_a_rounded_stream(build: Build, block: str, precision: str) -> None:
     torch.manual_seed(0)
     make, shape = BLOCKS[block]

@@ -13,6 +13,8 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import pytest
+
 Case = dict[str, Any]
 
 
@@ -46,6 +48,18 @@ def in_turn(last: Sequence[Any], *others: Iterable[Any]) -> list[tuple[Any, ...]
     every value (of two others, where the last has two values)."""
     numbered = itertools.product(*(list(enumerate(values)) for values in others))
     return [(*(value for _, value in case), last[sum(index for index, _ in case) % len(last)]) for case in numbered]
+
+
+def sampled(last: Sequence[Any], *others: Iterable[Any]) -> list[Any]:
+    """The whole product of all options as cases of a test. `make test` runs those that `in_turn` gives; the others are
+    marked exhaustive, for `make test-full`."""
+    cases = []
+    for numbered in itertools.product(*(list(enumerate(values)) for values in others)):
+        turn = sum(index for index, _ in numbered) % len(last)
+        for index, value in enumerate(last):
+            marks = () if index == turn else pytest.mark.exhaustive
+            cases.append(pytest.param(*(value for _, value in numbered), value, marks=marks))
+    return cases
 
 
 def combinations(case: Mapping[str, Any], size: int) -> set[tuple[tuple[str, Any], ...]]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hal.errors import OutOfMemory
 from relay.errors import PartitionError
-from tests.support import mixed_reference, reference
+from tests.support import matrix, mixed_reference, reference
 from tests.support.zoo.plain_models import WIDTH, Block, Build, Output
 
 
@@ -185,17 +185,7 @@ EDITED: dict[str, Any] = {
 """Optimizers, or options of a trainer with AdamW."""
 
 
-def edited() -> list[Any]:
-    """All of them on each device, of which `make test` has one device for each, in turn."""
-    devices = ["cpu", "cpu:discrete"]
-    return [
-        pytest.param(name, device, marks=() if device == devices[position % 2] else pytest.mark.exhaustive)
-        for position, name in enumerate(EDITED)
-        for device in devices
-    ]
-
-
-@pytest.mark.parametrize(("name", "device"), edited())
+@pytest.mark.parametrize(("name", "device"), matrix.sampled(["cpu", "cpu:discrete"], EDITED))
 def test_layers_inserted_removed_replaced_and_moved_train_on_as_in_pytorch(
     build: Build, name: str, device: str
 ) -> None:

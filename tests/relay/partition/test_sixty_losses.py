@@ -6,7 +6,7 @@ The reference is plain PyTorch on the whole batch. Masks are uneven: some micro-
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import relay
+from tests.support import matrix
 from tests.support.zoo.plain_models import Build
 
 BATCH, LENGTH, CLASSES = 12, 5, 6
@@ -217,16 +218,7 @@ def assert_equal(ours: tuple[float, list[Tensor]], theirs: tuple[float, list[Ten
     assert float((mine - other).norm()) <= relative * float(other.norm())
 
 
-def in_turn(names: Iterable[str], numbers: Sequence[int]) -> list[Any]:
-    """Each name with each number, of which `make test` has one, the next for each name."""
-    return [
-        pytest.param(name, number, marks=() if number == numbers[position % len(numbers)] else pytest.mark.exhaustive)
-        for position, name in enumerate(names)
-        for number in numbers
-    ]
-
-
-@pytest.mark.parametrize(("name", "microbatches"), in_turn([*ROW_WISE, *TERMS], (4, 3, 2, 1)))
+@pytest.mark.parametrize(("name", "microbatches"), matrix.sampled((4, 3, 2, 1), [*ROW_WISE, *TERMS]))
 def test_a_loss_is_that_of_the_whole_batch_in_any_number_of_micro_batches(
     build: Build, name: str, microbatches: int
 ) -> None:
@@ -234,7 +226,7 @@ def test_a_loss_is_that_of_the_whole_batch_in_any_number_of_micro_batches(
     assert_equal(stepped(build, loss, microbatches), plain(loss))
 
 
-@pytest.mark.parametrize(("name", "microbatches"), in_turn(MIXED, (3, 1, 2, 4, 7)))
+@pytest.mark.parametrize(("name", "microbatches"), matrix.sampled((3, 1, 2, 4, 7), MIXED))
 def test_a_loss_that_mixes_samples_runs_over_the_whole_batch(build: Build, name: str, microbatches: int) -> None:
     loss, _ = MIXED[name]
     assert_equal(stepped(build, loss, microbatches), plain(loss))
