@@ -7,6 +7,7 @@ checkpoints) is in `relay.run_state`. Invariant: a call that raises has changed 
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import textwrap
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 
 from hal import registry
-from hal.errors import DeviceLost
+from hal.errors import DeviceLost, OutOfMemory
 from hal.host import Host
 from relay.capture import graphs_for
 from relay.data.batch_gradients import refuse_own_parameters
@@ -51,6 +52,8 @@ from relay.runtime import run_step
 from relay.runtime.compiler import ModelCompiler, PreparedBatch
 from relay.runtime.grad_mode import as_if_alone
 from relay.runtime.head.choose_chunks import HeadChunks
+from relay.runtime.head.largest_batch import with_largest_batch
+from relay.runtime.schedule import PreparedStep
 from relay.runtime.session import Session
 from relay.runtime.trace import Trace
 from relay.verification.comparison import verify
@@ -245,7 +248,7 @@ class Trainer(RunState):
         refuse_own_parameters(pieces.pieces, self._model)
         session.knows_every_layer = True
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        prepared = session.prepare(prepared_batch.compiled, groups, training=True)
+        prepared = self._allocated(prepared_batch, groups, training=True)
         # With a dynamic loss scale a loss that is not finite is an overflow like any other, and the step is skipped.
         on_nonfinite = self.options.on_nonfinite if self._scale is None else "apply"
         reads = run_step.TrainingReads(prepared, prepared_batch.rows)
@@ -279,7 +282,7 @@ class Trainer(RunState):
         with self._eval_mode():
             start = perf_counter()
             prepared_batch = self._prepare_batch(batch, training=False, active_layers=active_layers)
-            prepared = self._session.prepare(prepared_batch.compiled, self.param_groups, training=False)
+            prepared = self._allocated(prepared_batch, self.param_groups, training=False)
             inputs, weights = prepared_batch.inputs, prepared_batch.weights
             submitted = run_step.forward(self._session, prepared, inputs, weights, self._seed, self._step)
             return run_step.metrics_of(self._session, submitted, prepared_batch.pieces, start)
@@ -293,7 +296,7 @@ class Trainer(RunState):
         """
         with self._eval_mode():
             prepared_batch = self._compiler.prepare_outputs(batch)
-            prepared = self._session.prepare(prepared_batch.compiled, self.param_groups, training=False)
+            prepared = self._allocated(prepared_batch, self.param_groups, training=False)
             pieces, inputs, weights = prepared_batch.pieces, prepared_batch.inputs, prepared_batch.weights
             return run_step.outputs(self._session, prepared, pieces, inputs, weights, self._seed, self._step)
 
@@ -327,7 +330,7 @@ class Trainer(RunState):
         `ledger` and `baseline_device_bytes` are known after it.
         """
         self._check_usable()
-        self._session.prepare(self._prepare_batch(batch).compiled, self.param_groups, training=True)
+        self._allocated(self._prepare_batch(batch), self.param_groups, training=True)
 
     def _prepare_batch(
         self,
@@ -341,6 +344,20 @@ class Trainer(RunState):
         if training and not self.baseline_device_bytes:
             self.baseline_device_bytes = self._compiler.baseline_device_bytes(prepared_batch.compiled[0])
         return prepared_batch
+
+    def _allocated(
+        self, batch: PreparedBatch, groups: Sequence[Mapping[str, Any]], training: bool
+    ) -> PreparedStep:
+        """What a pass over the batch runs on. Raises OutOfMemory, with what would fit."""
+        try:
+            return self._session.prepare(batch.compiled, groups, training)
+        except OutOfMemory as failure:
+            if batch.compiled[0].head is None or failure.what.startswith("This run on the host"):
+                raise
+            of_first = functools.partial(self._compiler.first_over_batch, batch.pieces, training=training)
+            raise with_largest_batch(
+                failure, batch.compiled, batch.pieces.sizes, of_first, self.options.stash, self.options.slots
+            ) from failure
 
     def _warn_of_eval_mode(self) -> None:
         """Warn, before the first step, of a model that is in eval mode."""

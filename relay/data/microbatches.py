@@ -118,6 +118,18 @@ def take_apart(
     return Batch(pieces, whole)
 
 
+def first_of(batch: Batch, count: int) -> Batch:
+    """A batch of the first `count` micro-batches of one that was cut along its samples."""
+    whole, pieces = batch.whole, batch.pieces[:count]
+    assert whole is not None
+    size = sum(piece.size for piece in pieces)
+    tensors = [
+        tensor[:size] if tensor.dim() and len(tensor) == whole.size != len(part) else tensor
+        for tensor, part in zip(whole.tensors, batch.pieces[0].tensors, strict=True)
+    ]
+    return Batch(pieces, replace(whole, tensors=tensors, size=size))
+
+
 def join(batches: Sequence[Batch]) -> Batch:
     """The micro-batches of several batches as those of one."""
     return Batch([piece for batch in batches for piece in batch.pieces])

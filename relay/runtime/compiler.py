@@ -25,7 +25,7 @@ from relay.capture.guards.held_tensors import HeldTensors, watching
 from relay.capture.guards.unsupported import watching_draws
 from relay.data.buckets import Buckets
 from relay.data.loss_weight import SUM, LossPlan, StatedCount
-from relay.data.microbatches import Batch, Piece, check_weights, join, take_apart, weigh, with_whole_values
+from relay.data.microbatches import Batch, Piece, check_weights, first_of, join, take_apart, weigh, with_whole_values
 from relay.errors import BatchError, PartitionError
 from relay.partition import list_as_model, partition_list, partition_list_over_batch, partition_model
 from relay.partition.capture_cache import Captures
@@ -270,6 +270,13 @@ class ModelCompiler:
         for model, key in dict(zip(compiled, keys, strict=True)).items():
             self.cache.add(key, model)
         return compiled
+
+    def first_over_batch(self, batch: Batch, count: int, training: bool) -> list[CompiledModel]:
+        """The compiled models for a batch of the first `count` micro-batches of one with a head over all of it."""
+        state, first = self._code.current(), first_of(batch, count)
+        if count == 1:
+            return [self.compiled(first, 0, training, False, None, state)]
+        return self._models_over_batch(first, training, False, None, state, ())
 
     def _plans(self, compiled: Sequence[CompiledModel]) -> list[LossPlan]:
         """How the losses of the micro-batches make the loss of the batch."""

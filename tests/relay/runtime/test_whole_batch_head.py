@@ -386,7 +386,7 @@ def test_a_tensor_of_the_batch_gets_its_gradient(build: Build) -> None:
     build(TwoTowers(), microbatches=4).step(batch)
     TwoTowers()(**plain).loss.backward()
     for name in ("pixels", "mask"):
-        torch.testing.assert_close(batch[name].grad, plain[name].grad, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(batch[name].grad, plain[name].grad, rtol=1e-4, atol=1e-6)
 
 
 class Tied(nn.Module):
