@@ -26,6 +26,7 @@ from relay.graph.pytree import TensorTree, tensor_leaves
 from relay.metrics import Metrics
 from relay.run_state import RunState
 from relay.runtime.compiler import PreparedBatch
+from relay.runtime.stages import CompiledModel
 from relay.verification.given_draws import GivenDraws, places_of
 from relay.verification.plain_run import PlainPiece, PlainRun, PlainStep, copied_model
 from relay.verification.report import Difference, Verification
@@ -102,7 +103,8 @@ class _Comparison:
         on_device = traced_for.type != "cpu" and native and fits_on_device(run, prepared)
         self._where = traced_for if on_device else torch.device("cpu")
         refuse_without_room(run, prepared, not on_device)
-        self._exact = native and self._where.type == traced_for.type
+        self._over_batch = prepared.compiled[0].head is not None
+        self._exact = native and self._where.type == traced_for.type and not self._over_batch
         self._tied = loose_ties
         loose_tied = bool(self._tied) and run.options.clip_grad_norm is not None
         self._chunked = any(model.stages[-1].segment.chunks is not None for model in prepared.compiled)
@@ -183,7 +185,11 @@ class _Comparison:
                 "plain PyTorch has no loss of a micro-batch to compare with. Verify it with microbatches=1."
             )
         pieces = []
-        for piece, weight in zip(prepared.pieces.pieces, prepared.weights, strict=True):
+        rows = prepared.rows
+        if self._over_batch:  # plain PyTorch has the whole batch, of which only the head may draw numbers
+            refuse_other_batches(prepared.compiled[0])
+            rows = rows[-1:]
+        for piece, weight in zip(rows, prepared.weights, strict=True):
             inputs = self._filled(piece.tree, piece.tensors[: piece.input_count])
             rest = piece.tensors[piece.input_count :]
             targets = None if piece.target_tree is None else self._filled(piece.target_tree, rest)
@@ -297,6 +303,8 @@ class _Comparison:
         return GivenDraws(self._run._seed, layers)
 
     def _loose_in_words(self) -> str:
+        if self._over_batch:
+            return "losses, gradients and buffers: plain PyTorch runs the layers on the whole batch at once"
         if not self._exact:
             return "losses, gradients and buffers, which another device computed"
         if self._chunked:
@@ -316,6 +324,23 @@ class _Comparison:
                 f"{narrow}, which torch.optim does not have"
             )
         return what
+
+
+def refuse_other_batches(compiled: CompiledModel) -> None:
+    """Refuse a head over the whole batch after layers that plain PyTorch would run differently on all of the batch."""
+    for place in places_of(compiled)[:-1]:
+        if place.draws or place.eager:
+            raise VerificationError(
+                f"The head runs over the whole batch, and layer {place.name!r} draws random numbers for each "
+                "micro-batch (or may, since it runs eagerly), so plain PyTorch on the whole batch is another "
+                "computation. Set dropout to 0 for the comparison, or verify with microbatches=1."
+            )
+    for stage in compiled.stages[:-1]:
+        if any(program.updates for program in stage.programs):
+            raise VerificationError(
+                f"The head runs over the whole batch, and {stage.segment.name!r} changes buffers for each micro-batch "
+                "(BatchNorm), so plain PyTorch on the whole batch is another computation. Verify with microbatches=1."
+            )
 
 
 def _without_gradients(batch: Any) -> Any:

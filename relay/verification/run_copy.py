@@ -86,7 +86,8 @@ def plain_bytes(run: RunState, prepared: PreparedBatch) -> tuple[int, int]:
     weights += sum(one.numel() * store.dtype_of(name, one).itemsize for name, one in model.named_parameters())
     trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     gradients = sum(one.numel() * store.dtype_of(name, one).itemsize for name, one in trained)
-    saved = max(sum(stage.captured.saved_bytes for stage in compiled.stages) for compiled in prepared.compiled)
+    own = [sum(stage.captured.saved_bytes for stage in compiled.stages) for compiled in prepared.compiled]
+    saved = max(own) if prepared.compiled[0].head is None else sum(own)  # with such a head all of the batch at once
     return weights + gradients + saved, sum(_state_bytes(run, name) for name, _ in trained)
 
 

@@ -132,7 +132,7 @@ def pairwise_ranking(pair: Pair, targets: dict[str, Tensor]) -> Tensor:
 
 def listwise_ranking(pair: Pair, targets: dict[str, Tensor]) -> Tensor:
     scores = (pair[0] * pair[1]).sum(1)
-    return -(targets["relevance"].softmax(0) * scores.log_softmax(0)).sum()
+    return -((8 * targets["relevance"]).softmax(0) * scores.log_softmax(0)).sum()
 
 
 def partial_likelihood(pair: Pair, targets: dict[str, Tensor]) -> Tensor:
@@ -425,6 +425,16 @@ def test_a_loss_that_python_computes_runs_over_the_whole_batch(build: Build) -> 
     with pytest.warns(UserWarning, match="runs eagerly"):
         found = trained(build, looped, microbatches=4, loss_over="batch")
     assert_close(found, on_the_whole_batch(looped))
+
+
+def test_verify_compares_with_plain_pytorch_on_the_whole_batch(build: Build) -> None:
+    found = build(TwoTowers(dropout=0.3), microbatches=4).verify([whole_batch(), whole_batch()])
+    assert found.equal, found
+    assert "the whole batch at once" in str(found)
+    model = TwoTowers()
+    model.text_layers[1].dropout.p = 0.2
+    with pytest.raises(relay.VerificationError, match=r"layer 'text_layers\.1' draws random numbers"):
+        build(model, microbatches=4).verify([whole_batch()])
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------
