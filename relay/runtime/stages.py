@@ -136,7 +136,7 @@ class CompiledModel:
     head: CompiledModel | None = None
     tables: tuple[Table, ...] = ()
     whole: CompiledModel | None = None
-    over_rows: dict[tuple[tuple[str, int], ...], CompiledModel] = field(default_factory=dict)
+    over_rows: dict[tuple[tuple[str, int], ...], CompiledModel] = field(default_factory=dict, init=False)
     touched: tuple[TouchedRows, ...] = ()
 
     @property

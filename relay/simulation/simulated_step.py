@@ -260,7 +260,7 @@ class SimulatedRun:
             "stash of activations": device_bytes(plans) - saved_bytes(plans) - tied_bytes(plans),
             "saved tensors for backward": saved_bytes(plans),
             TIED_STATE: tied_bytes(plans),
-            "workspace of kernels": max(kernel_workspace(compiled) for compiled in set(self._compiled)),
+            "workspace of kernels": max(kernel_workspace(compiled) for compiled in set(self._prepared.compiled)),
         }
         peak = self._device.memory().peak
         rows["scalars and rounding"] = peak - sum(rows.values())

@@ -105,7 +105,6 @@ def with_rows(compiled: CompiledModel, tables: Mapping[str, Table], counts: Mapp
         stages=stages,
         tables=tuple(chosen),
         whole=compiled.whole or compiled,
-        over_rows={},
     )
 
 

@@ -194,7 +194,6 @@ def with_exact_ties(compiled: CompiledModel, ties: Sequence[Tie], touched: Mappi
         stages=stages,
         touched=tuple(kept),
         whole=compiled.whole or compiled,
-        over_rows={},
     )
 
 
