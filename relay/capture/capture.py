@@ -72,6 +72,13 @@ def capture(request: CaptureRequest) -> Captured:
     of the inputs, and Unsupported if it would have to run eagerly under the core lowering.
     """
     module, name = request.module, request.name
+    if getattr(module, "runs_eagerly", False):  # its trace has failed already
+        if request.lowering is Lowering.CORE:
+            raise Unsupported(
+                f"the {name} of the model would have to run eagerly, op by op. Use a device that executes PyTorch, "
+                "such as 'cpu' or 'cuda', or write the code with fixed shapes and control flow."
+            )
+        return _run_eagerly(request)
     if request.lowering is Lowering.NATIVE and _is_recurrent(module):
         logger.info("layer %r holds recurrent layers, so it runs eagerly, with PyTorch's own kernels", name)
         return _run_eagerly(request)

@@ -27,6 +27,7 @@ from relay.capture.guards.bypasses import bypassed
 from relay.capture.guards.counters import CountedStates, Counter, Numbers, changed, computed_with, numbers_of
 from relay.capture.guards.executed_code import recorded_code
 from relay.capture.guards.functional_call import call_with
+from relay.capture.guards.held_tensors import leaves_of
 from relay.capture.guards.messages import changed_parameter, explain, name_of_program
 from relay.capture.guards.unsupported import hooks_wait
 from relay.capture.memory_order import Order, as_written, order_of, stored, stored_shape
@@ -34,7 +35,7 @@ from relay.capture.request import CaptureRequest
 from relay.capture.traced_module import autocast
 from relay.errors import CaptureError
 
-_numbers = itertools.count()
+_count = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,15 @@ def made_up(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             made.append(torch.randn(shape, generator=generator, dtype=drawn).mul_(0.1).to(dtype))
         else:
             made.append(torch.zeros(shape, dtype=dtype))
+    return made
+
+
+def _numbers(request: CaptureRequest) -> list[torch.Tensor]:
+    """Numbers for the inputs: the batch's own where they are known, as code may check them, and made-up ones."""
+    made = made_up(request.inputs)
+    for number, tensor in request.values.items():
+        if not (is_fake(tensor) or tensor.is_meta) and tensor.shape == made[number].shape:
+            made[number] = tensor.detach().to("cpu", made[number].dtype, copy=True)
     return made
 
 
@@ -137,7 +147,7 @@ def eager_programs(request: CaptureRequest) -> EagerPrograms:
         warnings.simplefilter("ignore")
         values = [
             as_written(stored(tensor, order_of(like)), order_of(like)).detach().requires_grad_(like.requires_grad)
-            for tensor, like in zip(made_up(request.inputs), request.inputs, strict=True)
+            for tensor, like in zip(_numbers(request), request.inputs, strict=True)
         ]
         leaves = [
             tensor.requires_grad_(wanted)
@@ -264,22 +274,13 @@ def _refuse_foreign_gradients(
     outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], name: str
 ) -> None:
     """Raise CaptureError if a gradient flows to a parameter itself, and not to the copy that stands for it."""
-    known, own = {id(leaf) for leaf in leaves}, {id(parameter) for parameter in parameters}
-    stack = [output.grad_fn for output in outputs]
-    seen: set[Any] = set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, nn.Parameter) and id(variable) not in known and id(variable) in own:
-            raise CaptureError(
-                f"layer {name!r} uses a tensor that was computed before, outside of the forward, from one of its "
-                "parameters, so its numbers would be old. Compute it in the forward, or detach it.",
-                layer=name,
-            )
-        stack += [following for following, _ in node.next_functions]
+    own = {id(parameter) for parameter in parameters} - {id(leaf) for leaf in leaves}
+    if any(id(leaf) in own for leaf in leaves_of(outputs)):
+        raise CaptureError(
+            f"layer {name!r} uses a tensor that was computed before, outside of the forward, from one of its "
+            "parameters, so its numbers would be old. Compute it in the forward, or detach it.",
+            layer=name,
+        )
 
 
 def _layouts_of(
@@ -355,5 +356,5 @@ def _one_node(call: EagerCall, name: str, inputs: Sequence[Port], outputs: Seque
         flops=0,
         moved=moved,
         workspace=saved_bytes + sum(port.size for port in outputs),
-        fingerprint=f"eager {next(_numbers)}",
+        fingerprint=f"eager {next(_count)}",
     )

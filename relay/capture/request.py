@@ -71,6 +71,9 @@ class CaptureRequest:
     """Outputs to which no gradient comes back. As in plain PyTorch, what only they depend on has no gradient then,
     rather than a gradient of zeros."""
 
+    values: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    """Inputs whose own numbers are known, by number: those of the batch. A dry run takes them."""
+
     shown: frozenset[int] = frozenset()
     """Outputs besides the loss that the joint program of a segment that ends in the loss returns too."""
 

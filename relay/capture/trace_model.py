@@ -53,7 +53,8 @@ class BlockCall:
     """One call of a block in a trace.
 
     `forward` is the block's own, `compute` the dtype of autocast around the call, and `gradients` tells whether the
-    call is outside of no_grad. `input_tree` and `output_tree` nest its arguments and its output. If the block `changes`
+    call is outside of no_grad. `input_tree` and `output_tree` nest its arguments and its output, whose traced tensors
+    are `outputs`. If the block `changes`
     lists, dicts or objects among its arguments, its output is (its result, its arguments after the call). A `skipped`
     call returns its first tensor.
     """
@@ -67,6 +68,7 @@ class BlockCall:
     output_tree: TensorTree | None = None
     skipped: bool = False
     changes: bool = False
+    outputs: Sequence[torch.Tensor] = ()
 
 
 def _block_on_fakes(call: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -167,6 +169,7 @@ def blocks_as_ops(
             if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in block.parameters()):
                 _mark_as_trained(outputs)
             assert call.output_tree is not None
+            call.outputs = outputs
             if name in skipped:
                 call.skipped = True
                 if len(outputs) != 1 or outputs[0].shape != tensors[0].shape:

@@ -11,6 +11,7 @@ Invariant: run in order, the segments compute what the model computes, op for op
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from types import CodeType
 from typing import Any
@@ -18,26 +19,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from relay.capture import GuardTracer, autocast, blocks_as_ops, call_with, trace
+from relay.capture import BlockCall, GuardTracer, autocast, blocks_as_ops, call_with, trace
 from relay.capture.guards.attribute_reads import Reads, recorded_reads
 from relay.capture.guards.counters import Counter, changed, computed_with, numbers_of
 from relay.capture.guards.executed_code import recorded_code
 from relay.capture.guards.held_tensors import replacing
-from relay.capture.guards.plain_tensors import PlainTensors, constants_of
+from relay.capture.guards.messages import in_words
+from relay.capture.guards.plain_tensors import KeepsState, PlainTensors, constants_of
 from relay.capture.guards.unsupported import check_module, check_outside
 from relay.data.loss_weight import LossPlan
 from relay.data.microbatches import Piece
-from relay.errors import PartitionError
+from relay.errors import CaptureError, PartitionError
 from relay.graph.pytree import TensorTree, tensor_leaves
 from relay.models.huggingface import without_cache
 from relay.partition.batch_analysis import NotFollowed, TracedModel, follow_batch, plan_for
 from relay.partition.cut_head import cut_over_batch
+from relay.partition.eager_epilogue import Around, drop_after_layers, needed_outputs, refusal, with_eager_epilogue
 from relay.partition.find_blocks import find_blocks, undisturbed
 from relay.partition.graph_split import cut_graph
 from relay.partition.list_over_batch import partition_list_over_batch
 from relay.partition.module_list import canonical_names, check_scalar, list_as_model, partition_list
 from relay.partition.segments import Partition
 from relay.partition.whole_head import WantedOutputs
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["list_as_model", "loss_of", "partition_list", "partition_list_over_batch", "partition_model"]
 
@@ -78,14 +83,28 @@ def partition_model(
     counting: list[Counter] = []
     code: set[CodeType] = set()
 
-    def traced_for(tensors: Sequence[torch.Tensor], guard_tracer: GuardTracer) -> TracedModel:
+    called: list[BlockCall] = []
+
+    def traced_for(
+        tensors: Sequence[torch.Tensor], guard_tracer: GuardTracer, ends: Sequence[tuple[int, int]] | None = None
+    ) -> TracedModel:
+        """The trace for a batch. With `ends`, it ends with these outputs of layers, where the code fails after them."""
+        nonlocal called
         found: list[tuple[bool, TensorTree]] = []
 
         def run(state: list[torch.Tensor], leaves: list[torch.Tensor]) -> list[torch.Tensor]:
             own = replacing(originals, state, type(model).__name__)
             numbers = numbers_of(model)
-            with recorded_reads(model) as seen, recorded_code() as ran, own:
-                output = call_with(model, originals, state, (), tree.fill(leaves))
+            try:
+                with recorded_reads(model) as seen, recorded_code() as ran, own:
+                    output = call_with(model, originals, state, (), tree.fill(leaves))
+            except Exception:
+                reads.update(seen)
+                if ends is None:
+                    raise
+                ended = [called[call].outputs[number] for call, number in ends]
+                found.append((False, tensor_leaves(ended)[1]))
+                return ended
             counting[:] = [one for one in changed(numbers, numbers_of(model)) if id(one.module) not in inside]
             code.update(ran)
             reads.update(seen)
@@ -96,12 +115,31 @@ def partition_model(
 
         with PlainTensors(model) as plain:
             with blocks_as_ops(blocks, skipped, compute) as calls, without_cache(model), autocast(compute):
+                called = calls
                 traced = trace(run, (originals, list(tensors)), type(model).__name__, guard_tracer)
         plain.refuse_states(type(model).__name__, constants_of(traced))
         return TracedModel(traced, calls, *found[0])
 
     guard_tracer = GuardTracer(batch)
-    traced = traced_for(batch, guard_tracer)
+    try:
+        traced = traced_for(batch, guard_tracer)
+    except (CaptureError, PartitionError) as failure:
+        around = Around(model, blocks, skipped, states, batch, tree, compute)
+        dry = around.dry_run() if over_batch is None and not isinstance(failure, KeepsState) else None
+        if dry is None or len(called) != len(dry.calls) or not (ends := needed_outputs(dry)):
+            raise
+        if refused := refusal(dry, loss_of):
+            logger.info("the code of %s after its last layer cannot run eagerly: %s", type(model).__name__, refused)
+            raise
+        guard_tracer = GuardTracer(batch)
+        traced = traced_for(batch, guard_tracer, ends)
+        drop_after_layers(traced.module.graph)
+        partition = cut_graph(traced.module, states, traced.calls, names, False, traced.result_tree)
+        why = in_words(failure)
+        partition = with_eager_epilogue(partition, around, dry, loss_of, why)
+        plan = LossPlan(unknown=f"the code after its last layer runs eagerly ({why})") if whole else LossPlan()
+        partition.guards, partition.loss_plan, partition.reads = tuple(guard_tracer.guards), plan, reads
+        return partition
     if counting:
         traced_for(batch, GuardTracer(batch))  # what changes again is a counter
         for counter in computed_with(counting, code):

@@ -40,6 +40,8 @@ class Value:
     gradient_order: Order = ()
     requires_grad: bool = False
     tied: bool = False
+    own: torch.Tensor | None = None
+    """The tensor of the batch itself, while the model is captured."""
 
     def fields(self, gradient: bool = False) -> tuple[Field, ...]:
         """The tensors in the memory of the value, or of its gradient: the tensor itself, or the parts."""

@@ -344,6 +344,8 @@ class ModelCompiler:
         first = state.guards is None
         with watching(self.held), self._code.capturing(state) as captured, collected_code() as ran:
             models = compile_models()
+            for value in (value for model in models for value in model.partition.values):
+                value.own = None
             for model in dict.fromkeys(models):
                 captured.append((self.model, model.partition.reads))
                 captured += [(one.segment.module, one.captured.reads or {}) for one in model.stages]
@@ -465,6 +467,7 @@ class ModelCompiler:
         # What is given of the whole batch follows the batch's tensors, and has no gradient.
         for value, tensor in zip(partition.inputs, tensors, strict=False):
             partition.values[value].requires_grad = tensor.requires_grad
+            partition.values[value].own = tensor
         return partition
 
     @contextmanager

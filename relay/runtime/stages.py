@@ -292,6 +292,11 @@ class Capturing:
                     gradient_orders=gradients,
                     unreached=unreached,
                     shown=shows,
+                    values={
+                        position: tensor
+                        for position, number in enumerate(segment.inputs)
+                        if segment.chunks is None and (tensor := partition.values[number].own) is not None
+                    },
                     adds_loss=segment.chunks is not None,
                 ),
             )
@@ -378,7 +383,7 @@ def _refuse_held_states(stages: Sequence[Stage]) -> None:
     changed = {stage.buffers[index]: stage for stage in stages for one in stage.programs for index in one.updates}
     for stage in stages:
         for name in stage.segment.held:
-            if name in changed:
+            if changed.get(name, stage) is not stage:
                 raise PartitionError(
                     f"{stage.segment.name!r} holds the buffer {name!r}, which {changed[name].segment.name!r} changes "
                     "in its forward. With several micro-batches it would read it too late. Pass it on as a tensor."

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from relay.graph.mutations import memory_roots, needed_by, written_by
 
-_READS = {
+READS = {
     torch.Tensor.__bool__,
     torch.Tensor.__int__,
     torch.Tensor.__float__,
@@ -81,7 +81,7 @@ class GuardTracer(TorchFunctionMode):
         self._asked: set[Any] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS and not kwargs:
+        if func in READS and not kwargs:
             count = 2 if func.__name__ in ("equal", "allclose") else 1
             nodes = [_node_of(tensor) for tensor in args[:count]]
             graph = self._graph_of(nodes)

@@ -151,11 +151,12 @@ class HeldTensors:
 
     def check_constant(self, tensor: torch.Tensor, layer: str) -> None:
         """Raise CaptureError for a constant through which a gradient would flow; warn of one that could be trained."""
-        if tensor.grad_fn is not None:
+        sources = [self._names[id(leaf)] for leaf in leaves_of([tensor]) if id(leaf) in self._names]
+        if sources:
             raise CaptureError(
                 f"layer {layer!r} uses a tensor of shape {tuple(tensor.shape)} that was computed before, outside of "
-                f"the forward, from tensors that require a gradient ({type(tensor.grad_fn).__name__}). No gradient "
-                "would flow through it, and its numbers would be old. Compute it in the forward, or detach it.",
+                f"the forward, from the parameter {sources[0]!r}. No gradient would flow through it, and its numbers "
+                "would be old. Compute it in the forward, or detach it.",
                 layer=layer,
             )
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad and id(tensor) not in self._unregistered:
@@ -170,6 +171,22 @@ class HeldTensors:
             if message:
                 warnings.warn(message, stacklevel=6)
                 self._unregistered[number] = ""
+
+
+def leaves_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaves to which gradients of these tensors flow."""
+    stack: list[Any] = [tensor.grad_fn for tensor in tensors]
+    seen: set[Any] = set()
+    found = []
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(variable := getattr(node, "variable", None), torch.Tensor):
+            found.append(variable)
+        stack += [following for following, _ in node.next_functions]
+    return found
 
 
 _watched: list[HeldTensors] = []

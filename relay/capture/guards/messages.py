@@ -100,6 +100,13 @@ def reason(failure: Exception, layer: str) -> str | None:
     return f"it cannot be captured ({in_short(failure)})"
 
 
+def in_words(failure: RelayError) -> str:
+    """Why code could not be traced, in words that follow "since"."""
+    if isinstance(failure, CaptureError) and failure.by_data:
+        return f"{failure.op or 'an op'} makes its shapes or its control flow depend on the data"
+    return str(failure).split(". ")[0].split(": ", 1)[-1]
+
+
 def explain_eager(failure: Exception, layer: str, why: str) -> RelayError:
     """The error for a layer that cannot be traced, and that fails on made-up numbers as well. `why` is the reason."""
     if isinstance(failure, RelayError) or _NO_DERIVATIVE.search(str(failure)):

@@ -18,6 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from relay.errors import CaptureError
 
 
+class KeepsState(CaptureError):
+    """Code keeps a tensor from one call to the next in an attribute that is no buffer."""
+
+
 class PlainTensors:
     """A context that restores the tensors in the attributes of a module and its submodules on exit."""
 
@@ -46,7 +50,7 @@ class PlainTensors:
         """Raise CaptureError if a replaced tensor is among those `used`, which are given by their addresses."""
         for path, tensor in self._replaced:
             if _address(tensor) in used:
-                raise CaptureError(
+                raise KeepsState(
                     f"layer {layer!r} keeps a tensor from one call to the next in the attribute {path!r}, which is no "
                     "buffer, so it would change too often or not at all. Register it with register_buffer.",
                     layer=layer,

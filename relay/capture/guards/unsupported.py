@@ -120,6 +120,13 @@ def refusing() -> Iterator[Unseen]:
 
 
 @contextmanager
+def hooks_refused() -> Iterator[None]:
+    """While open, raise PartitionError for tensor hooks and backwards that code makes itself."""
+    with _TensorHooks():
+        yield
+
+
+@contextmanager
 def watching_draws() -> Iterator[None]:
     """While open, warn if the model draws random numbers from Python's or numpy's generator while it is traced."""
     before = _generators()

@@ -12,13 +12,8 @@ from torch import Tensor, nn
 
 from relay.errors import CaptureError, PartitionError
 from tests.support import reference
-from tests.support.zoo.odd_models import Layers, Rounded, of
+from tests.support.zoo.odd_models import Layers, of
 from tests.support.zoo.plain_models import WIDTH, Block, Build, Output, batches
-
-
-class RoundedOutside(Layers):
-    def run(self, value: Tensor) -> Tensor:
-        return Rounded.apply(super().run(value))
 
 
 class HookOutside(Layers):
@@ -156,7 +151,6 @@ class DropsLayers(Layers):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (RoundedOutside, r"Rounded\.apply"),
         (HookOutside, "register_hook"),
         (HookWhereTrained, "register_hook"),
         (HooksOfSeveral, "grad_fn"),

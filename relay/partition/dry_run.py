@@ -1,0 +1,219 @@
+"""One run of a model's own forward with its layers left out: what the code around the layers takes from where.
+
+For models whose code around the layers cannot be traced. The batch is real, layers return made-up numbers of the right
+shapes, and every op is watched: each tensor is labelled with the layers' outputs and the parameters that it depends on.
+Tensors that share memory share labels, so writes in place are seen. Invariant: the model is as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from relay.capture import as_fake, autocast, call_with, run_fake
+from relay.capture.guards.data_guards import READS
+from relay.capture.guards.mutated_arguments import call_observed, write_back
+from relay.capture.guards.unsupported import hooks_wait
+from relay.graph.pytree import TensorTree, tensor_leaves
+from relay.models.huggingface import without_cache
+
+Labels = frozenset[tuple[str, Any]]
+"""What a tensor depends on: ("output", (call, number)), ("state", name), and ("draw", calls before it)."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """A call of a layer: its outputs' shapes and dtypes, how they are nested, and what is needed to repeat it."""
+
+    name: str
+    outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    output_tree: TensorTree
+    changes: bool
+
+    def returned(self, outputs: Sequence[torch.Tensor], args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        """What the layer returns, given its output tensors; its arguments are changed as it changes them."""
+        if not self.changes:
+            return self.output_tree.fill(outputs)
+        result, given = self.output_tree.fill(outputs)
+        write_back((args, kwargs), given, tensors)
+        return result
+
+
+@dataclass(eq=False)
+class DryRun:
+    """What was seen: the layers' calls, the model's output, and what its loss and other results depend on."""
+
+    calls: list[LayerCall] = field(default_factory=list)
+    output: Any = None
+    needed: Labels = frozenset()
+    changed: dict[str, tuple[bool, bool]] = field(default_factory=dict)
+    """Buffers that the code changes: before the last layer's call has ended, and after it."""
+
+
+@contextmanager
+def layers_replaced(
+    blocks: Mapping[str, nn.Module], stand_in: Callable[[str, nn.Module, Callable[..., Any], Any, Any], Any]
+) -> Iterator[None]:
+    """While open, a call of a layer calls `stand_in(name, block, forward, args, kwargs)` instead."""
+    originals = [(block, block.__dict__.get("forward")) for block in blocks.values()]
+
+    def replaced(name: str, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: stand_in(name, block, forward, args, kwargs)
+
+    try:
+        for name, block in blocks.items():
+            block.forward = replaced(name, block, block.forward)
+        yield
+    finally:
+        for block, own in originals:
+            if own is None:
+                block.__dict__.pop("forward", None)
+            else:
+                block.forward = own
+
+
+def dry_run(
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    skipped: Container[str],
+    states: Mapping[str, torch.Tensor],
+    batch: Sequence[torch.Tensor],
+    tree: TensorTree,
+    compute: torch.dtype,
+    seed: int,
+) -> DryRun:
+    """Run a model's forward without its layers, with random numbers of that seed. Raises whatever its code raises."""
+    found = DryRun()
+    watch = _Watch(found)
+    copies = [
+        state.detach() if isinstance(state, nn.Parameter) else state.detach().clone() for state in states.values()
+    ]
+    versions = [copy._version for copy in copies]
+    at_last_call = list(versions)
+
+    def stand_in(name: str, block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with watch.paused():
+            tensors, input_tree = tensor_leaves((args, kwargs))
+            observed = _Observed(block, forward, input_tree)
+            with autocast(compute):
+                fakes = run_fake(observed, as_fake([tensor.detach() for tensor in tensors]), name)
+            shapes = tuple((tuple(fake.shape), fake.dtype) for fake in fakes)
+            call = LayerCall(name, shapes, observed.output_tree, observed.changes)
+            number = len(found.calls)
+            found.calls.append(call)
+            if name in skipped:
+                outputs = tensors[:1]
+            else:
+                outputs = [_random(shape, dtype) for shape, dtype in shapes]
+                for index, output in enumerate(outputs):
+                    watch.label(output, frozenset({("output", (number, index))}))
+            at_last_call[:] = [copy._version for copy in copies]
+            return call.returned(outputs, args, kwargs, tensors)
+
+    with torch.random.fork_rng(devices=()), torch.no_grad(), hooks_wait(), autocast(compute):
+        torch.manual_seed(seed)
+        for name, copy in zip(states, copies, strict=True):
+            watch.label(copy, frozenset({("state", name)}))
+        with layers_replaced(blocks, stand_in), without_cache(model), watch:
+            given = tree.fill([tensor.detach().clone() for tensor in batch])
+            found.output = call_with(model, list(states.values()), copies, (), given)
+    results, _ = tensor_leaves(found.output)
+    found.needed = watch.control.union(*(watch.labels(result) for result in results))
+    for name, copy, before, middle in zip(states, copies, versions, at_last_call, strict=True):
+        if copy._version != before:
+            found.changed[name] = middle != before, copy._version != middle
+    return found
+
+
+class _Observed(nn.Module):
+    """A layer as a function from tensors to tensors, which notes how its outputs are nested."""
+
+    output_tree: TensorTree
+    changes = False
+
+    def __init__(self, block: nn.Module, forward: Callable[..., Any], input_tree: TensorTree) -> None:
+        super().__init__()
+        self.block = block
+        self.call = forward
+        self.input_tree = input_tree
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        args, kwargs = self.input_tree.fill(tensors)
+        result, given = call_observed(self.call, args, kwargs)
+        self.changes = given is not None
+        outputs, self.output_tree = tensor_leaves((result, given) if self.changes else result)
+        return tuple(outputs)
+
+
+class _Watch(TorchFunctionMode):
+    """Labels what every op returns and writes to. `control` is what Python numbers, and so branches, depend on."""
+
+    def __init__(self, found: DryRun) -> None:
+        super().__init__()
+        self._found = found
+        self._labels: dict[int, Labels] = {}
+        self._alive: list[torch.Tensor] = []
+        self._paused = False
+        self.control: Labels = frozenset()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While open, nothing is labelled."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def labels(self, tensor: torch.Tensor) -> Labels:
+        """What a tensor depends on."""
+        return self._labels.get(_memory(tensor), frozenset())
+
+    def label(self, tensor: torch.Tensor, labels: Labels) -> None:
+        """Add labels to all tensors in the memory of one."""
+        if labels:
+            self._alive.append(tensor)  # so that its memory is no other tensor's later
+            self._labels[_memory(tensor)] = self.labels(tensor) | labels
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        taken = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        with torch._C.DisableTorchFunction():
+            versions = [tensor._version for tensor in taken]
+            drawn = torch.get_rng_state()
+        result = func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            labels: Labels = frozenset().union(*(self.labels(tensor) for tensor in taken))
+            if not torch.equal(drawn, torch.get_rng_state()):
+                labels |= {("draw", len(self._found.calls))}
+            made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            for tensor in made:
+                self.label(tensor, labels)
+            for tensor, version in zip(taken, versions, strict=True):
+                if tensor._version != version:
+                    self.label(tensor, labels)
+            if func in READS or getattr(func, "__name__", "") in ("numpy", "__array__", "__contains__"):
+                self.control |= labels
+        return result
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # a sparse tensor, or one within a transform
+        return id(tensor)
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, dtype=torch.promote_types(dtype, torch.float32)).mul_(0.1).to(dtype)
+    return torch.zeros(shape, dtype=dtype)
