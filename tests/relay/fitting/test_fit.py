@@ -19,7 +19,7 @@ from tests.support import reference
 from tests.support.zoo.plain_models import Build
 
 TINY = ModelShape(4, 64, 4, 256)
-EIGHTEEN = ModelShape(48, 5632, 44, vocabulary=32000, ffn=15360, kv_heads=11, gated=True)
+EIGHTEEN = ModelShape(53, 5632, 44, vocabulary=32000, ffn=15360, kv_heads=11, gated=True)
 CARD: dict[str, Any] = {"device": "rtx-4090", "host_memory": "120GiB", "precision": "bf16"}
 """A card of 24 GB in a host of 128 GiB, of which 8 are left to the system."""
 
@@ -127,7 +127,7 @@ def test_eight_billion_parameters_train_in_bf16_with_fp32_moments_on_24_gb_and_1
 
 @pytest.mark.exhaustive
 def test_with_clipping_the_missing_bytes_and_the_cheapest_cure_are_named() -> None:
-    with pytest.raises(relay.NoFeasiblePlan, match=r"MB too little.*cheapest first: state_dtype='bf16'"):
+    with pytest.raises(relay.NoFeasiblePlan, match=r"GB too little.*cheapest first: state_dtype='bf16'"):
         relay.fit("llama-3-8b", (16, 1024), clip_grad_norm=1.0, **CARD)
     cured = relay.fit("llama-3-8b", (16, 1024), clip_grad_norm=1.0, state_dtype="bf16", **CARD)
     assert cured.expected.fits
@@ -135,7 +135,7 @@ def test_with_clipping_the_missing_bytes_and_the_cheapest_cure_are_named() -> No
 
 @pytest.mark.exhaustive
 def test_eighteen_billion_parameters_train_with_int8_states_and_split_masters() -> None:
-    found = relay.fit(EIGHTEEN, (16, 1024), state_dtype="int8", **CARD)
-    assert found.expected.memory.parameters > 17.5e9
+    found = relay.fit(EIGHTEEN, (8, 1024), state_dtype="int8", **CARD)
+    assert found.expected.memory.parameters > 18e9
     assert found.options["master_weights"] == "split"
     assert found.expected.fits

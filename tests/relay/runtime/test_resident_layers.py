@@ -60,14 +60,7 @@ def orders(seeds: int) -> list[str]:
     return ["order=late", *(f"order=random,seed={seed}" for seed in range(seeds))]
 
 
-SAMPLE = {
-    "clipped, activations on the host": 2,
-    "running statistics": ALL,
-    "looked at between steps": 2,
-    "layers left out": 2,
-    "begun again from a checkpoint": ALL,
-    "half frozen": ALL,
-}
+SAMPLE = {"clipped, activations on the host": 2, "running statistics": ALL, "looked at between steps": 2}
 """Scenarios in which a copy on the device could be old, and how many layers are resident."""
 
 

@@ -50,7 +50,7 @@ def test_lora_at_batch_1_on_a_card_of_24_gb_is_five_times_as_fast_with_resident_
     assert auto.step is not None
     assert auto.memory.resident_layers == 34
     assert auto.memory.device_total <= 0.95 * auto.device_capacity
-    assert auto.step.weight_bytes < 0.001 * none.step.weight_bytes
+    assert auto.step.weight_bytes < 0.002 * none.step.weight_bytes
     assert auto.tokens_per_second > 5 * none.tokens_per_second
     half = relay.simulate(model, resident_layers=17, **options)
     assert none.tokens_per_second < half.tokens_per_second < auto.tokens_per_second
