@@ -112,6 +112,8 @@ class SlotContent:
         gradient_size: bytes of that layout.
         gradient_pieces: host memory of the gradients, like `pieces`; empty where gradients are not stored on the host.
         gradient_tensors: the same memory as typed tensors, in the order of `gradient_fields`.
+        kept_gradients: host memory that gradients are copied to after they arrived, in the order of `gradient_fields`;
+            of dtypes that may be narrower. Empty where they are not.
     """
 
     name: str
@@ -123,6 +125,7 @@ class SlotContent:
     gradient_size: int
     gradient_pieces: tuple[tuple[int, torch.Tensor], ...] = ()
     gradient_tensors: tuple[torch.Tensor, ...] = ()
+    kept_gradients: tuple[torch.Tensor, ...] = ()
 
     @functools.cached_property
     def parts(self) -> tuple[tuple[int, torch.Tensor], ...]:

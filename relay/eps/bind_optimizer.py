@@ -43,7 +43,7 @@ def bind(optimizer: Any, host: Host, store: LayerStore, state_dtype: str, comput
         raise ValueError(
             f"state_dtype={state_dtype!r} needs the fused optimizers, which are not here: {fused.reason()}"
         )
-    return BoundHostOptimizer(optimizer, host, store, state_dtype)
+    return BoundHostOptimizer(optimizer, host, store, state_dtype, computes)
 
 
 def as_spec(optimizer: Any) -> Any:

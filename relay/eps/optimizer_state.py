@@ -63,6 +63,10 @@ class BoundOptimizer(Protocol):
     def kind(self) -> str:
         """The optimizer's name in checkpoints."""
 
+    @property
+    def reads_half(self) -> bool:
+        """Whether updates take gradients in half precision for float32 masters, without memory for a wider copy."""
+
     def check(self, name: str, labels: Collection[str], dtypes: Mapping[str, torch.dtype]) -> None:
         """Raise ValueError if a state with these labels cannot be restored to the bit.
 
@@ -94,11 +98,14 @@ class BoundOptimizer(Protocol):
 class BoundHostOptimizer:
     """Each state of a layer is one flat region, in the layer's own order of parameters."""
 
-    def __init__(self, optimizer: HostOptimizer, host: Host, store: LayerStore, state_dtype: str) -> None:
+    def __init__(
+        self, optimizer: HostOptimizer, host: Host, store: LayerStore, state_dtype: str, computes: bool = True
+    ) -> None:
         self._optimizer = optimizer
         self._host = host
         self._store = store
         self._state_dtype = state_dtype
+        self._computes = computes
         self._state: dict[str, State] = {}
         self._waiting: dict[str, State] = {}
         self._bytes: dict[str, int] = {}
@@ -225,6 +232,11 @@ class BoundHostOptimizer:
     @property
     def kind(self) -> str:
         return type(self._optimizer).__name__
+
+    @property
+    def reads_half(self) -> bool:
+        by_torch = self._state_dtype == "fp32" and self._optimizer.has_torch_kernel
+        return not by_torch or not self._computes or fused.matches_torch()
 
     def check(self, name: str, labels: Collection[str], dtypes: Mapping[str, torch.dtype]) -> None:
         own = self._state.get(name)

@@ -59,6 +59,20 @@ class GradientMemory:
                 self._stored[gradient] = Stored(tensor, flat, field.offset)
         return [self._stored[one] for one in gradients]
 
+    def kept(self, gradients: Sequence[GradientField], shape: Callable[[str], Sequence[int]]) -> list[Stored]:
+        """Memory for copies of gradients, in these dtypes. Nothing is sent to it, so it is not page-locked."""
+        fresh = [one for one in gradients if one not in self._stored]
+        for dtype in dict.fromkeys(one.dtype for one in fresh):
+            own = [one for one in fresh if one.dtype is dtype]
+            fields, size = lay_out([(tuple(shape(one.name)), dtype) for one in own])
+            flat = self._host.alloc(size // dtype.itemsize, dtype, GRADIENTS)
+            self._flats.append(flat)
+            raw = flat.view(torch.uint8)
+            for gradient, field in zip(own, fields, strict=True):
+                tensor = raw[field.offset : field.offset + field.size].view(dtype).view(field.shape)
+                self._stored[gradient] = Stored(tensor, raw, field.offset)
+        return [self._stored[one] for one in gradients]
+
     def beyond(self, other: GradientMemory) -> int:
         """Bytes of gradients here for which another has no memory."""
         return sum(extent(home.tensor) for one, home in self._stored.items() if one not in other._stored)

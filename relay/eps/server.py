@@ -28,7 +28,7 @@ import torch
 from hal.device import Device, Queue
 from hal.event import Event
 from hal.host import Host, HostWork
-from hal.slot import DeviceSlot
+from hal.slot import DeviceSlot, SlotContent
 from relay.eps.optimizer_state import BoundOptimizer
 from relay.eps.rows import TableRows, WholeGradients
 from relay.eps.snapshot import Snapshot
@@ -160,8 +160,20 @@ class ParameterServer:
         self._staging_free: list[list[Event]] = [[], []]
         self._turn = 0
 
-    def allocate(self, plans: Sequence[GradientPlan], groups: Sequence[Mapping[str, Any]], largest: int) -> None:
-        """Allocate what a step needs: optimizer states, sums of tied gradients, and two stagings of `largest` bytes.
+    @property
+    def keeps_narrow_gradients(self) -> bool:
+        """Whether gradients that wait may be stored in the half precision that they were computed in.
+
+        The fused optimizers read them as they are; values are clipped in float32.
+        """
+        return self.deferred and self._clipping.value is None and self.optimizer.reads_half
+
+    def allocate(
+        self, plans: Sequence[GradientPlan], groups: Sequence[Mapping[str, Any]], contents: Sequence[SlotContent]
+    ) -> None:
+        """Allocate what a step needs: optimizer states, sums of tied gradients, and two stagings for gradients.
+
+        `contents` are what the slots hold.
 
         What is there already is kept. Raises OutOfMemory.
         """
@@ -174,7 +186,10 @@ class ParameterServer:
                     self._sums[name] = flat.view(parameter.shape)
             for number, indices in self._by_group(plan).items():
                 self.optimizer.allocate([plan.names[index] for index in indices], groups[number])
-        staged = not self.deferred and not self._device.info.unified
+        largest = max((content.gradient_size for content in contents), default=0)
+        copied = any(content.kept_gradients for content in contents)
+        in_transit = not self.deferred and not self._device.info.unified
+        staged = in_transit or (copied and not self._device.info.unified)
         if staged and (not self._staging or self._staging[0].numel() < largest):
             for old in self._staging:
                 self._host.free(old, STAGING)
@@ -182,7 +197,7 @@ class ParameterServer:
         for plan in plans:
             # torch.optim may compute with a gradient in place.
             in_place = self.optimizer.kind.startswith("torch.")
-            self._whole.allocate(plan.rows, self.store, self._staging[0].numel() if staged else 0, in_place)
+            self._whole.allocate(plan.rows, self.store, self._staging[0].numel() if in_transit else 0, in_place)
 
     def collect(
         self,
@@ -228,6 +243,8 @@ class ParameterServer:
             for index, rows in plan.rows.items():
                 gradients[index] = whole[index].fill(rows, gradients[index])
             self._take_in(plan, gradients, unscale, submitted)
+            for kept, gradient in zip(content.kept_gradients, gradients, strict=False):
+                kept.copy_(gradient)
             if not self.deferred:
                 factor = None if unscale == 1.0 else torch.tensor(unscale)
                 self._update(plan, gradients, groups, factor, submitted.result)
@@ -240,6 +257,8 @@ class ParameterServer:
         for index, gradient in whole.items():
             sizes[index] = _size(gradient.memory)
             filled += gradient.cleared
+        if content.kept_gradients:
+            filled += sum(content.gradient_sizes) + sum(_size(kept) for kept in content.kept_gradients)
         work = HostWork(self._work(plan, sizes, True, not self.deferred).bytes + filled)
         done = self._host.run(arrive, [*arrived, verdict], label, work)
         submitted.arrivals.append(done)

@@ -16,6 +16,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -395,17 +396,22 @@ class LayerStore:
         self._rows.clear()
 
     def content(
-        self, name: str, tensors: Sequence[Wanted], gradients: Sequence[GradientField], keeps_gradients: bool
+        self,
+        name: str,
+        tensors: Sequence[Wanted],
+        gradients: Sequence[GradientField],
+        keeps_gradients: bool,
+        narrow: Sequence[torch.dtype | None] = (),
     ) -> SlotContent:
         """What a slot holds for these tensors and gradients, in as few contiguous pieces as possible.
 
         With `keeps_gradients` each gradient has memory of its own on the host. It is the same whichever layers share
         the slot, since the layers of a step may differ from those of the step before.
         """
-        key = (name, *tensors, *gradients, keeps_gradients)
+        key = (name, *tensors, *gradients, keeps_gradients, *narrow)
         content = self._contents.pop(key, None)
         if content is None:
-            content = self._lay_out_content(name, tensors, gradients, keeps_gradients)
+            content = self._lay_out_content(name, tensors, gradients, keeps_gradients, narrow)
             self._names_of[content] = tuple(self.owner(tensor) for tensor, _ in tensors)
         self._contents[key] = content  # moved to the end: the least recently used is dropped first
         while len(self._contents) > max(CONTENTS, 4 * len(self._stored)):
@@ -418,12 +424,24 @@ class LayerStore:
         return list(dict.fromkeys(events))
 
     def _lay_out_content(
-        self, name: str, tensors: Sequence[Wanted], gradients: Sequence[GradientField], keeps_gradients: bool
+        self,
+        name: str,
+        tensors: Sequence[Wanted],
+        gradients: Sequence[GradientField],
+        keeps_gradients: bool,
+        narrow: Sequence[torch.dtype | None],
     ) -> SlotContent:
         stored = [self._rows.get(wanted) or self._stored[wanted] for wanted in tensors]
         fields, size = lay_out([(tuple(one.tensor.shape), one.tensor.dtype) for one in stored])
         gradient_fields, gradient_size = lay_out([(self._shape(one.name), one.dtype) for one in gradients])
-        homes = self.gradients.of(gradients, self._shape) if keeps_gradients else []
+        kept: list[Stored] = []
+        homes: list[Stored] = []
+        if keeps_gradients and any(narrow):
+            dtypes = [dtype or one.dtype for one, dtype in zip(gradients, narrow, strict=True)]
+            as_kept = [replace(one, dtype=dtype) for one, dtype in zip(gradients, dtypes, strict=True)]
+            kept = self.gradients.kept(as_kept, self._shape)
+        elif keeps_gradients:
+            homes = self.gradients.of(gradients, self._shape)
         return SlotContent(
             name,
             fields,
@@ -434,6 +452,7 @@ class LayerStore:
             gradient_size,
             as_they_lie(homes, gradient_fields if homes else ()),
             tuple(home.tensor for home in homes),
+            tuple(one.tensor for one in kept),
         )
 
     def _shape(self, name: str) -> tuple[int, ...]:

@@ -90,6 +90,10 @@ class BoundTensorOptimizer(BoundHostOptimizer):
         room = self._widened[: master.numel()].view(master.shape)
         return master.to_float(room) if isinstance(master, SplitMaster) else room.copy_(master)
 
+    @property
+    def reads_half(self) -> bool:
+        return False
+
     def check(self, name: str, labels: Collection[str], dtypes: Mapping[str, torch.dtype]) -> None:
         own = self._state.get(name)
         if own is not None and labels and set(own) != set(labels):

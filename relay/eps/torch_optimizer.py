@@ -163,6 +163,10 @@ class BoundTorchOptimizer:
     def kind(self) -> str:
         return kind_of(self._factory)
 
+    @property
+    def reads_half(self) -> bool:
+        return False
+
     def check(self, name: str, labels: Collection[str], dtypes: Mapping[str, torch.dtype]) -> None:
         """Does nothing: a class of torch.optim accepts any state that it has saved."""
 

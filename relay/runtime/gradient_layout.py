@@ -9,14 +9,19 @@ would be wrong: an optimizer decays a parameter that has a gradient, and keeps s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import fx
 
+from hal.program import Role
 from relay.capture import Captured
 from relay.capture.memory_order import Order
 from relay.errors import PartitionError
 from relay.partition.segments import Partition, Segment
+
+if TYPE_CHECKING:
+    from relay.runtime.stages import StageProgram
 
 Orders = Mapping[int, Order]
 """Orders in memory by the number of an input or output."""
@@ -90,3 +95,29 @@ def settle_gradients(
             settled.setdefault(segment.inputs[index], order)
     for value in partition.inputs:
         partition.values[value].gradient_order = settled.get(value, ())
+
+
+def gradient_precision(backward: StageProgram | None) -> list[torch.dtype | None]:
+    """For each parameter's gradient of a native program the half precision that it is computed in; None for others.
+
+    Autocast rounds a weight, so autograd widens the gradient of the rounded weight as its last op. What a single run
+    writes is then a number of half precision.
+    """
+    if backward is None:
+        return []
+    results = next(node for node in reversed(backward.program.graph.nodes) if node.op == "output").args[0]
+    assert isinstance(results, (list, tuple))
+    found: list[torch.dtype | None] = []
+    for port, node in zip(backward.program.outputs, results, strict=True):
+        if port.role is Role.PARAMETER_GRADIENT:
+            found.append(_widened_from(node) if port.dtype is torch.float32 else None)
+    return found
+
+
+def _widened_from(node: Any) -> torch.dtype | None:
+    """The half precision from which a node is converted to float32; None for other nodes."""
+    if not isinstance(node, fx.Node) or node.target is not torch.ops.aten._to_copy.default:
+        return None
+    source = node.args[0]
+    dtype = source.meta["val"].dtype if isinstance(source, fx.Node) else None
+    return dtype if dtype in (torch.bfloat16, torch.float16) else None

@@ -70,8 +70,7 @@ def rehearse(
     store.aliases = dict(now.aliases)
     stand_in: Any = _StandIn(model, now)
     store.take_over(stand_in, wanted)
-    contents = lay_out(store)
-    server.allocate(plans, groups, max((content.gradient_size for content in contents), default=0))
+    server.allocate(plans, groups, lay_out(store))
     return store
 
 

@@ -171,7 +171,7 @@ class Scheduler:
                 self._server.collect(plan, visit.slot, self.drain_queue, step.groups, step.unscale, submitted)
                 if visit is not visits[-1]:
                     self._refresh(visit, submitted, trace)
-        gradients = [content.gradient_tensors for content in contents]
+        gradients = [content.kept_gradients or content.gradient_tensors for content in contents]
         self._server.conclude(prepared.gradient_plans, gradients, step.groups, step.unscale, submitted)
         if trace is not None:
             for event in submitted.drains:

@@ -23,10 +23,12 @@ from hal.errors import HalError, OutOfMemory
 from hal.host import Host
 from hal.program import Role
 from hal.slot import SlotContent
+from relay.capture import Lowering, graphs_for
 from relay.eps.regions import GRADIENTS
 from relay.eps.server import GradientPlan, ParameterServer, plan_gradients
 from relay.eps.store import LayerStore, Wanted
 from relay.errors import PartitionError
+from relay.runtime.gradient_layout import gradient_precision
 from relay.runtime.host_memory_check import Build, CountingHost, refuse_beyond, rehearse
 from relay.runtime.memory_plan import plans_for, requirement_of, scalar_bytes, with_advice
 from relay.runtime.residency.choice import Residents, SlotBytes, candidates, choose
@@ -107,7 +109,7 @@ class Session:
         self._ties = ExactTies(
             exact_ties, slot_count, stash_location, limit, NATIVE in device.info.tags, logger.warning
         )
-        self._checked: set[int] = set()
+        self._checked: set[tuple[int, bool]] = set()
         self._saved_buffers: dict[str, torch.Tensor] = {}
         self._stash: Stash | None = None
         self._stash_key: object = None
@@ -152,7 +154,7 @@ class Session:
             saved_buffers = self._memory_for_buffers(compiled[0]) if training else {}
             for model in distinct:
                 model.compile(self.device)
-            self.server.allocate(gradient_plans, groups, max(content.gradient_size for content in contents))
+            self.server.allocate(gradient_plans, groups, contents)
             scheduler = self._scheduler_with(*ring_sizes)
             if self._stash_key != (training, tuple(compiled)):
                 self._free_stash()  # before residents take its room
@@ -214,7 +216,7 @@ class Session:
                     "model, so a step would change both. Give it memory of its own with .clone()."
                 )
         self.store.take_edits()
-        return self._lay_out(self.store, compiled[0], wanted)
+        return self._lay_out(self.store, compiled[0], wanted, len(compiled))
 
     def reopen(self, device: Device) -> None:
         """Continue on another device in place of one that is lost. What lives on the host is kept."""
@@ -281,14 +283,15 @@ class Session:
     ) -> None:
         capacity = self.host.memory().capacity
         first = compiled[0]
-        if capacity is None or self._build is None or id(first) in self._checked:
+        kind = id(first), len(compiled) > 1
+        if capacity is None or self._build is None or kind in self._checked:
             return
         counting = CountingHost(self.host.worker)
         wanted = wanted_of(first)
         plans = self._gradient_plans(first) if training else []
 
         def lay_out(store: LayerStore) -> list[SlotContent]:
-            return self._lay_out(store, first, wanted)
+            return self._lay_out(store, first, wanted, len(compiled))
 
         rehearsed = _whole(first, wanted)
         store = rehearse(self._model, self.store, counting, self._build, rehearsed, lay_out, plans, groups)
@@ -305,7 +308,7 @@ class Session:
             capacity, counting.ledger, self._precision, self._state_dtype, self._stash_location, self.server.deferred,
             any(value.parts and not value.tied for value in first.partition.values), self.store.splits,
         )  # fmt: skip
-        self._checked.add(id(first))
+        self._checked.add(kind)
 
     def _gradient_plans(self, compiled: CompiledModel) -> list[GradientPlan]:
         """What is done with each segment's gradients."""
@@ -334,14 +337,34 @@ class Session:
         return read
 
     def _lay_out(
-        self, store: LayerStore, compiled: CompiledModel, wanted: Sequence[Sequence[Wanted]]
+        self, store: LayerStore, compiled: CompiledModel, wanted: Sequence[Sequence[Wanted]], microbatches: int
     ) -> list[SlotContent]:
         fields = gradient_fields(compiled)
         for table in compiled.tables:
             store.add_rows(self.rows.rows_of(table))
+        narrow = self._narrow_gradients(compiled, microbatches)
         return [
-            store.content(stage.segment.name, group, gradients, self.server.deferred)
-            for stage, group, gradients in zip(compiled.stages, wanted, fields, strict=True)
+            store.content(stage.segment.name, group, gradients, self.server.deferred, of_stage)
+            for stage, group, gradients, of_stage in zip(compiled.stages, wanted, fields, narrow, strict=True)
+        ]
+
+    def _narrow_gradients(self, compiled: CompiledModel, microbatches: int) -> Sequence[Sequence[torch.dtype | None]]:
+        """The narrower dtypes in which gradients may wait on the host, by stage and gradient; None for no narrower one.
+
+        They hold what one micro-batch computes, to the bit. Sums need float32: of micro-batches, of uses, of chunks.
+        """
+        native = graphs_for(self.device.info)[0] is Lowering.NATIVE
+        if microbatches > 1 or not native or not self.server.keeps_narrow_gradients:
+            return [()] * len(compiled.stages)
+        plans = self._gradient_plans(compiled)
+        return [
+            ()
+            if plan.rows or stage.segment.chunks is not None
+            else [
+                dtype if index in plan.updates and index not in plan.joined else None
+                for index, dtype in enumerate(gradient_precision(stage.backward))
+            ]
+            for plan, stage in zip(plans, compiled.stages, strict=True)
         ]
 
     def _memory_for_buffers(self, compiled: CompiledModel) -> dict[str, torch.Tensor]:

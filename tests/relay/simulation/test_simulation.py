@@ -209,6 +209,8 @@ def test_a_dynamic_loss_scale_costs_every_gradient_on_the_host() -> None:
         (200, True, {"stash": "host", "precision": "bf16", "clip_grad_norm": 1.0}),
         (64, False, {"stash": "host", "precision": "bf16", "head_chunk_tokens": 5}),
         (64, True, {"stash": "host", "precision": "bf16", "head_chunk_tokens": 5}),
+        (64, False, {"stash": "host", "precision": "bf16", "master_weights": "split", "clip_grad_norm": 1.0}),
+        (64, False, {"stash": "host", "precision": "bf16", "clip_grad_norm": 1.0, "microbatches": 1}),
     ],
 )
 def test_simulated_memory_is_that_of_a_real_run(words: int, tied: bool, options: dict[str, Any]) -> None:
@@ -218,11 +220,10 @@ def test_simulated_memory_is_that_of_a_real_run(words: int, tied: bool, options:
 
     torch.manual_seed(0)
     model = GPT(vocabulary=words, layers=3, hidden=32, heads=2, sequence=12, tied=tied)
-    trainer = relay.Trainer(model, device="cpu:discrete", microbatches=2, **options)
+    options = {"microbatches": 2, **options}
+    trainer = relay.Trainer(model, device="cpu:discrete", **options)
     metrics = trainer.step(reference.text_batches(1, batch=4)[0])
-    found = relay.simulate(
-        ModelShape(3, 32, 2, words, tied=tied), device="generic", seq=12, batch=4, microbatches=2, **options
-    )
+    found = relay.simulate(ModelShape(3, 32, 2, words, tied=tied), device="generic", seq=12, batch=4, **options)
     trainer.close()
     assert found.memory.device_total == metrics.device_peak_bytes
     assert found.memory.host_total == metrics.host_bytes
