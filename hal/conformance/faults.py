@@ -194,6 +194,9 @@ class FaultyHost(Host):
     def alloc(self, count: int, dtype: torch.dtype, state: str, crosses: bool = False) -> torch.Tensor:
         return self._host.alloc(count, dtype, state, crosses)
 
+    def require(self, size: int, what: str) -> None:
+        self._host.require(size, what)
+
     def free(self, tensor: torch.Tensor, state: str) -> None:
         self._host.free(tensor, state)
 
