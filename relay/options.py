@@ -129,6 +129,14 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "reason in the log."
         ),
     ] = None
+    mlp_chunk_tokens: Annotated[
+        Count | None,
+        Meta(
+            description="Run the wide pieces of a layer that work position by position (feed-forward networks, norms) "
+            "over chunks of so many positions of a micro-batch, for sequences whose layers need more memory than there "
+            "is. A layer without such pieces is left whole."
+        ),
+    ] = None
     clip_grad_norm: Annotated[
         Positive | None,
         Meta(

@@ -161,7 +161,9 @@ class Trainer(RunState):
         compiler.as_traced = store.as_traced
         compiler.device, (compiler.lowering, compiler.traced_for) = opened.info.name, graphs_for(opened.info)
         memory = cast("int | None", chosen.capacity) or opened.info.memory
-        compiler.head = HeadChunks(chosen.head_chunk_tokens, memory, chosen.slots, chosen.stash, chosen.microbatches)
+        compiler.head = HeadChunks(
+            chosen.head_chunk_tokens, memory, chosen.slots, chosen.stash, chosen.microbatches, chosen.mlp_chunk_tokens
+        )
         scheduled = RelayOptimizer(groups, defaults)
         super().__init__(compiler, session, scheduled, grouping, scale, chosen)
         run = weakref.ref(self)  # the optimizer may outlive the trainer

@@ -26,6 +26,7 @@ from relay.capture.random_ops import ancestors, copy_nodes
 from relay.capture.request import CaptureRequest
 from relay.capture.saved_tensors import nodes_to_save
 from relay.errors import CaptureError
+from relay.graph.late_order import late_order
 
 aten = torch.ops.aten
 
@@ -41,6 +42,7 @@ class Extraction:
         self.wants_gradients = request.wants_gradients
         self.given_seed_orders = request.seed_orders
         self.adds_loss = request.adds_loss
+        self.late = request.late
         name, given_seeds = request.name, request.seed_orders
         self.parameters: list[list[tuple[str, fx.Node]]] = []
         self.buffers: list[tuple[str, fx.Node]] = []
@@ -338,6 +340,10 @@ class Extraction:
         core = self.lowering is Lowering.CORE
         if core:
             graph = simplify(graph, self.name)
+            key = next(node for node in graph.nodes if node.op == "placeholder" and node.target == "key")
+        if self.late and kind == "backward":
+            placed = zip(graph.find_nodes(op="placeholder"), ports, strict=False)
+            graph = late_order(graph, [node for node, port in placed if port.role is Role.SEED])
             key = next(node for node in graph.nodes if node.op == "placeholder" and node.target == "key")
         draws = bool(key.users)
         if not draws:

@@ -80,6 +80,9 @@ class CaptureRequest:
     adds_loss: bool = False
     """Whether the loss may be added to what its memory holds, since it is one part of a sum."""
 
+    late: bool = False
+    """Whether the backward recomputes each op of the forward shortly before it is read, rather than all at first."""
+
     @property
     def wants_gradients(self) -> bool:
         """Whether there is a parameter or an input that requires a gradient."""

@@ -33,6 +33,7 @@ from relay.cli.shared_options import machine_options, model_options, precision_o
 @training_option("master_weights")
 @training_option("clip_grad_norm")
 @training_option("head_chunk_tokens")
+@training_option("mlp_chunk_tokens")
 @training_option("loss_over")
 @training_option("loss_scale")
 @training_option("exact_ties")

@@ -57,6 +57,7 @@ SWEPT = (
 @training_option("resident_layers")
 @training_option("recompute")
 @training_option("head_chunk_tokens")
+@training_option("mlp_chunk_tokens")
 @training_option("sparse_rows")
 @training_option("loss_over")
 @training_option("loss_scale")
@@ -151,7 +152,7 @@ def _simulation(options: dict[str, Any], **more: Any) -> Simulation:
         **{name: options[name] for name in ("batch", "state_dtype", "stash", "slots", "precision", "loss_scale")},
         **{name: options[name] for name in ("layers_per_slot", "resident_layers", "recompute", "clip_grad_norm")},
         **{name: options[name] for name in ("master_weights", "exact_ties", "head_chunk_tokens", "sparse_rows")},
-        loss_over=options["loss_over"],
+        **{name: options[name] for name in ("loss_over", "mlp_chunk_tokens")},
         seq=options["seq"],
         microbatches=options["microbatches"] or options["batch"],
         **more,

@@ -153,6 +153,8 @@ class _Builder:
                 for source in node.all_input_nodes:
                     self.copy(source)
                 own = self._graph.node_copy(node, lambda source: self._following[source])
+                if own.target is torch.ops.aten.view.default:  # in core graphs every tensor counts as contiguous
+                    own.target = torch.ops.aten.reshape.default
             self._following[node] = own
         return own
 

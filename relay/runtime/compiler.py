@@ -38,7 +38,7 @@ from relay.partition.segments import Partition
 from relay.partition.whole_head import WantedOutputs
 from relay.runtime.code_states import CodeState, CodeStates
 from relay.runtime.head.checks import check_loss, refuse_mixed_output, refuse_other_layers, refuse_pieces
-from relay.runtime.head.choose_chunks import HeadChunks, alike, left_whole
+from relay.runtime.head.choose_chunks import HeadChunks, alike, left_whole, with_row_chunks
 from relay.runtime.head.whole_batch import build_over_batch
 from relay.runtime.program_cache import ProgramCache
 from relay.runtime.stages import Capturing, CompiledModel, build_compiled_model
@@ -188,7 +188,7 @@ class ModelCompiler:
             asked = chosen, state, names, follow, head
             return [self.compiled(given, number, training, False, *asked) for number in numbers]
 
-        compiled = alike(compiled_with(None), lambda size: compiled_with(HeadChunks(size)))
+        compiled = alike(compiled_with(None), lambda size: compiled_with(replace(self.head, tokens=size)))
         refuse_other_layers(compiled)
         if stated is not None:
             return PreparedBatch(given, stated, compiled, list(numbers), count)
@@ -404,7 +404,7 @@ class ModelCompiler:
                 )  # fmt: skip
             except NotByPosition as why:
                 left_whole(head.tokens, str(why))
-                return self._compile(piece, training, results, active, outputs, whole, HeadChunks())
+                return self._compile(piece, training, results, active, outputs, whole, replace(self.head, tokens=None))
 
     def _compile_over_batch(
         self,
@@ -464,6 +464,7 @@ class ModelCompiler:
                 assert whole is not None
                 partition = partition_list_over_batch(*given, whole, piece.size)
         partition = merge_layers(partition, self._layers_per_slot)
+        with_row_chunks(partition, self.head.layers)
         # What is given of the whole batch follows the batch's tensors, and has no gradient.
         for value, tensor in zip(partition.inputs, tensors, strict=False):
             partition.values[value].requires_grad = tensor.requires_grad

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from relay.eps.regions import GradientField
 from relay.eps.store import Wanted
 from relay.errors import PartitionError
 from relay.partition.capture_cache import Captures
+from relay.partition.positions.layers import ChunkedLayer, in_row_chunks
 from relay.partition.segments import Partition, PositionChunks, Segment, Value
 from relay.runtime.gradient_layout import Orders, settle_gradients
 from relay.runtime.gradient_presence import Backward, DerivedGradientPresence, derive_presence
@@ -273,13 +274,16 @@ class Capturing:
             # The joint program computes the loss, and of the other outputs those that are asked for.
             asked = (number for output in partition.named_outputs.values() for number in output.numbers)
             shows = frozenset(segment.outputs.index(partition.results[number]) for number in asked)
-        traced, cut = [described, dict(seeds), unreached], (dict(gradients), save, shows)
+        traced, cut = [described, dict(seeds), unreached, segment.row_chunk], (dict(gradients), save, shows)
         captured = self.captures.find(segment, traced, cut)
         if captured is None:
+            module = segment.module
+            if segment.row_chunk is not None:
+                module = in_row_chunks(module, inputs, segment.name, self.compute, segment.row_chunk)
             captured = _capture(
                 segment,
                 CaptureRequest(
-                    segment.module,
+                    module,
                     inputs,
                     segment.name,
                     ends_in_loss=ends_in_loss,
@@ -298,8 +302,11 @@ class Capturing:
                         if segment.chunks is None and (tensor := partition.values[number].own) is not None
                     },
                     adds_loss=segment.chunks is not None,
+                    late=module is not segment.module,
                 ),
             )
+            if isinstance(module, ChunkedLayer):
+                captured = replace(captured, reads=module.reads)
             if captured.eager is None:
                 captured = self.captures.add(segment, traced, cut, captured)
             elif self.presences is not None:

@@ -120,6 +120,7 @@ def plan(
     master_weights: str = "fp32",
     exact_ties: bool | str = "auto",
     head_chunk_tokens: int | str | None = None,
+    mlp_chunk_tokens: int | None = None,
     loss_over: str = "auto",
     host_memory: int | str | None = None,
     capacity: int | str | None = None,
@@ -134,8 +135,8 @@ def plan(
         batch, seq: Sequences in a step and tokens in a sequence. A batch is cut into micro-batches by powers of
             two, and into single sequences.
         state_dtypes, stashes, slots: The values to choose among.
-        loss_scale, clip_grad_norm, master_weights, exact_ties, head_chunk_tokens, loss_over: As the run will have
-            them.
+        loss_scale, clip_grad_norm, master_weights, exact_ties, head_chunk_tokens, mlp_chunk_tokens, loss_over: As the
+            run will have them.
 
     Raises NoFeasiblePlan where no combination fits, and the errors of `relay.simulate` for wrong arguments.
     """
@@ -152,7 +153,8 @@ def plan(
         "device": described, "precision": precision, "loss_scale": loss_scale, "clip_grad_norm": clip_grad_norm,
         "batch": batch, "seq": seq, "host_memory": host_memory, "capacity": capacity, "must_fit": None,
         "master_weights": master_weights, "exact_ties": exact_ties,
-        "head_chunk_tokens": head_chunk_tokens, "loss_over": loss_over,
+        "head_chunk_tokens": head_chunk_tokens, "mlp_chunk_tokens": mlp_chunk_tokens,
+        "loss_over": loss_over,
     }  # fmt: skip
     search = Search(description.shape, batch, fixed)
     for microbatches in microbatch_counts(batch):
@@ -198,6 +200,8 @@ def plan(
         options["exact_ties"] = exact_ties
     if chosen.run.head_chunk_tokens is not None:
         options["head_chunk_tokens"] = chosen.run.head_chunk_tokens
+    if mlp_chunk_tokens is not None:
+        options["mlp_chunk_tokens"] = mlp_chunk_tokens
     if loss_over != "auto":
         options["loss_over"] = loss_over
     if capacity is not None:

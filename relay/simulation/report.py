@@ -27,8 +27,8 @@ _FEWER_LAUNCHES = (
 _TRACKS = {"down": "link down", "up": "link up", "compute": "compute", "host": "host optimizer"}
 _RUN = (
     "seq", "batch", "microbatches", "precision", "state_dtype", "stash", "slots", "layers_per_slot", "resident_layers",
-    "recompute", "head_chunk_tokens", "loss_over", "sparse_rows", "loss_scale", "clip_grad_norm", "master_weights",
-    "exact_ties",
+    "recompute", "head_chunk_tokens", "mlp_chunk_tokens", "loss_over", "sparse_rows", "loss_scale", "clip_grad_norm",
+    "master_weights", "exact_ties",
 )  # fmt: skip
 
 
@@ -115,6 +115,8 @@ def _of_segments(run: RunShape, resident: int) -> str:
         text += f", {run.recompute} segments recompute" if run.recompute else ", nothing recomputed"
     if run.head_chunk_tokens is not None:
         text += f", the head over chunks of {run.head_chunk_tokens} tokens"
+    if run.mlp_chunk_tokens is not None:
+        text += f", wide pieces of layers over chunks of {run.mlp_chunk_tokens}"
     if run.loss_over == "batch":
         text += ", head over the whole batch"
     return text

@@ -118,8 +118,9 @@ def simulate(
             it without.
         host_cache: Shares the host state between simulations of one model, which saves time.
         run: `seq`, `batch`, `microbatches` (by default one per sequence), `state_dtype`, `stash`, `slots`,
-            `layers_per_slot`, `resident_layers`, `recompute`, `head_chunk_tokens`, `loss_over`, `sparse_rows`,
-            `clip_grad_norm`, `loss_scale`, `exact_ties`, `master_weights` and `optimizer`, as in `RunShape`.
+            `layers_per_slot`, `resident_layers`, `recompute`, `head_chunk_tokens`, `mlp_chunk_tokens`, `loss_over`,
+            `sparse_rows`, `clip_grad_norm`, `loss_scale`, `exact_ties`, `master_weights` and `optimizer`, as in
+            `RunShape`.
 
     Raises DoesNotFit for a run that does not fit, SpecError for arithmetic that the device does not have, ShapeError
     for an impossible model or batch, ValueError for a value that `relay.Trainer` refuses too, and TypeError for an

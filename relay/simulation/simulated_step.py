@@ -73,6 +73,7 @@ class RunShape:
     resident_layers: int | str = 0
     master_weights: str = "fp32"
     head_chunk_tokens: int | str | None = None
+    mlp_chunk_tokens: int | None = None
     sparse_rows: bool | str = "auto"
     loss_over: str = "auto"
     optimizer: Any = field(default_factory=AdamW)
@@ -180,16 +181,16 @@ class SimulatedRun:
         if capacity is None and not device.unified:
             capacity = int(device["memory"] - device["reserved"])
         self.notes: list[str] = []
-        head = HeadChunks(run.head_chunk_tokens)
+        head = HeadChunks(run.head_chunk_tokens, layers=run.mlp_chunk_tokens)
         if run.head_chunk_tokens == "auto":
-            head = HeadChunks("auto", capacity, run.slots, run.stash, len(sizes))
+            head = HeadChunks("auto", capacity, run.slots, run.stash, len(sizes), run.mlp_chunk_tokens)
         options = run.seq, compute, run.layers_per_slot, run.recompute, run.loss_over
 
         def compiled(head: HeadChunks) -> list[CompiledModel]:
             return compiled_models(shape, sizes, *options, head)
 
         ties = ExactTies(run.exact_ties, run.slots, run.stash, capacity, True, self.notes.append)
-        self._compiled = ties.decide(alike(compiled(head), lambda size: compiled(HeadChunks(size)))).compiled
+        self._compiled = ties.decide(alike(compiled(head), lambda size: compiled(replace(head, tokens=size)))).compiled
         partition = self._compiled[0].partition
         segments = len(partition.segments) - partition.leading
         chunks = partition.segments[-1].chunks

@@ -1,6 +1,7 @@
-"""Following positions through the last segment: from the hidden states of the last layer to the loss.
+"""Following positions: which ops compute row by row, and how they are written for the rows of a chunk.
 
-`PositionFlow` labels each op that the loss needs and says how a chunk's graph writes it. Dimensions are counted from
+`PositionFlow` labels each op that the loss needs and says how a chunk's graph writes it, by the rules of `RowRules`,
+which also serve the pieces of layers (`relay.partition.positions.layers`). Dimensions are counted from
 the end there, since a chunk's positions are one dimension where the model may have several. Nothing is built here.
 
 Invariant: row i of what is labelled ROWS depends on row i of the hidden states alone, and a TERM is the sum of what the
@@ -63,37 +64,21 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
 
 
-class PositionFlow:
-    """The labels of all that the loss needs, and how a chunk's graph writes each op of it.
+class RowRules:
+    """Labels ops one by one, from the labels of what they read, and says how a chunk's graph writes them.
 
-    `labels` are those of the placeholders at first. `leading` is the shape of the positions. `width` is the most
-    elements that a position has in any tensor: as many as there are classes, for a language model.
+    `leading` is the shape of the positions.
     """
 
-    def __init__(
-        self, graph: fx.Graph, loss: fx.Node, labels: Mapping[fx.Node, Label], leading: tuple[int, ...]
-    ) -> None:
+    def __init__(self, labels: Mapping[fx.Node, Label], leading: tuple[int, ...]) -> None:
         self.labels: dict[fx.Node, Label] = dict(labels)
         self.written: dict[fx.Node, Written | fx.Node] = {}
         self.leading = leading
-        self.width = 0
-        self.needed = needed_by([loss], graph)
-        gradients_on = True
-        for node in graph.nodes:
-            if node.target is SET_GRAD_ENABLED:
-                gradients_on = bool(node.args[0])
-            elif node in self.needed and node.op == "call_function":
-                label = self.labels[node] = self._label(node)
-                if not gradients_on and (label.kind in (Kind.ROWS, Kind.TERM) or label.trained):
-                    raise NotByPosition(f"{name_of(node)} runs under torch.no_grad")
-                if label.kind is Kind.ROWS and isinstance(node.meta["val"], torch.Tensor):
-                    self.width = max(self.width, math.prod(shape_of(node)[label.lead :]))
-        if self.labels[loss].kind is not Kind.TERM or self.labels[loss].part:
-            raise NotByPosition("the loss is not a sum over positions")
 
     # -- one op -----------------------------------------------------------------------------------------------
 
-    def _label(self, node: fx.Node) -> Label:
+    def label(self, node: fx.Node) -> Label:
+        """The label of an op's result. Raises NotByPosition where there is none."""
         if node.target is torch.tensor:
             return Label(Kind.STATE)
         for source in node.all_input_nodes:
@@ -371,3 +356,30 @@ class PositionFlow:
             raise NotByPosition(f"{name_of(node)} keeps dimensions of a sum over positions")
         self.written[node] = Written(aten.sum.default, (source,), kwargs, count)
         return Label(Kind.TERM)
+
+
+class PositionFlow(RowRules):
+    """The labels of all that the loss needs, and how a chunk's graph writes each op of it.
+
+    `labels` are those of the placeholders at first. `width` is the most elements that a position has in any tensor: as
+    many as there are classes, for a language model.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, loss: fx.Node, labels: Mapping[fx.Node, Label], leading: tuple[int, ...]
+    ) -> None:
+        super().__init__(labels, leading)
+        self.width = 0
+        self.needed = needed_by([loss], graph)
+        gradients_on = True
+        for node in graph.nodes:
+            if node.target is SET_GRAD_ENABLED:
+                gradients_on = bool(node.args[0])
+            elif node in self.needed and node.op == "call_function":
+                label = self.labels[node] = self.label(node)
+                if not gradients_on and (label.kind in (Kind.ROWS, Kind.TERM) or label.trained):
+                    raise NotByPosition(f"{name_of(node)} runs under torch.no_grad")
+                if label.kind is Kind.ROWS and isinstance(node.meta["val"], torch.Tensor):
+                    self.width = max(self.width, math.prod(shape_of(node)[label.lead :]))
+        if self.labels[loss].kind is not Kind.TERM or self.labels[loss].part:
+            raise NotByPosition("the loss is not a sum over positions")

@@ -33,7 +33,7 @@ LEAST, MOST = 128, 8192
 
 @dataclass(frozen=True)
 class HeadChunks:
-    """The option `head_chunk_tokens`, and what "auto" needs to know.
+    """The options `head_chunk_tokens` and `mlp_chunk_tokens` (`layers`), and what "auto" needs to know.
 
     `memory` is the device memory in bytes, None if it is not known; `slots`, `stash` and `microbatches` are the
     trainer's options.
@@ -44,12 +44,14 @@ class HeadChunks:
     slots: int = 2
     stash: str = "device"
     microbatches: int = 1
+    layers: int | None = None
 
     def split(self, partition: Partition, compute: torch.dtype) -> Partition:
         """The partition, with its last segment over chunks where the option says so.
 
         What was chosen, or why the segment is left whole, is logged.
         """
+        with_row_chunks(partition, self.layers)
         if self.tokens is None:
             return partition
         try:
@@ -109,6 +111,12 @@ def alike(
     found = [model.partition.segments[-1].chunks for model in compiled]
     sizes = [chunks.size for chunks in found if chunks is not None]
     return list(again(max(sizes)) if sizes and len(sizes) < len(found) else compiled)
+
+
+def with_row_chunks(partition: Partition, tokens: int | None) -> None:
+    """Let the wide pieces of a partition's layers run over chunks of so many positions, if a number is given."""
+    for segment in partition.segments:
+        segment.row_chunk = tokens if segment.kind is not None else None
 
 
 def left_whole(tokens: int | str | None, why: str) -> None:

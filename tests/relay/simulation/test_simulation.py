@@ -207,7 +207,7 @@ def test_a_dynamic_loss_scale_costs_every_gradient_on_the_host() -> None:
         (64, True, {"stash": "device", "precision": "fp32", "exact_ties": False}),
         (200, True, {"stash": "device", "precision": "fp32"}),  # a batch has 48 tokens
         (200, True, {"stash": "host", "precision": "bf16", "clip_grad_norm": 1.0}),
-        (64, False, {"stash": "host", "precision": "bf16", "head_chunk_tokens": 5}),
+        (64, False, {"stash": "host", "precision": "bf16", "head_chunk_tokens": 5, "mlp_chunk_tokens": 4}),
         (64, True, {"stash": "host", "precision": "bf16", "head_chunk_tokens": 5}),
         (64, False, {"stash": "host", "precision": "bf16", "master_weights": "split", "clip_grad_norm": 1.0}),
         (64, False, {"stash": "host", "precision": "bf16", "clip_grad_norm": 1.0, "microbatches": 1}),
