@@ -35,10 +35,12 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "form": ("whole", "list"),
     "layers_per_slot": (1, 2),
     "recompute": (True, 1, False),
+    "resident_layers": (0, 2),
 }
 
 PASSED_ON = (
     "precision", "state_dtype", "microbatches", "stash", "slots", "device", "layers_per_slot", "recompute",
+    "resident_layers",
 )  # fmt: skip
 
 Case = matrix.Case

@@ -157,7 +157,7 @@ def test_bytes_over_the_link_fall_in_proportion_from_none_to_all(build: Build) -
         for number in range(2):  # the first step sends the resident layers
             found[tenths] = trainer.step(vectors(number)).weight_bytes
     # The last layer is sent once a step in any case, the others twice or, resident, once.
-    assert found == {tenths: (2 * layers - 1 - 2 * tenths) * LAYER for tenths in range(11)}
+    assert found == {tenths: (2 * layers - 1 - tenths) * LAYER for tenths in range(11)}
 
 
 def test_a_resident_layer_that_is_frozen_is_never_sent_again(build: Build) -> None:
