@@ -26,7 +26,7 @@ MACHINES = Path(__file__).parent / "support" / "machines"
 
 SCHEDULER = (
     "edit_layers", "checkpoint", "clipping", "cut_off_models", "eager_fallback", "dropout", "evaluation",
-    "exactness", "families", "faults", "fixed_loss_scale", "held_updates", "memory_model", "optimizer_options",
+    "deferred_updates", "exactness", "families", "faults", "fixed_loss_scale", "memory_model", "optimizer_options",
     "overflow", "precision", "resident_layers", "resume", "semantics", "tied_weights", "whole_batch_head",
 )  # fmt: skip
 """The files `test_*.py` that train through the schedule and the parameter server on a device they name."""
@@ -54,6 +54,8 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--adversary") is None:
         return
+    if gone := [name for name in SCHEDULER if not any(Path(__file__).parent.rglob(f"test_{name}.py"))]:
+        raise pytest.UsageError(f"SCHEDULER in {__file__} names files that are not there: {', '.join(gone)}")
     chosen = [item for item in items if item.path.stem.removeprefix("test_") in SCHEDULER]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
     items[:] = chosen
