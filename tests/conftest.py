@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 MACHINES = Path(__file__).parent / "support" / "machines"
 
 SCHEDULER = (
-    "edit_layers", "checkpoint", "clipping", "cut_off_models", "eager_fallback", "dropout", "evaluation",
+    "edit_layers", "checkpoint", "clipping", "cut_off_models", "eager_fallback", "dropout", "evaluation", "exact_ties",
     "deferred_updates", "exactness", "families", "faults", "fixed_loss_scale", "memory_model", "optimizer_options",
     "overflow", "precision", "resident_layers", "resume", "semantics", "tied_weights", "whole_batch_head",
 )  # fmt: skip
