@@ -194,8 +194,9 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(
             description="Add the gradients of tied weights in plain PyTorch's order: for each micro-batch over all "
             "uses, then over micro-batches. They are kept for each micro-batch from use to use, in device memory or, "
-            "with stash='host', in host memory. 'auto' does so where they take no more than all else on the device; "
-            "where not, a message says that they are equal to rounding only. True always keeps them, False never."
+            "with stash='host', in host memory. 'auto' does so on devices that run PyTorch's kernels, if they take no "
+            "more than all else on the device; if they do, a message says that they are equal to rounding only. True "
+            "always keeps them, False never."
         ),
     ] = "auto"
     loss_over: Annotated[

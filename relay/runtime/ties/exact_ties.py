@@ -53,7 +53,7 @@ class ExactTies:
         mode: the option `exact_ties`.
         slot_count, stash_location: the session's.
         capacity: the bytes that the device has; None if there is no limit.
-        native: whether the device takes programs undecomposed; others keep whole gradients.
+        native: whether the device runs PyTorch's kernels. Others keep gradients with `mode` True only, and then whole.
         tell: called with a sentence where "auto" chooses sums that are equal to rounding only; once for each sentence.
     """
 
@@ -105,8 +105,8 @@ class ExactTies:
 
     def _decide(self, compiled: list[CompiledModel]) -> Decision:
         ties = _of_concern(compiled)
-        if not ties or self._mode is False:
-            return Decision(compiled, _names(ties))
+        if not ties or self._mode is False or (self._mode == "auto" and not self._native):
+            return Decision(compiled, _names(ties))  # without PyTorch's kernels they are equal to rounding either way
         if compiled[0].head is not None:
             once = "the head runs once, over the whole batch, and the layers for each micro-batch"
             self._refuse_or_tell(tuple(name for tie in ties for name in tie.names), once)
