@@ -21,16 +21,15 @@ DEVICES: dict[str, list[str]] = {
     "cpu": [],
     "cpu:discrete": ["--samples", "1"],
     "numpy": [],
-    "numpy:float64": ["--samples", "1"],
     "onnx:cpu": [],
     "sim": ["--samples", "1"],
-    "sim:generic,order=late,poison=on": ["--only", "not test_ops"],
-    "sim:t4": ["--only", "not test_ops"],
     # Each new kernel takes the driver's compiler a tenth of a second; tests/backends/opencl runs each op once.
     "opencl": ["--only", "not test_ops"],
 }
 THOROUGH: dict[str, list[str]] = {
     "numpy:float64": [],
+    "sim:generic,order=late,poison=on": ["--only", "not test_ops"],
+    "sim:t4": ["--only", "not test_ops"],
     # Each op once, in float32, int64 and bool.
     "opencl": ["--samples", "1", "--only", "not (test_ops and (float64 or float16 or int32))"],
 }

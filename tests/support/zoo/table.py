@@ -1,7 +1,9 @@
 """The table of small models: each with what is odd about it, and how equal it must be to plain PyTorch.
 
 Tests take their cases from here with `cases`; the classes are in the files beside. A new odd model is a class there and
-a row here. Invariant: names are unique within a group, and every row has something to tell that is odd.
+a row here. Models with nothing odd about them, which a test spoils in one way (`unspoiled`, `plain_models`), and single
+modules of which only the core lowering is tested (`tests/support/core_cases.py`) are not in it. Invariant: names are
+unique within a group, and every row has something to tell that is odd.
 """
 
 from __future__ import annotations
