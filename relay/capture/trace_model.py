@@ -26,13 +26,14 @@ from relay.capture.guards.data_guards import GuardTracer, guarding
 from relay.capture.guards.functional_call import call_with
 from relay.capture.guards.inference_mode import inference_as_no_grad
 from relay.capture.guards.messages import explain
-from relay.capture.guards.mutated_arguments import call_observed, write_back
+from relay.capture.guards.mutated_arguments import call_recorded, write_back
 from relay.capture.guards.plain_tensors import PlainTensors
 from relay.capture.guards.unsupported import hooks_wait, inside_layer, refusing
 from relay.capture.native.kernel_strides import kernel_strides_mode
 from relay.capture.traced_module import autocast
 from relay.errors import CaptureError, PartitionError, RelayError
 from relay.graph.pytree import TensorTree, is_taken_apart, tensor_leaves
+from relay.graph.recorded_outputs import record, recorded_names
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +55,9 @@ class BlockCall:
 
     `forward` is the block's own, `compute` the dtype of autocast around the call, and `gradients` tells whether the
     call is outside of no_grad. `input_tree` and `output_tree` nest its arguments and its output, whose traced tensors
-    are `outputs`. If the block `changes`
-    lists, dicts or objects among its arguments, its output is (its result, its arguments after the call). A `skipped`
-    call returns its first tensor.
+    are `outputs`. If the block `changes` lists, dicts or objects among its arguments, its output is (its result, its
+    arguments after the call). What hooks in it `recorded`, by name, comes out beside that. A `skipped` call returns its
+    first tensor.
     """
 
     name: str
@@ -68,6 +69,7 @@ class BlockCall:
     output_tree: TensorTree | None = None
     skipped: bool = False
     changes: bool = False
+    recorded: tuple[str, ...] = ()
     outputs: Sequence[torch.Tensor] = ()
 
 
@@ -75,13 +77,14 @@ def _block_on_fakes(call: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]
     """The op in a trace: runs the forward of the block on fake tensors, for the shapes of its outputs."""
     block_call = _running[-1][call]
 
+    names = recorded_names()
+
     def observed(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return call_observed(block_call.forward, args, kwargs)
+        return call_recorded(block_call.forward, args, kwargs, names)
 
     def take_apart(found: tuple[Any, Any]) -> list[torch.Tensor]:
-        result, given = found
-        block_call.changes = given is not None
-        outputs, block_call.output_tree = tensor_leaves(found if block_call.changes else result)
+        output, (block_call.changes, block_call.recorded) = found
+        outputs, block_call.output_tree = tensor_leaves(output)
         return outputs
 
     args, kwargs = block_call.input_tree.fill(inputs)
@@ -180,9 +183,13 @@ def blocks_as_ops(
                         "its first argument."
                     )
                 return call.output_tree.fill(tensors[:1])
+            output = call.output_tree.fill(outputs)
+            if call.recorded:
+                output, recorded = output
+                record(recorded)
             if not call.changes:
-                return call.output_tree.fill(outputs)
-            result, given = call.output_tree.fill(outputs)
+                return output
+            result, given = output
             write_back((args, kwargs), given, tensors)
             return result
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from relay.capture.guards.attribute_reads import Reads
+from relay.capture.guards.code_walk import HOOKS
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -82,9 +83,12 @@ def tie_pattern(module: nn.Module) -> list[int]:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Restore the numbers, flags, strings, lists and dicts in the attributes of every module on exit.
 
-    Tracing runs forwards, which may count calls. Attributes of these types that a forward adds are deleted.
+    Tracing runs forwards, which may count calls. Attributes of these types that a forward adds are deleted. Hooks that
+    a forward installs stay, as they do in plain PyTorch.
     """
     before = [(module, _own_values(module.__dict__)) for module in model.modules()]
+    tables = [vars(module).get(name) for module in model.modules() for name in HOOKS]
+    hooks = [(table, dict(table)) for table in tables if table is not None]
     contents: dict[int, tuple[Any, Any]] = {}
     for _, values in before:
         for value in values.values():
@@ -92,11 +96,14 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        # A forward that installed hooks noted that in a flag; without it the next one would install them once more.
+        installed = any(table.keys() != before_it.keys() for table, before_it in hooks)
         for container, content in contents.values():
             _restore(container, content)
         for module, values in before:
-            for name in _own_values(module.__dict__).keys() - values.keys():
-                del module.__dict__[name]
+            for name, added in _own_values(module.__dict__).items():
+                if name not in values and not (installed and added is True):
+                    del module.__dict__[name]
             for name, value in values.items():
                 if module.__dict__.get(name) is not value:
                     module.__dict__[name] = value

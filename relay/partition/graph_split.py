@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from relay.capture import BLOCK, SET_GRAD_ENABLED, BlockCall, fingerprint
-from relay.capture.guards.mutated_arguments import call_observed
+from relay.capture.guards.mutated_arguments import call_recorded
 from relay.capture.memory_order import order_of
 from relay.errors import PartitionError
 from relay.graph.mutations import bind_writes, written_by
@@ -56,15 +56,15 @@ class BlockSegment(nn.Module):
         self.input_tree = call.input_tree
         self.indices = tuple(indices)
         self.used = tuple(used)
-        self.changes = call.changes
+        self.recorded = call.recorded
         self.gradients = call.gradients
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.input_tree.fill([values[index] for index in self.indices])
         # `forward`, and not the module itself: the module's hooks are in the trace around the call already.
         with contextlib.nullcontext() if self.gradients else torch.no_grad():
-            result, given = call_observed(self.block.forward, args, kwargs)
-        outputs, _ = tensor_leaves((result, given) if self.changes else result)
+            output, _ = call_recorded(self.block.forward, args, kwargs, self.recorded)
+        outputs, _ = tensor_leaves(output)
         return tuple(outputs[number] for number in self.used)
 
 
@@ -236,7 +236,15 @@ class GraphCut:
                 tuple(outputs),
                 self._names_of(module, f"{call.name}.", module.named_parameters(remove_duplicate=False)),
                 self._names_of(module, f"{call.name}.", module.named_buffers(remove_duplicate=False)),
-                (call.block, call.input_tree.spec, call.input_tree.constants, indices, tuple(used), call.gradients),
+                (
+                    call.block,
+                    call.input_tree.spec,
+                    call.input_tree.constants,
+                    indices,
+                    tuple(used),
+                    call.gradients,
+                    call.recorded,
+                ),
                 "layer",
             )
         )

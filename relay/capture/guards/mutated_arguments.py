@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from relay.graph.pytree import tensor_leaves
+from relay.graph.recorded_outputs import recording
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,19 @@ def call_observed(forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[
         return result, None
     unchanged: dict[int, Any] = {id(tensor): Unchanged(index) for index, tensor in enumerate(tensors)}
     return result, tree.fill([unchanged.get(id(tensor), tensor) for tensor in after])
+
+
+def call_recorded(forward: Callable[..., Any], args: Any, kwargs: Any, names: Sequence[str]) -> tuple[Any, Any]:
+    """A layer's whole output and what of it is beside its result: (changed, recorded).
+
+    The output is its result; (its result, its changed arguments) if it changed some; and (that, what hooks recorded
+    under the `names`) if there is such.
+    """
+    with recording(names) as inner:
+        result, given = call_observed(forward, args, kwargs)
+    recorded = {name: values for name, values in inner.items() if values}
+    output = result if given is None else (result, given)
+    return ((output, recorded) if recorded else output), (given is not None, tuple(recorded))
 
 
 def write_back(owned: Any, changed: Any, tensors: Sequence[torch.Tensor]) -> Any:

@@ -98,6 +98,8 @@ def kernel_strides_mode(**options: Any) -> FakeTensorMode:
 
 def _dispatch(mode: FakeTensorMode, foretell: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """What an op gives for fake tensors; `foretell` is PyTorch's own answer."""
+    if func is aten._grouped_mm.default and (args[0].dtype, args[0].device.type) == (torch.float32, "cpu"):
+        return _grouped_product(mode, foretell, types, args, kwargs or {})
     foretold = foretell(func, types, args, kwargs or {})
     if getattr(func, "overloadpacket", None) in MAKES_SPARSE:
         raise NotImplementedError(f"{func} makes a sparse tensor of a dense one, which traces cannot differentiate")
@@ -118,6 +120,19 @@ def _dispatch(mode: FakeTensorMode, foretell: Any, func: Any, types: Any, args: 
             return torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device)
 
     return pytree.tree_map_only(torch.Tensor, relaid, foretold)
+
+
+def _grouped_product(mode: FakeTensorMode, foretell: Any, types: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """What a grouped matrix product of float32 gives, which the CPU computes and PyTorch's own answer refuses."""
+    with mode:
+        narrow = [
+            torch.empty_strided(one.shape, one.stride(), dtype=torch.bfloat16, device=one.device) for one in args[:2]
+        ]
+        foretold = foretell(aten._grouped_mm.default, types, (*narrow, *args[2:]), kwargs)
+        given, structure = pytree.tree_flatten((args, kwargs))
+        described = tuple(_Zeros.like(one) if isinstance(one, torch.Tensor) else one for one in given)
+        (strides,) = _strides_of_results(aten._grouped_mm.default, described, structure)
+        return torch.empty_strided(foretold.shape, strides, dtype=torch.float32, device=args[0].device)
 
 
 class _Zeros(tuple[Any, ...]):

@@ -16,7 +16,7 @@ from torch import nn
 
 from relay.capture import BlockCall, autocast, call_with, trace
 from relay.capture.guards.held_tensors import replacing
-from relay.capture.guards.mutated_arguments import call_observed
+from relay.capture.guards.mutated_arguments import call_recorded
 from relay.capture.guards.unsupported import hooks_wait, inside_layer
 from relay.errors import RelayError
 from relay.graph.pytree import tensor_leaves
@@ -103,8 +103,8 @@ class LayerLabels:
 
             def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
                 args, kwargs = call.input_tree.fill(tensors)
-                result, changed = call_observed(call.forward, args, kwargs)
-                return list(tensor_leaves((result, changed) if call.changes else result)[0])
+                output, _ = call_recorded(call.forward, args, kwargs, call.recorded)
+                return list(tensor_leaves(output)[0])
 
         def run(states: list[torch.Tensor], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             with replacing(originals, states, call.name, constants=False, elsewhere=False):
