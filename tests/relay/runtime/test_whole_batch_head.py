@@ -437,6 +437,33 @@ def test_verify_compares_with_plain_pytorch_on_the_whole_batch(build: Build) -> 
         build(model, microbatches=4).verify([whole_batch()])
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("options", [{}, {"stash": "host", "device": "cpu:discrete", "recompute": False}], ids=str)
+def test_clip_of_transformers_is_trained_as_it_comes(build: Build, options: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    text = transformers.CLIPTextConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        max_position_embeddings=16, bos_token_id=1, eos_token_id=98, pad_token_id=0,
+    )  # fmt: skip
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=24, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=8
+    )
+    config = transformers.CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=20)
+    torch.manual_seed(0)
+    model = transformers.CLIPModel(config).train()
+    plain = copy.deepcopy(model)
+    ids = torch.randint(2, 97, (10, 8))
+    ids[:, -1], mask = 98, torch.ones(10, 8, dtype=torch.long)
+    ids[3, 5], ids[3, 6:], mask[3, 6:] = 98, 0, 0
+    batch = {"input_ids": ids, "attention_mask": mask, "pixel_values": torch.randn(10, 3, 16, 16), "return_loss": True}
+    expected = plain(**batch)
+    expected.loss.backward()
+    before = {name: one.detach().clone() for name, one in model.named_parameters()}
+    metrics = build(model, microbatches=4, optimizer=relay.SGD(lr=RATE), **options).step(batch)
+    assert metrics.loss == pytest.approx(expected.loss.item(), rel=1e-6)
+    assert_like({name: (before[name] - one.detach()) / RATE for name, one in model.named_parameters()}, plain, 1e-6)
+
+
 # -- refusals ------------------------------------------------------------------------------------------------------
 
 
