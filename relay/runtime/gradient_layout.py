@@ -9,19 +9,16 @@ would be wrong: an optimizer decays a parameter that has a gradient, and keeps s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import fx
 
-from hal.program import Role
+from hal.program import Program, Role
 from relay.capture import Captured
 from relay.capture.memory_order import Order
 from relay.errors import PartitionError
 from relay.partition.segments import Partition, Segment
-
-if TYPE_CHECKING:
-    from relay.runtime.stages import StageProgram
 
 Orders = Mapping[int, Order]
 """Orders in memory by the number of an input or output."""
@@ -97,18 +94,16 @@ def settle_gradients(
         partition.values[value].gradient_order = settled.get(value, ())
 
 
-def gradient_precision(backward: StageProgram | None) -> list[torch.dtype | None]:
-    """For each parameter's gradient of a native program the half precision that it is computed in; None for others.
+def gradient_precision(backward: Program) -> list[torch.dtype | None]:
+    """For each parameter's gradient of a native backward the half precision that it is computed in; None for others.
 
     Autocast rounds a weight, so autograd widens the gradient of the rounded weight as its last op. What a single run
     writes is then a number of half precision.
     """
-    if backward is None:
-        return []
-    results = next(node for node in reversed(backward.program.graph.nodes) if node.op == "output").args[0]
+    results = next(node for node in reversed(backward.graph.nodes) if node.op == "output").args[0]
     assert isinstance(results, (list, tuple))
     found: list[torch.dtype | None] = []
-    for port, node in zip(backward.program.outputs, results, strict=True):
+    for port, node in zip(backward.outputs, results, strict=True):
         if port.role is Role.PARAMETER_GRADIENT:
             found.append(_widened_from(node) if port.dtype is torch.float32 else None)
     return found

@@ -356,15 +356,15 @@ class Session:
         native = graphs_for(self.device.info)[0] is Lowering.NATIVE
         if microbatches > 1 or not native or not self.server.keeps_narrow_gradients:
             return [()] * len(compiled.stages)
-        plans = self._gradient_plans(compiled)
+        plans, backwards = self._gradient_plans(compiled), [stage.backward for stage in compiled.stages]
         return [
             ()
             if plan.rows or stage.segment.chunks is not None
             else [
                 dtype if index in plan.updates and index not in plan.joined else None
-                for index, dtype in enumerate(gradient_precision(stage.backward))
+                for index, dtype in enumerate([] if backward is None else gradient_precision(backward.program))
             ]
-            for plan, stage in zip(plans, compiled.stages, strict=True)
+            for plan, stage, backward in zip(plans, compiled.stages, backwards, strict=True)
         ]
 
     def _memory_for_buffers(self, compiled: CompiledModel) -> dict[str, torch.Tensor]:
