@@ -238,7 +238,7 @@ class ModelCompiler:
         """A batch whose head runs once, over all of it."""
         compiled = self._models_over_batch(given, training, results, active, state, outputs)
         plans = [model.partition.loss_plan for model in compiled]
-        self._check_loss(plans, len(compiled))
+        self._check_loss(plans, len(compiled), over_batch=True)
         refuse_other_layers(compiled)
         numbers = list(range(len(compiled)))
         return PreparedBatch(given, [1.0], compiled, numbers, len(compiled))
@@ -285,9 +285,9 @@ class ModelCompiler:
             return [LossPlan(share)] * len(compiled)
         return [one.partition.loss_plan for one in compiled]
 
-    def _check_loss(self, plans: Sequence[LossPlan], microbatches: int) -> None:
+    def _check_loss(self, plans: Sequence[LossPlan], microbatches: int, over_batch: bool = False) -> None:
         """Refuse a loss that micro-batches cannot make, and warn once of one that cannot be followed."""
-        self._warned = check_loss(type(self.model).__name__, plans, microbatches, self._warned)
+        self._warned = check_loss(type(self.model).__name__, plans, microbatches, self._warned, over_batch)
 
     def take_apart(self, batch: Any, needs_targets: bool) -> Batch:
         """The batch cut into micro-batches; into fewer than asked where it has fewer samples."""
@@ -418,6 +418,7 @@ class ModelCompiler:
         """Partition and capture for the micro-batches of a batch, with one head."""
         if self.head.tokens is not None:
             left_whole(self.head.tokens, "the head runs over the whole batch")
+        logger.info("what comes after the last layer runs once, over the whole batch of %d samples", whole.size)
         wanted = WantedOutputs(outputs, results)
         made: list[tuple[Piece, Partition]] = []
         partitions = []

@@ -14,10 +14,13 @@ from relay.errors import BatchError, PartitionError
 from relay.runtime.stages import CompiledModel
 
 
-def check_loss(name: str, plans: Sequence[LossPlan], microbatches: int, warned: bool) -> bool:
+def check_loss(
+    name: str, plans: Sequence[LossPlan], microbatches: int, warned: bool, over_batch: bool = False
+) -> bool:
     """Refuse a loss that the micro-batches of model `name` cannot make, and warn of one that cannot be followed.
 
-    It does not warn if it has `warned` before. Returns whether it has by now. Raises PartitionError.
+    It does not warn if it has `warned` before. Returns whether it has by now. With `over_batch` the loss is that of a
+    head over the whole batch, and the plans are about what comes before it. Raises PartitionError.
     """
     for plan in plans:
         if plan.problem is not None:
@@ -35,12 +38,18 @@ def check_loss(name: str, plans: Sequence[LossPlan], microbatches: int, warned: 
             )
     unknown = next((plan.unknown for plan in plans if plan.unknown is not None), None)
     if unknown is not None and not warned:
-        warnings.warn(
+        doubt = (
             f"The loss of {name} in {microbatches} micro-batches may not be that of the whole batch, because it "
-            f"cannot be followed: {unknown}. It is right if nothing there mixes samples, and if the loss is a mean "
-            "over samples. Otherwise use microbatches=1, or say by loss_weight= what each micro-batch counts.",
-            stacklevel=5,
+            f"cannot be followed: {unknown}. "
         )
+        advice = (
+            "It is right if nothing there mixes samples, and if the loss is a mean over samples. Otherwise use "
+            "loss_over='batch', which runs what follows the last layer over the whole batch; or microbatches=1; or say "
+            "by loss_weight= what each micro-batch counts."
+        )
+        if over_batch:
+            advice = "It is right if nothing before the head mixes samples. Otherwise use microbatches=1."
+        warnings.warn(doubt + advice, stacklevel=5)
     return warned or unknown is not None
 
 
