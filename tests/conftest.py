@@ -27,7 +27,8 @@ MACHINES = Path(__file__).parent / "support" / "machines"
 SCHEDULER = (
     "edit_layers", "checkpoint", "clipping", "cut_off_models", "eager_fallback", "dropout", "evaluation", "exact_ties",
     "deferred_updates", "exactness", "families", "faults", "fixed_loss_scale", "memory_model", "optimizer_options",
-    "overflow", "precision", "resident_layers", "resume", "semantics", "tied_weights", "whole_batch_head",
+    "narrow_gradients", "overflow", "precision", "resident_layers", "resume", "semantics", "split_masters",
+    "tied_weights", "whole_batch_head",
 )  # fmt: skip
 """The files `test_*.py` that train through the schedule and the parameter server on a device they name."""
 
