@@ -275,11 +275,10 @@ def _touched(compiled: Sequence[CompiledModel], tie: Tie) -> list[TouchedRows] |
     found = [looked_up(model, tie) for model in compiled]
     port = _first_port(compiled[0], tie)
     count = 0
-    for model, indices in zip(compiled, found, strict=True):
+    for indices in found:
         if indices is None:
             return None
-        values = [model.partition.values[model.partition.inputs[number]] for number in indices]
-        count += sum(math.prod(value.shape) for value in values)
+        count += sum(math.prod(one.expression.shape) for one in indices)
     kept = min(count, port.shape[0])
     if kept > WORTH * port.shape[0]:
         return None

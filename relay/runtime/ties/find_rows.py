@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from relay.capture.memory_order import stored
 from relay.runtime.stages import CompiledModel
 from relay.runtime.ties.touched_rows import TouchedRows
 
@@ -38,10 +39,14 @@ def _rows(touched: Sequence[TouchedRows], inputs: Sequence[Sequence[torch.Tensor
     one = touched[0]
     looked_up = torch.zeros(one.of, dtype=torch.bool)
     for own, tensors in zip(touched, inputs, strict=True):
-        for number in own.indices:
-            if tensors[number].is_meta:  # a simulation
-                return torch.empty(one.kept, dtype=torch.int64, device="meta")
-            looked_up[tensors[number].reshape(-1).long()] = True
+        if any(tensor.is_meta for tensor in tensors):  # a simulation
+            return torch.empty(one.kept, dtype=torch.int64, device="meta")
+        for indices in own.indices:
+            given = {
+                number: stored(tensors[position].detach(), indices.orders[number])
+                for number, position in indices.inputs.items()
+            }
+            looked_up[indices.expression.compute(given).reshape(-1).long()] = True
     rows = looked_up.nonzero().view(-1)
     others = (~looked_up).nonzero().view(-1)[: one.kept - len(rows)]
     return torch.cat([rows, others])

@@ -5,16 +5,15 @@ Plain data about a compiled model. Nothing is changed here, and nothing is decid
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import fx
-
 from hal.program import Role
+from relay.capture.native.embedding_rows import NotATable, find_lookups
 from relay.runtime.stages import CompiledModel, Stage
 from relay.runtime.ties.programs import results_of, uses_of
-
-aten = torch.ops.aten
+from relay.runtime.ties.touched_rows import RowIndices
 
 
 @dataclass(frozen=True)
@@ -59,51 +58,44 @@ def sums_uses_first(compiled: CompiledModel, tie: Tie) -> bool:
     return False
 
 
-def looked_up(compiled: CompiledModel, tie: Tie) -> tuple[int, ...] | None:
-    """The numbers of the batch's tensors whose integers are all the rows that later segments have a gradient for.
+def looked_up(compiled: CompiledModel, tie: Tie) -> tuple[RowIndices, ...] | None:
+    """The indices of all rows that later segments have a gradient for.
 
-    None if a segment after the first to arrive uses the parameter otherwise than as an embedding of such tensors.
+    None if a segment after the first to arrive uses the parameter otherwise than by lookups of indices that follow
+    from the batch.
     """
     if len(tie.names) > 1 or compiled.stages[tie.stages[0]].segment.chunks is not None:
         return None
-    found: list[int] = []
+    found: dict[str, RowIndices] = {}
+    values = compiled.partition.values
+    given = {value: number for number, value in enumerate(compiled.partition.inputs) if not values[value].requires_grad}
     for number, index in enumerate(tie.stages[1:], 1):
         stage = compiled.stages[index]
         assert stage.backward is not None
-        program = stage.backward.program
+        program, segment = stage.backward.program, stage.segment
         uses = uses_of(results_of(program)[gradient_positions(stage, tie.names)[0]])
         if len(uses) > 1 and number < len(tie.stages) - 1:
             return None
-        placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
-        for use in uses:
-            source = _indices(use)
-            if source not in placeholders[: len(program.inputs)]:
-                return None
-            port = program.inputs[placeholders.index(source)]
-            if port.role is not Role.VALUE or port.index >= len(stage.segment.inputs):
-                return None
-            value = stage.segment.inputs[port.index]
-            if value not in compiled.partition.inputs:
-                return None
-            found.append(compiled.partition.inputs.index(value))
-    return tuple(dict.fromkeys(found))
+        of_batch = {own: given[value] for own, value in enumerate(segment.inputs) if value in given}
+        try:
+            lookups = find_lookups(program, stage.parameters.index(tie.names[0]), of_batch)
+        except NotATable:
+            return None
+        for expression in lookups.expressions.values():
+            orders = {own: values[segment.inputs[own]].order for own in expression.values}
+            inputs = {own: of_batch[own] for own in expression.values}
+            # The same indices in several segments count once.
+            found.setdefault(_by_tensor(expression.key, inputs), RowIndices(expression, inputs, orders))
+    return tuple(found.values())
 
 
-_SAME_NUMBERS = {
-    aten.view.default, aten._unsafe_view.default, aten.alias.default, aten.detach.default, aten.clone.default,
-    aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default, aten._to_copy.default, aten.permute.default,
-}  # fmt: skip
-"""Ops that give the integers of their input in another shape or dtype."""
+def _by_tensor(key: str, inputs: Mapping[int, int]) -> str:
+    """The key of an expression with the numbers of the batch's tensors in place of those of a segment's inputs."""
 
+    def renamed(found: re.Match[str]) -> str:
+        return f"tensor {inputs[int(found[1])]}"
 
-def _indices(use: fx.Node) -> fx.Node | None:
-    """What an embedding's gradient is indexed by, before it was reshaped; None for the gradient of another op."""
-    if use.target is not aten.embedding_dense_backward.default:
-        return None
-    node = use.args[1]
-    while isinstance(node, fx.Node) and node.target in _SAME_NUMBERS:
-        node = node.args[0]
-    return node if isinstance(node, fx.Node) else None
+    return re.sub(r"value (\d+)", renamed, key)
 
 
 def gradient_positions(stage: Stage, names: tuple[str, ...]) -> list[int]:

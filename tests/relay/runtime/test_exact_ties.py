@@ -143,7 +143,7 @@ class Adding(Block):
 
 
 class Looked(nn.Module):
-    """One matrix looked up twice before the layers and once in each, and used as the head."""
+    """One matrix looked up twice before the layers, once by shifted tokens, and in each layer, and used as the head."""
 
     def __init__(self, padding: int | None) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Looked(nn.Module):
         self.head.weight = self.words.weight
 
     def forward(self, first: Tensor, second: Tensor, labels: Tensor) -> Output:
-        value = self.words(first) + self.words(second)
+        value = self.words(first) + self.words(second.roll(1, 1))
         for layer in self.layers:
             value = layer(value, second)
         scores = self.head(value)
@@ -169,7 +169,7 @@ def test_rows_looked_up_in_several_segments_are_added_in_order(build: Build, pad
     ]
     trainer = check(build, functools.partial(Looked, padding), given, microbatches=3, exact_ties=True, stash="host")
     rows = {state: size for state, _, size in trainer.ledger.rows()}
-    assert rows[KEPT] == 3 * 40 * WIDTH * 4
+    assert rows[KEPT] == 3 * 60 * WIDTH * 4  # three times the 20 tokens of a batch
 
 
 def test_a_token_outside_of_the_vocabulary_is_refused_as_ever(build: Build) -> None:
