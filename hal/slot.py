@@ -166,7 +166,7 @@ class SlotContent:
         ]
 
 
-class _Region:
+class Region:
     """A contiguous region of device memory, and its views, which layers alike have in common."""
 
     def __init__(self, device: Device, size: int, what: str) -> None:
@@ -196,7 +196,7 @@ class _Region:
         self._fields.clear()
 
 
-class GradientRegion(_Region):
+class GradientRegion(Region):
     """Device memory for the gradients of one layer at a time, and the events that guard it.
 
     Attributes:
@@ -240,15 +240,18 @@ class DeviceSlot:
         self.content: SlotContent | None = None
         self.version = -1
         self._device = device
-        self._parameters = _Region(device, parameter_size, f"parameters of {self.what}")
-        self._borrows = region is not None
+        self._parameters = Region(device, parameter_size, f"parameters of {self.what}")
+        self.own_region: GradientRegion | None = None
         try:
-            self.region = region or GradientRegion(device, gradient_size, f"gradients of {self.what}")
+            if region is None:
+                region = self.own_region = GradientRegion(device, gradient_size, f"gradients of {self.what}")
+            self.region = region
         except BaseException:
             self._parameters.free()
             raise
         # An entry lives as long as its content is referenced elsewhere.
-        self._views: weakref.WeakKeyDictionary[SlotContent, tuple[list[View], list[View]]] = weakref.WeakKeyDictionary()
+        self._views: weakref.WeakKeyDictionary[SlotContent, tuple[list[View], list[View] | None]]
+        self._views = weakref.WeakKeyDictionary()
         self._loaded: list[Event] = []
         self._readers: list[Event] = []
         self.parameters: list[View] = []
@@ -294,6 +297,13 @@ class DeviceSlot:
         self.version = version
         self.state = SlotState.READY
         return self._loaded
+
+    def borrow(self, region: GradientRegion) -> None:
+        """Write gradients to this region from now on. Those in the region before are drained or about to be."""
+        if region is not self.region:
+            self.region = region
+            if self.content is not None:
+                self.parameters, self.gradients = self._views_of(self.content)
 
     def exchange(self, content: SlotContent) -> None:
         """Hold another content with the same weights, such as that of an evaluation. Nothing is sent."""
@@ -370,7 +380,9 @@ class DeviceSlot:
 
     def settle(self) -> None:
         """Drop the events of all work submitted so far. The caller has waited for its end."""
-        self._loaded, self._readers, self.region.writers, self.region.drained = [], [], [], []
+        self._loaded, self._readers = [], []
+        if self.own_region is not None:
+            self.own_region.writers, self.own_region.drained = [], []
 
     def flat_gradients(self, pieces: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[torch.Tensor, View]]:
         """The gradients that `drain` sends: host memory (bytes), and the part of the region from each offset on."""
@@ -379,8 +391,8 @@ class DeviceSlot:
     def free(self) -> None:
         """Free the memory, except a gradient region that is borrowed."""
         self._parameters.free()
-        if not self._borrows:
-            self.region.free()
+        if self.own_region is not None:
+            self.own_region.free()
         self.state = SlotState.EMPTY
         self.content = None
         self._views.clear()
@@ -392,9 +404,8 @@ class DeviceSlot:
                 parameters = [self._device.adopt(tensor) for tensor in content.tensors]
             else:
                 parameters = self._parameters.tensors(content.fields)
-            if self._device.info.unified and content.gradient_tensors:
-                gradients = [self._device.adopt(tensor) for tensor in content.gradient_tensors]
-            else:
-                gradients = self.region.tensors(content.gradient_fields)
+            in_place = self._device.info.unified and bool(content.gradient_tensors)
+            gradients = [self._device.adopt(tensor) for tensor in content.gradient_tensors] if in_place else None
             views = self._views[content] = (parameters, gradients)
-        return views
+        parameters, gradients = views
+        return parameters, self.region.tensors(content.gradient_fields) if gradients is None else gradients

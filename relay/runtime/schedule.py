@@ -22,7 +22,7 @@ from hal.device import Buffer, Device, KernelCall, Queue, View
 from hal.event import Event
 from hal.host import Host
 from hal.random import RandomKey
-from hal.slot import DeviceSlot, SlotContent
+from hal.slot import DeviceSlot, GradientRegion, SlotContent
 from relay.eps.server import GradientPlan, ParameterServer
 from relay.eps.step_record import SubmittedStep
 from relay.eps.store import LayerStore
@@ -110,6 +110,7 @@ class _Visit:
     content: SlotContent
     stage: Stage
     slot: DeviceSlot | None = None
+    region: GradientRegion | None = None
 
     @property
     def is_resident(self) -> bool:
@@ -197,6 +198,10 @@ class Scheduler:
         """Yield the visits in order, each with its slot loading, and the loads of the next ones submitted."""
         for visit, slot in zip(visits, self.slots.assign([visit.content for visit in visits]), strict=True):
             visit.slot = slot
+        writes = [visit.backward and bool(visit.program_of(visit.stage).parameter_gradients) for visit in visits]
+        slots = [visit.slot for visit in visits if visit.slot is not None]
+        for visit, region in zip(visits, self.slots.regions(slots, writes), strict=True):
+            visit.region = region
         # A resident layer is sent once a pass at most, even if an update in the pass changes what no later visit reads.
         versions = {visit.content: self._store.versions(visit.content) for visit in visits if visit.is_resident}
         submitted.resident_layers = len(versions)
@@ -210,6 +215,8 @@ class Scheduler:
                 loaded += 1
             if visit.slot is not None and visit.slot.content is not visit.content:
                 visit.slot.exchange(visit.content)
+            if visit.slot is not None and visit.region is not None:
+                visit.slot.borrow(visit.region)
             yield visit
             coming.popleft()
 

@@ -118,10 +118,9 @@ class Slots:
             ):
                 del self._resident[identity]
                 slot.free()
-        for number, (identity, content) in enumerate(wanted.items()):
+        for identity, content in wanted.items():
             if identity not in self._resident:
-                owner = self.ring.slots[number % len(self.ring.slots)]
-                region = None if content in with_gradients else owner.region
+                region = None if content in with_gradients else self.ring.slots[0].region
                 self._resident[identity] = ResidentSlot(self._device, content, region)
 
     @property
@@ -145,6 +144,20 @@ class Slots:
         resident = [self.resident_slot(content) for content in visits]
         ring = iter(self.ring.assign([content for content, own in zip(visits, resident, strict=True) if own is None]))
         return [next(ring) if own is None else own for own in resident]
+
+    def regions(self, slots: Sequence[DeviceSlot], writes: Sequence[bool]) -> list[GradientRegion | None]:
+        """For each visit that writes gradients the region for them: the slot's own if it is resident, else the ring's.
+
+        Those of the ring are taken in turn over all visits, so that the drain of one visit hides behind the next.
+        """
+        pool = [slot.own_region for slot in self.ring.slots]
+        taken = 0
+        found: list[GradientRegion | None] = []
+        for slot, needed in zip(slots, writes, strict=True):
+            own = slot.own_region if isinstance(slot, ResidentSlot) else None
+            found.append((own or pool[taken % len(pool)]) if needed else None)
+            taken += needed and own is None
+        return found
 
     def forget(self) -> None:
         """Discard what the slots hold, as after a failure."""
