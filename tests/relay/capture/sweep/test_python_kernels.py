@@ -128,6 +128,9 @@ if hasattr(aten, "_upsample_lanczos2d_aa"):
 
 NOT_ON_THE_CPU = {"aten::cudnn_batch_norm"}
 
+if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14):
+    CASES["aten::to_dense"] = lambda value: aten.to_dense.default(value)
+
 
 def compared(function: Callable[[Tensor], Any]) -> Verdict:
     def make() -> tuple[nn.Module, Tensor]:
