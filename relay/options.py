@@ -442,6 +442,16 @@ def fixed_scale(scale: str | float) -> float:
     return float(scale)
 
 
+def check_master_weights(master_weights: str, precision: str) -> None:
+    """Raise ValueError for split master weights in a precision in which they cannot be split."""
+    if master_weights == "split" and precision != "bf16":
+        raise ValueError(
+            "master_weights='split' stores each weight as the bfloat16 that the device takes and a remainder of 16 "
+            f"bits. With precision={precision!r} the device takes no bfloat16, so there is nothing to split. Use "
+            "precision='bf16', or master_weights='fp32'."
+        )
+
+
 def _renamed(function: str, name: str) -> TypeError:
     """The refusal of a former name."""
     return TypeError(f"relay.{function}() takes no {name!r}. It is called {RENAMED[name]!r} now.")

@@ -28,7 +28,6 @@ from relay.capture import graphs_for
 from relay.data.batch_gradients import refuse_own_parameters
 from relay.eps.bind_optimizer import as_spec, bind
 from relay.eps.master_weights import (
-    check_split,
     frozen_half,
     master_dtype,
     refuse_unfrozen_half,
@@ -43,7 +42,7 @@ from relay.metrics import Metrics
 from relay.optim.loss_scale import LossScale
 from relay.optim.optimizers import AdamW
 from relay.optim.param_groups import split_into_groups
-from relay.options import documentation, refuse_renamed, takes_train_options, train_options
+from relay.options import check_master_weights, documentation, refuse_renamed, takes_train_options, train_options
 from relay.partition.module_list import list_of_modules
 from relay.precision import COMPUTE
 from relay.processes import refuse_in_child, warn_if_alone
@@ -118,8 +117,7 @@ class Trainer(RunState):
         if not any(parameter.requires_grad for parameter in whole.parameters()):
             raise PartitionError("The model has no parameter that requires a gradient: there is nothing to train.")
         splits = chosen.master_weights == "split"
-        if splits:
-            check_split(chosen.precision)
+        check_master_weights(chosen.master_weights, chosen.precision)
         half = chosen.precision == "fp16"
         scale = LossScale() if half and chosen.loss_scale == "dynamic" else None
         spec = as_spec(AdamW() if chosen.optimizer is None else chosen.optimizer)

@@ -19,7 +19,7 @@ from hal import schema
 from relay.cli.console import RunStopped, Size, json_option, print_json
 from relay.cli.sample import DEFAULT_FOLDER
 from relay.cli.shared_options import AT_LEAST_ONE, COMMAND_LINE, OptionType, together, training_option
-from relay.options import RENAMED
+from relay.options import RENAMED, check_master_weights
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -227,6 +227,10 @@ def _check_together(options: dict[str, Any], origins: dict[str, str]) -> None:
         raise click.UsageError("--data is empty. Name a file or a folder, or leave it out for Python's own library.")
     if options["checkpoint_every"] is None and origins["keep_last"] != _DEFAULT:
         raise click.UsageError("--keep-last goes with --checkpoint-every, which is not given. Add it, or leave it out.")
+    try:
+        check_master_weights(options["master_weights"], options["precision"])
+    except ValueError as wrong:
+        raise click.UsageError(str(wrong)) from wrong
     if options["hidden"] % options["heads"]:
         raise click.UsageError(
             f"--hidden must be a multiple of --heads; received {options['hidden']}{origins['hidden']} and "

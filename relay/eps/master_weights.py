@@ -26,16 +26,6 @@ def master_dtype(model: nn.Module, parameter: torch.Tensor, master_weights: str)
     return torch.float32 if parameter.dtype in HALF and _converts(model, master_weights) else parameter.dtype
 
 
-def check_split(precision: str) -> None:
-    """Raise ValueError for a precision in which masters cannot be split."""
-    if precision != "bf16":
-        raise ValueError(
-            "master_weights='split' stores each weight as the bfloat16 that the device takes and a remainder of 16 "
-            f"bits. With precision={precision!r} the device takes no bfloat16, so there is nothing to split. Use "
-            "precision='bf16', or master_weights='fp32'."
-        )
-
-
 def refuse_unsplittable(name: str, parameter: torch.Tensor) -> None:
     """Raise ValueError for a trained parameter that is no float32, and cannot be made float32 without loss."""
     if parameter.dtype not in (torch.float32, *HALF):

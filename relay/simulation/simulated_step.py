@@ -22,13 +22,12 @@ from hal.errors import Unavailable
 from hal.spec import Machine
 from hal.spec.timeline import Timeline, VirtualBackend, VirtualDevice
 from relay.eps.bind_optimizer import bind
-from relay.eps.master_weights import check_split
 from relay.eps.server import Clipping, ParameterServer
 from relay.eps.step_record import SubmittedStep
 from relay.eps.store import LayerStore
 from relay.optim.muon import Muon
 from relay.optim.optimizers import AdamW
-from relay.options import OPTIONS, STEP_OPTIONS
+from relay.options import OPTIONS, STEP_OPTIONS, check_master_weights
 from relay.precision import COMPUTE
 from relay.runtime import run_step
 from relay.runtime.head.choose_chunks import HeadChunks, alike
@@ -87,9 +86,8 @@ class RunShape:
                 "optimizer=Muon cannot be simulated: hosts are described by their memory, and Muon's time on a host is "
                 "that of its matrix products. Simulate AdamW for the memory, which is 4 bytes a parameter more."
             )
-        if self.master_weights == "split":
-            check_split(self.precision)
-        elif self.master_weights != "fp32":
+        check_master_weights(self.master_weights, self.precision)
+        if self.master_weights == "as_given":
             raise ValueError(
                 f"master_weights={self.master_weights!r} keeps a model in half precision as it is, and described "
                 "models are float32. Use 'fp32' or 'split'."

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import nn
 
 import relay
+from relay.cli import main
 from relay.errors import CheckpointError
 from relay.optim import fused
 from tests.support import mixed_reference, reference
@@ -287,6 +289,10 @@ def test_a_precision_that_has_no_bfloat16_is_refused_with_the_reason(build: Buil
         build(gpt(), precision=precision, master_weights="split")
     with pytest.raises(ValueError, match="there is nothing to split"):
         relay.simulate(layers=2, hidden=64, precision=precision, master_weights="split", device="h200-sxm")
+    words = ["train", "--precision", precision, "--master-weights", "split", "--steps", "1"]
+    found = CliRunner().invoke(main, words)
+    assert found.exit_code == 2
+    assert "there is nothing to split" in found.output
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
