@@ -12,7 +12,14 @@ import click
 
 from relay.checkpoint.atomic_file import write_whole
 from relay.cli.console import json_option, print_json
-from relay.cli.shared_options import machine_options, model_options, precision_option, training_option
+from relay.cli.shared_options import (
+    longest_option,
+    longest_with,
+    machine_options,
+    model_options,
+    precision_option,
+    training_option,
+)
 
 
 @click.command()
@@ -38,6 +45,7 @@ from relay.cli.shared_options import machine_options, model_options, precision_o
 @training_option("loss_scale")
 @training_option("exact_ties")
 @machine_options
+@longest_option
 @click.option("--out", type=click.Path(path_type=Path), help="Write a run file for `relay train --plan`.")
 @json_option
 @click.pass_context
@@ -57,7 +65,7 @@ def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any
     from hal.spec import SpecError
     from relay.simulation.plan import plan as choose
 
-    options["state_dtypes"] = options.pop("state_dtype")
+    options["state_dtypes"], longest = options.pop("state_dtype"), options.pop("longest")
     for repeatable in ("state_dtypes", "slots"):
         if not options[repeatable]:
             del options[repeatable]
@@ -71,11 +79,15 @@ def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any
         write_whole(out, chosen.as_toml())
         if chosen.caution is not None:
             click.echo(f"written: {out}. {chosen.caution}", err=True)
+    tokens = longest_with(chosen.expected, options["head_chunk_tokens"]) if longest else None
     if as_json:
         from relay.simulation.report import as_json as figures
 
+        more = {"longest_sequence": tokens} if tokens is not None else {}
         print_json({"options": chosen.options, "reasons": list(chosen.reasons), "tried": chosen.tried,
-                    "caution": chosen.caution,
+                    "caution": chosen.caution, **more,
                     "expected": figures(chosen.expected, None)})  # fmt: skip
     else:
         click.echo("\n".join(chosen.reasons))
+        if tokens is not None:
+            click.echo(f"the longest sequence that fits with these options has {tokens:,} tokens")

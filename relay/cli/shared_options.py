@@ -130,3 +130,14 @@ precision_option = training_option(
     default=None,
     because="Here, the first of bf16, fp16 and fp32 that the described device has if not given; relay train has fp32.",
 )
+longest_option = click.option(
+    "--longest", is_flag=True, help="Find also the longest sequence that fits with the other options, by simulation."
+)
+"""Whether to look for the longest sequence."""
+
+
+def longest_with(found: Any, head_chunk_tokens: int | str | None) -> int:
+    """The longest sequence that fits with the options of a simulation, in which chunks were given as they are here."""
+    from relay.simulation.limits.longest_sequence import longest_sequence
+
+    return longest_sequence(found, head_chunk_tokens=head_chunk_tokens)

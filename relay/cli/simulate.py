@@ -14,7 +14,14 @@ import click
 
 from hal.spec.units import parse_count
 from relay.cli.console import json_option, print_json
-from relay.cli.shared_options import machine_options, model_options, precision_option, training_option
+from relay.cli.shared_options import (
+    longest_option,
+    longest_with,
+    machine_options,
+    model_options,
+    precision_option,
+    training_option,
+)
 
 if TYPE_CHECKING:
     from relay.simulation.host_cache import HostCache
@@ -64,6 +71,7 @@ SWEPT = (
 @training_option("exact_ties")
 @machine_options
 @click.option("--tokens", type=Count(), help="Tokens of the whole run, such as 1e9 or 300G, to report days and kWh.")
+@longest_option
 @click.option("--trace", type=click.Path(), help="Write the step to this file, for https://ui.perfetto.dev.")
 @click.option(
     "--sweep",
@@ -118,7 +126,8 @@ def _refuse_ignored(context: click.Context) -> None:
         raise click.UsageError("--presets lists the presets and simulates nothing. Leave the other options out.",
         context)
     if "sweep" in given:
-        for name, what in (("trace", "writes a single step"), ("tokens", "reports a single run")):
+        single = (("trace", "writes a single step"), ("tokens", "reports a single run"))
+        for name, what in (*single, ("longest", "is for a single run")):
             if name in given:
                 raise click.UsageError(f"--{name} {what}, and --sweep simulates many. Leave one of them out.", context)
     elif "out" in given:
@@ -132,10 +141,14 @@ def _report(context: click.Context, options: dict[str, Any], as_json: bool) -> N
     found = _simulation(options, sensitivity=True, record=options["trace"] is not None, must_fit=False)
     if options["trace"] is not None and found.fits:
         report.write_trace(found, options["trace"])
+    longest = longest_with(found, options["head_chunk_tokens"]) if options["longest"] else None
     if as_json:
-        print_json(report.as_json(found, options["tokens"]))
+        more = {"longest_sequence": longest} if longest is not None else {}
+        print_json(report.as_json(found, options["tokens"]) | more)
     else:
         click.echo(report.as_text(found, options["tokens"]))
+        if longest is not None:
+            click.echo(f"longest         {longest:,} tokens in a sequence fit with these options")
     if not found.fits:
         if options["trace"] is not None:
             click.echo("No trace was written, because the run does not fit.", err=True)
