@@ -215,6 +215,25 @@ def test_every_device_runs_the_chunks(device: str) -> None:
     assert distance(mine, plain) < 1e-6
 
 
+class Fused(Model):
+    """The same model, whose loss is PyTorch's own linear cross-entropy."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        hidden = self.norm(self.hidden(ids)).flatten(0, 1)
+        return SimpleNamespace(loss=F.linear_cross_entropy(hidden, self.head.weight, labels.flatten()))
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="this torch has no linear_cross_entropy")
+def test_a_model_that_calls_a_fused_linear_cross_entropy_runs_in_chunks(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model, batch = Fused(LOSSES["mean"]), batch_of()
+    plain = copy.deepcopy(model)
+    step_in_chunks(plain, batch, 1, 4)
+    _, mine = trained(model, batch, 4, microbatches=1)
+    assert "left whole" not in caplog.text
+    assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), plain.parameters(), strict=True))
+
+
 def test_a_tied_head_in_chunks_gets_both_gradients() -> None:
     torch.manual_seed(0)
     model, batch = Model(LOSSES["mean"], tied=True), batch_of()
