@@ -26,7 +26,8 @@ MACHINES = Path(__file__).parent / "support" / "machines"
 
 SCHEDULER = (
     "edit_layers", "checkpoint", "clipping", "cut_off_models", "eager_fallback", "dropout", "evaluation", "exact_ties",
-    "deferred_updates", "exactness", "families", "faults", "fixed_loss_scale", "memory_model", "optimizer_options",
+    "deferred_updates", "exactness", "families", "faults", "fixed_loss_scale", "head_chunks", "layer_chunks",
+    "memory_model", "optimizer_options",
     "narrow_gradients", "overflow", "precision", "resident_layers", "resume", "semantics", "split_masters",
     "tied_weights", "whole_batch_head",
 )  # fmt: skip
