@@ -35,7 +35,8 @@ from relay.eps.torch_form import RelayOptimizer
 from relay.errors import InconsistentState, RelayError
 from relay.models.save_pretrained import save_pretrained
 from relay.optim.loss_scale import LossScale
-from relay.options import TrainOptions, fixed_scale
+from relay.option_schema import fixed_scale
+from relay.options import TrainOptions
 from relay.partition.edit_layers import edit_blocks, inserted, names_by_tensor, removed, renames, reordered, replaced
 from relay.processes import refuse_copy, refuse_in_child
 from relay.runtime.compiler import ModelCompiler

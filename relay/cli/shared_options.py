@@ -12,7 +12,8 @@ from typing import Any
 import click
 
 from relay.cli.console import Size
-from relay.options import OPTIONS, STEP_OPTIONS, Option
+from relay.option_schema import Option
+from relay.options import OPTIONS, STEP_OPTIONS
 
 AT_LEAST_ONE = click.IntRange(min=1)
 

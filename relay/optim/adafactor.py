@@ -98,4 +98,5 @@ class Adafactor(TensorOptimizer):
 
 
 def _rms(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.norm(2) / (tensor.numel() ** 0.5)
+    rms: torch.Tensor = tensor.norm(2) / (tensor.numel() ** 0.5)
+    return rms

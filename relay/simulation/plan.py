@@ -26,7 +26,8 @@ from typing import Any
 from hal.spec import Machine
 from hal.spec.units import parse_size
 from relay.errors import RelayError
-from relay.options import OPTIONS, fixed_scale, refuse_unknown
+from relay.option_schema import fixed_scale
+from relay.options import OPTIONS, refuse_unknown
 from relay.runtime.grad_mode import as_if_alone
 from relay.simulation.describe import describe, loss_scale_notes
 from relay.simulation.plan_file import TABLE, as_table, caution

@@ -26,7 +26,8 @@ TRACING = (
 """torch's private tracing interfaces."""
 
 LAYERS = (
-    {"options", "errors", "metrics", "precision"},
+    {"option_schema", "errors", "metrics", "precision"},
+    {"options"},
     {"graph", "processes"},
     {"optim", "capture"},
     {"eps", "data"},
