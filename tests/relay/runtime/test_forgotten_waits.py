@@ -136,7 +136,7 @@ MUTATIONS = {
         relay.eps.server,
         "ParameterServer",
         "_note_update",
-        "self._store.updated[plan.names[index]] = done",
+        "self.store.updated[plan.names[index]] = done",
         "pass",
         DEFERRED,
     ),
@@ -145,7 +145,7 @@ MUTATIONS = {
         schedule, "Scheduler", "_submit_load", "self._store.ready(content)", "[]", DEFERRED
     ),
     "a kernel for its activations": Mutation(
-        schedule, "Scheduler", "_visit", "waits += access.waits", "pass", "activations on the device"
+        schedule, "Scheduler", "_run", "waits += access.waits", "pass", "activations on the device"
     ),
     "the losses for the kernels that make them": Mutation(
         run_step, "", "train_step", "submitted.compute[-count:]", "[]"
@@ -154,7 +154,7 @@ MUTATIONS = {
         run_step, "", "train_step", "check, [read],", "check, [],", "a spoiled batch is skipped"
     ),
     "the losses of an evaluation for the kernels": Mutation(
-        run_step, "", "forward", "submitted.compute[-len(compiled) :]", "[]", "looked at between steps"
+        run_step, "", "forward", "submitted.compute[-len(weights) :]", "[]", "looked at between steps"
     ),
     "a prediction for the kernels that make it": Mutation(
         run_step, "", "read", "access.view, access.waits", "access.view, []", "looked at between steps"
