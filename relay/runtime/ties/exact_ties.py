@@ -13,6 +13,7 @@ object.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -74,6 +75,8 @@ class ExactTies:
         self._tell_user = tell
         self._decided: dict[tuple[CompiledModel, ...], Decision] = {}
         self._told: set[str] = set()
+        # Weak: models without ties are let go, and their kernels with them, where the cache of programs lets them go.
+        self._untied: weakref.WeakSet[CompiledModel] = weakref.WeakSet()
 
     def decide(self, compiled: Sequence[CompiledModel]) -> Decision:
         """What a step on these micro-batches uses.
@@ -83,6 +86,9 @@ class ExactTies:
         key = tuple(compiled)
         found = self._decided.pop(key, None)
         if found is None:
+            self._untied.update(model for model in key if model not in self._untied and not find_ties(model))
+            if all(model in self._untied for model in key):
+                return Decision(list(compiled), frozenset())
             found = self._decide(list(compiled))
         self._decided[key] = found
         while len(self._decided) > CACHED:
