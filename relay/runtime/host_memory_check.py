@@ -16,7 +16,8 @@ from hal.errors import OutOfMemory
 from hal.host import Host, Ledger
 from hal.slot import SlotContent
 from hal.worker import Worker
-from relay.eps.server import GradientPlan, ParameterServer
+from relay.eps.gradient_plan import GradientPlan
+from relay.eps.server import ParameterServer
 from relay.eps.store import LayerStore, Wanted
 
 Build = Callable[[Host], tuple[LayerStore, ParameterServer]]

@@ -23,7 +23,8 @@ from hal.event import Event
 from hal.host import Host
 from hal.random import RandomKey
 from hal.slot import DeviceSlot, GradientRegion, SlotContent
-from relay.eps.server import GradientPlan, ParameterServer
+from relay.eps.gradient_plan import GradientPlan
+from relay.eps.server import ParameterServer
 from relay.eps.step_record import SubmittedStep
 from relay.eps.store import LayerStore
 from relay.runtime.head.chunk_calls import chunk_calls

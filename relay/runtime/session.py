@@ -24,8 +24,9 @@ from hal.host import Host
 from hal.program import Role
 from hal.slot import SlotContent
 from relay.capture import Lowering, graphs_for
+from relay.eps.gradient_plan import GradientPlan, plan_gradients
 from relay.eps.regions import GRADIENTS
-from relay.eps.server import GradientPlan, ParameterServer, plan_gradients
+from relay.eps.server import ParameterServer
 from relay.eps.store import LayerStore, Wanted
 from relay.errors import PartitionError
 from relay.runtime.gradient_layout import gradient_precision
