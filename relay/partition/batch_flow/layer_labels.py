@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from relay.capture import BlockCall, autocast, call_with, trace
 from relay.capture.guards.held_tensors import replacing
@@ -128,7 +128,16 @@ class LayerLabels:
         placeholders = list(inputs)
         inputs.update(zip(placeholders[len(originals) :], given, strict=True))
         flow = BatchFlow(pair, inputs, None, call.name, inside=True)
+        if _sorts_by_expert(second.graph, flow.outputs):
+            return None, (Cause("grouped_mm", "takes rows that are sorted by expert, which is not followed"),)
         return tuple(flow.outputs), tuple(flow.assumed)
+
+
+def _sorts_by_expert(graph: fx.Graph, outputs: Sequence[Label]) -> bool:
+    """Whether rows are sorted for a product in groups. Routed experts put them back, which is not followed."""
+    mixed = [label.cause for label in outputs if label.kind is Kind.MIXED]
+    grouped = any("grouped_mm" in str(node.target) for node in graph.nodes)
+    return grouped and bool(mixed) and all(cause is not None and cause.op in ("sort", "argsort") for cause in mixed)
 
 
 def _taken(label: Label) -> Label:

@@ -251,3 +251,24 @@ def test_a_loss_for_each_micro_batch_alone_can_be_stated(build: Build) -> None:
 def test_another_loss_weight_is_refused(wrong: Any) -> None:
     with pytest.raises(ValueError, match="loss_weight="):
         relay.Trainer(listed(), loss=selected, loss_weight=wrong)
+
+
+def test_layers_that_sort_rows_by_expert_train_in_micro_batches_and_are_said_not_to_be_followed(build: Build) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=2,
+    )  # fmt: skip
+    plain, model = transformers.MixtralForCausalLM(config), transformers.MixtralForCausalLM(config)
+    model.load_state_dict(plain.state_dict())
+    tokens = torch.randint(0, 32, (2, 8))
+    trainer = build(model, optimizer=relay.SGD(lr=0.1), microbatches=2)
+    with pytest.warns(UserWarning, match=f"{DOUBT}.*sorted by expert"):
+        trainer.step({"input_ids": tokens, "labels": tokens})
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for piece in tokens.split(1):
+        (plain(input_ids=piece, labels=piece).loss / 2).backward()
+    optimizer.step()
+    found = trainer.state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in plain.state_dict().items())
