@@ -13,10 +13,8 @@ twice and always shows the current weights. Invariant: a name has the same memor
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,15 +23,23 @@ from torch import nn
 from hal.event import Event
 from hal.host import Host
 from hal.page_lock import give_back_free_memory
-from hal.slot import Field, SlotContent, lay_out
+from hal.slot import SlotContent, lay_out
 from relay.eps.aliases import Alias, find_aliases
-from relay.eps.regions import GradientField, GradientMemory, Stored, as_they_lie
+from relay.eps.regions import (
+    ROUNDED,
+    GradientField,
+    GradientMemory,
+    SlotContents,
+    Stored,
+    Wanted,
+    lay_out_content,
+    plan_regions,
+)
 from relay.eps.rows import ROWS, TableRows
 from relay.eps.split_weights import (
     REMAINDERS,
     SplitWeights,
     in_halves,
-    remainder_bytes,
     shown_as_float32,
     to_be_split,
 )
@@ -42,18 +48,8 @@ from relay.optim.split_master import SplitMaster
 
 logger = logging.getLogger("relay")
 
-WEIGHTS = "weights"
-ROUNDED = "rounded weights"
-BUFFERS = "buffers"
-
 TRIM_EVERY = 16 << 20
 """After so many bytes have moved in, freed memory is returned to the system."""
-
-CONTENTS = 1024
-"""How many slot contents are cached at least. Steps with other layers each time would make new ones without end."""
-
-Wanted = tuple[str, torch.dtype]
-"""A parameter or buffer, and the dtype in which the device takes it."""
 
 
 class LayerStore:
@@ -66,8 +62,7 @@ class LayerStore:
         self._stored: dict[Wanted, Stored] = {}
         self._master: dict[str, torch.dtype] = {}
         self._copies: dict[str, list[torch.Tensor]] = {}
-        self._contents: dict[tuple[object, ...], SlotContent] = {}
-        self._names_of: weakref.WeakKeyDictionary[SlotContent, tuple[str, ...]] = weakref.WeakKeyDictionary()
+        self._contents = SlotContents()
         self._rows: dict[Wanted, Stored] = {}
         self.gradients = GradientMemory(host)
         self._seen: dict[str, tuple[torch.Tensor, int]] = {}
@@ -93,32 +88,16 @@ class LayerStore:
         groups = [list(group) for group in groups]
         unfit = {*self._master, *(alias.owner for alias in self.aliases.values())}
         halved = to_be_split(tensors, groups, unfit) if self.splits else set()
-        rest = [[(name, tensor.dtype)] for name, tensor in tensors.items()]
-        crossing = {item for group in groups for item in group}  # the master of a rounded weight does not cross
-        plans: list[tuple[list[str], tuple[Field, ...], int, torch.dtype, str]] = []
         planned = {*self._stored, *((name, tensors[name].dtype) for name in self.aliases)}
-        for group in [*groups, *rest]:
-            own = [(name, tensors[name].dtype) for name, _ in group if name not in halved]
-            for wanted in (own, [item for item in group if item[0] not in halved or item[1] is torch.bfloat16]):
-                fresh = [item for item in dict.fromkeys(wanted) if item not in planned]
-                planned.update(fresh)
-                for state in (WEIGHTS, ROUNDED, BUFFERS):
-                    of_state = [item for item in fresh if self._state_of(item, tensors[item[0]], halved) == state]
-                    for dtype, crosses in dict.fromkeys((item[1], item in crossing) for item in of_state):
-                        names = [item[0] for item in of_state if (item[1], item in crossing) == (dtype, crosses)]
-                        fields, size = lay_out([(tuple(tensors[name].shape), dtype) for name in names])
-                        plans.append((names, fields, size, dtype, state))
-        remainders = [
-            remainder_bytes([tensors[name].numel() for name in names]) if names[0] in halved else 0
-            for names, _, _, _, _ in plans
-        ]
-        self._host.require(sum(size for _, _, size, _, _ in plans) + sum(remainders), "the model")
+        plans = plan_regions(tensors, groups, planned, halved)
+        self._host.require(sum(plan.size + plan.remainder for plan in plans), "the model")
         moved = 0
         # One region is allocated and filled after the other.
-        for (names, fields, size, dtype, state), remaining in zip(plans, remainders, strict=True):
-            flat = self._host.alloc(size // dtype.itemsize, dtype, state, crosses=(names[0], dtype) in crossing)
+        for plan in plans:
+            names, fields, dtype, state = plan.names, plan.fields, plan.dtype, plan.state
+            flat = self._host.alloc(plan.size // dtype.itemsize, dtype, state, crosses=plan.crosses)
             self._regions.append((flat, state))
-            remainder = self._host.alloc(remaining, torch.uint8, REMAINDERS) if remaining else None
+            remainder = self._host.alloc(plan.remainder, torch.uint8, REMAINDERS) if plan.remainder else None
             if remainder is not None:
                 self._regions.append((remainder, REMAINDERS))
             raw = flat.view(torch.uint8)
@@ -183,12 +162,6 @@ class LayerStore:
         """Learn which of the model's tensors share memory. Raises PartitionError; nothing has moved then."""
         if not self._complete:
             self.aliases = find_aliases(model)
-
-    @staticmethod
-    def _state_of(wanted: Wanted, tensor: torch.Tensor, halved: set[str]) -> str:
-        if not isinstance(tensor, nn.Parameter):
-            return BUFFERS
-        return WEIGHTS if wanted[1] == tensor.dtype or wanted[0] in halved else ROUNDED
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The master weight (or buffer) of that name; the bfloat16 half of one that is split."""
@@ -310,7 +283,7 @@ class LayerStore:
 
         Writes through a tensor's `.data` are not noticed.
         """
-        return tuple(self._changes.get(name, 0) for name in self._names_of[content])
+        return tuple(self._changes.get(name, 0) for name in self._contents.names_of(content))
 
     def rename(self, names: Mapping[str, str | None]) -> None:
         """Rename tensors, and remove those whose new name is None, with their memory.
@@ -342,7 +315,6 @@ class LayerStore:
         self.split.rename(names)
         self.updated.clear()
         self._contents.clear()
-        self._names_of.clear()
         self.gradients.free()
         self._free_rows()
         living = {stored.flat.data_ptr() for stored in self._stored.values()} | self.split.regions()
@@ -359,7 +331,6 @@ class LayerStore:
         """
         self.updated.clear()
         self._contents.clear()
-        self._names_of.clear()
         self.gradients.free()
         self._free_rows()
         homes = {name: self._stored.pop((name, dtype)) for name, dtype in self._master.items()}
@@ -409,51 +380,18 @@ class LayerStore:
         the slot, since the layers of a step may differ from those of the step before.
         """
         key = (name, *tensors, *gradients, keeps_gradients, *narrow)
-        content = self._contents.pop(key, None)
-        if content is None:
-            content = self._lay_out_content(name, tensors, gradients, keeps_gradients, narrow)
-            self._names_of[content] = tuple(self.owner(tensor) for tensor, _ in tensors)
-        self._contents[key] = content  # moved to the end: the least recently used is dropped first
-        while len(self._contents) > max(CONTENTS, 4 * len(self._stored)):
-            del self._contents[next(iter(self._contents))]
-        return content
+
+        def make() -> SlotContent:
+            stored = [self._rows.get(wanted) or self._stored[wanted] for wanted in tensors]
+            homes, kept = self.gradients.homes(gradients, self._shape, narrow) if keeps_gradients else ([], [])
+            return lay_out_content(name, stored, gradients, self._shape, homes, kept)
+
+        return self._contents.find(key, (self.owner(one) for one, _ in tensors), 4 * len(self._stored), make)
 
     def ready(self, content: SlotContent) -> list[Event]:
         """The updates that must have ended before a content is sent to the device."""
-        events = [self.updated[name] for name in self._names_of[content] if name in self.updated]
+        events = [self.updated[name] for name in self._contents.names_of(content) if name in self.updated]
         return list(dict.fromkeys(events))
-
-    def _lay_out_content(
-        self,
-        name: str,
-        tensors: Sequence[Wanted],
-        gradients: Sequence[GradientField],
-        keeps_gradients: bool,
-        narrow: Sequence[torch.dtype | None],
-    ) -> SlotContent:
-        stored = [self._rows.get(wanted) or self._stored[wanted] for wanted in tensors]
-        fields, size = lay_out([(tuple(one.tensor.shape), one.tensor.dtype) for one in stored])
-        gradient_fields, gradient_size = lay_out([(self._shape(one.name), one.dtype) for one in gradients])
-        kept: list[Stored] = []
-        homes: list[Stored] = []
-        if keeps_gradients and any(narrow):
-            dtypes = [dtype or one.dtype for one, dtype in zip(gradients, narrow, strict=True)]
-            as_kept = [replace(one, dtype=dtype) for one, dtype in zip(gradients, dtypes, strict=True)]
-            kept = self.gradients.kept(as_kept, self._shape)
-        elif keeps_gradients:
-            homes = self.gradients.of(gradients, self._shape)
-        return SlotContent(
-            name,
-            fields,
-            size,
-            as_they_lie(stored, fields),
-            tuple(one.tensor for one in stored),
-            gradient_fields,
-            gradient_size,
-            as_they_lie(homes, gradient_fields if homes else ()),
-            tuple(home.tensor for home in homes),
-            tuple(one.tensor for one in kept),
-        )
 
     def _shape(self, name: str) -> tuple[int, ...]:
         """The shape of a parameter, or of the rows of one."""

@@ -17,8 +17,9 @@ from hal.host import Host, Ledger
 from hal.slot import SlotContent
 from hal.worker import Worker
 from relay.eps.gradient_plan import GradientPlan
+from relay.eps.regions import Wanted
 from relay.eps.server import ParameterServer
-from relay.eps.store import LayerStore, Wanted
+from relay.eps.store import LayerStore
 
 Build = Callable[[Host], tuple[LayerStore, ParameterServer]]
 """Makes a store and a server on a host."""

@@ -25,9 +25,9 @@ from hal.program import Role
 from hal.slot import SlotContent
 from relay.capture import Lowering, graphs_for
 from relay.eps.gradient_plan import GradientPlan, plan_gradients
-from relay.eps.regions import GRADIENTS
+from relay.eps.regions import GRADIENTS, Wanted
 from relay.eps.server import ParameterServer
-from relay.eps.store import LayerStore, Wanted
+from relay.eps.store import LayerStore
 from relay.errors import PartitionError
 from relay.runtime.gradient_layout import gradient_precision
 from relay.runtime.host_memory_check import Build, CountingHost, refuse_beyond, rehearse

@@ -21,8 +21,7 @@ from relay.capture import Captured, CaptureRequest, Lowering, ObservedGradientPr
 from relay.capture.guards.held_tensors import HeldElsewhere
 from relay.capture.memory_order import Order, as_written, order_of, stored_shape
 from relay.data.index_domain import IndexChecks, Visit
-from relay.eps.regions import GradientField
-from relay.eps.store import Wanted
+from relay.eps.regions import GradientField, Wanted
 from relay.errors import PartitionError
 from relay.partition.capture_cache import Captures
 from relay.partition.positions.layers import ChunkedLayer, in_row_chunks

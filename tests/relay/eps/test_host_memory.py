@@ -242,7 +242,7 @@ def test_new_combinations_of_layers_without_end_leave_nothing_behind(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `active_layers=` makes them, with several layers a slot: one place for the gradient, and few descriptions."""
-    monkeypatch.setattr(store, "CONTENTS", 8)
+    monkeypatch.setattr(regions, "CONTENTS", 8)
     device = registry.open(name)
     host, layer = device.host(), nn.Linear(4, 4)
     slot = DeviceSlot(device, 0, 1024, 1024)
