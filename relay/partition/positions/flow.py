@@ -342,7 +342,9 @@ class RowRules:
         }
         values["reduction"] = NONE if reduction == NONE else SUM
         count = math.prod(shape) if reduction == MEAN else None
-        self.written[node] = Written(node.target, tuple(values.values()), {}, count)
+        schema = node.target._schema  # type: ignore[union-attr]
+        by_name = {one.name: values.pop(one.name) for one in schema.arguments if one.kwarg_only}
+        self.written[node] = Written(node.target, tuple(values.values()), by_name, count)
         return label if reduction == NONE else Label(Kind.TERM)
 
     def _total(self, node: fx.Node, source: fx.Node, mean: bool) -> Label:

@@ -104,6 +104,12 @@ def of_classes(model: Model, logits: Tensor, labels: Tensor) -> Tensor:
     return F.mse_loss(logits, F.one_hot(labels.clamp(min=0), CLASSES).float())
 
 
+def divergence(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
+    """From a distribution near to the labels, as a teacher gives it."""
+    targets = (3.0 * F.one_hot(labels.clamp(min=0), CLASSES)).log_softmax(-1)
+    return F.kl_div(logits.log_softmax(-1), targets, reduction=reduction, log_target=True)
+
+
 LOSSES = {
     "mean": Loss(flat(cross_entropy("mean")), cross_entropy("sum")),
     "smoothing": Loss(flat(cross_entropy("mean", label_smoothing=0.1)), cross_entropy("sum", label_smoothing=0.1)),
@@ -118,6 +124,11 @@ LOSSES = {
     "squares": Loss(
         of_classes,
         lambda m, x, y: F.mse_loss(x, F.one_hot(y.clamp(min=0), CLASSES).float(), reduction="sum"),
+        lambda _, labels: float(labels.numel() * CLASSES),
+    ),
+    "divergence": Loss(
+        lambda _, x, y: divergence(x, y, "mean"),
+        lambda _, x, y: divergence(x, y, "sum"),
         lambda _, labels: float(labels.numel() * CLASSES),
     ),
 }  # fmt: skip
