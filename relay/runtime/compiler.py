@@ -37,11 +37,12 @@ from relay.partition.positions.labels import NotByPosition
 from relay.partition.segments import Partition
 from relay.partition.whole_head import WantedOutputs
 from relay.runtime.code_states import CodeState, CodeStates
+from relay.runtime.compiling.capture_segments import Capturing, build_compiled_model
 from relay.runtime.head.checks import check_loss, refuse_mixed_output, refuse_other_layers, refuse_pieces
 from relay.runtime.head.choose_chunks import HeadChunks, alike, left_whole, with_row_chunks
 from relay.runtime.head.whole_batch import build_over_batch
 from relay.runtime.program_cache import ProgramCache
-from relay.runtime.stages import Capturing, CompiledModel, build_compiled_model
+from relay.runtime.stages import CompiledModel
 
 _COMPILING = threading.RLock()
 logger = logging.getLogger("relay")

@@ -25,10 +25,11 @@ from relay.partition.find_blocks import find_blocks
 from relay.partition.merge_layers import merge_layers
 from relay.partition.segments import Partition
 from relay.partition.whole_head import WantedOutputs
+from relay.runtime.compiling.capture_segments import CPU, Capturing, build_compiled_model
 from relay.runtime.head.checks import check_loss
 from relay.runtime.head.choose_chunks import HeadChunks
 from relay.runtime.head.whole_batch import build_over_batch
-from relay.runtime.stages import CPU, Capturing, CompiledModel, build_compiled_model
+from relay.runtime.stages import CompiledModel
 from relay.simulation.transformer_shape import WHOLE, ShapeError
 
 

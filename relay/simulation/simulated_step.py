@@ -30,11 +30,12 @@ from relay.optim.optimizers import AdamW
 from relay.options import OPTIONS, STEP_OPTIONS, check_master_weights
 from relay.precision import COMPUTE
 from relay.runtime import run_step
+from relay.runtime.compiling.capture_segments import recomputing
 from relay.runtime.head.choose_chunks import HeadChunks, alike
 from relay.runtime.memory_plan import kernel_workspace
 from relay.runtime.session import Session
 from relay.runtime.sparse_rows.sparse_rows import row_counts
-from relay.runtime.stages import CompiledModel, recomputing
+from relay.runtime.stages import CompiledModel
 from relay.runtime.stash import TIED_STATE, device_bytes, saved_bytes, tied_bytes
 from relay.runtime.ties.exact_ties import ExactTies
 from relay.simulation.host_cache import HostCache, HostState

@@ -26,8 +26,9 @@ from relay.models.gpt import Block, Embedding, Head, cross_entropy
 from relay.partition.capture_cache import Captures
 from relay.partition.merge_layers import merge_layers
 from relay.partition.segments import Partition, Segment, Value
+from relay.runtime.compiling.capture_segments import CPU, build_compiled_model, recomputing
 from relay.runtime.head.choose_chunks import HeadChunks
-from relay.runtime.stages import CPU, CompiledModel, build_compiled_model, recomputing
+from relay.runtime.stages import CompiledModel
 
 WHOLE = HeadChunks()
 """The head in one piece."""

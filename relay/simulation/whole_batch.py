@@ -15,9 +15,10 @@ from relay.capture import Lowering
 from relay.capture.fake_tensors import fake_mode
 from relay.partition.merge_layers import merge_layers
 from relay.partition.segments import Join, Partition, Segment, Value, WholeHead
+from relay.runtime.compiling.capture_segments import CPU, Capturing
 from relay.runtime.head.choose_chunks import HeadChunks
 from relay.runtime.head.whole_batch import build_over_batch
-from relay.runtime.stages import CPU, Capturing, CompiledModel
+from relay.runtime.stages import CompiledModel
 from relay.simulation.meta_model import MetaModel
 from relay.simulation.transformer_shape import ModelShape, captures_of, partition_of, templates_of
 

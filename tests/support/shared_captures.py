@@ -2,8 +2,9 @@
 
 To trace a layer takes ten times as long as the few steps that most tests are about, and tests of one file train the
 same model in many ways. Whether a capture serves another model's layer is the product's own question and answer
-(`relay.runtime.stages.Captures`): everything that its code could look at must be equal, and in doubt it is traced anew.
-What that cannot see is code that changes: a test that replaces a class's method or a global makes its own trainers.
+(`relay.partition.capture_cache.Captures`): everything that its code could look at must be equal, and in doubt it is
+traced anew. What that cannot see is code that changes: a test that replaces a class's method or a global makes its own
+trainers.
 """
 
 import functools

@@ -20,17 +20,10 @@ from relay.capture.memory_order import Order
 from relay.errors import PartitionError
 from relay.partition.segments import Partition, Segment, WholeHead
 from relay.partition.whole_head import JoinedHead
+from relay.runtime.compiling.capture_segments import Capturing, example_of
+from relay.runtime.compiling.make_stages import add_saved, connect, make_stage
 from relay.runtime.gradient_layout import refuse_without_gradient, settle_gradients
-from relay.runtime.stages import (
-    Capturing,
-    CompiledModel,
-    Stage,
-    StageProgram,
-    add_saved,
-    connect,
-    example_of,
-    make_stage,
-)
+from relay.runtime.stages import CompiledModel, Stage, StageProgram
 
 
 def build_over_batch(

@@ -14,7 +14,7 @@ import relay
 from hal import registry
 from hal.program import Program
 from relay.models import GPT
-from relay.runtime import stages
+from relay.runtime.compiling import capture_segments
 from tests.support import devices, reference
 
 
@@ -47,7 +47,7 @@ def compiled(device_name: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> 
     original_open = registry.open
     with monkeypatch.context() as patch:
         patch.setattr(registry, "open", open_counting)
-        patch.setattr(stages, "capture", counting("captures", stages.capture))
+        patch.setattr(capture_segments, "capture", counting("captures", capture_segments.capture))
         if device_name == "onnx:cpu":
             from backends.onnx import device as onnx_device
 
