@@ -7,44 +7,29 @@ Invariant: compiling changes neither the model nor its modules' attributes.
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from hal.errors import Unsupported
-from relay.capture import Lowering, ObservedGradientPresence, unlogged
-from relay.capture.guards.bypasses import bypassed
 from relay.capture.guards.counters import refuse_counters, writes_outside
 from relay.capture.guards.executed_code import collected_code
 from relay.capture.guards.held_tensors import HeldTensors, watching
-from relay.capture.guards.unsupported import watching_draws
 from relay.data.buckets import Buckets
 from relay.data.loss_weight import SUM, LossPlan, StatedCount
 from relay.data.microbatches import Batch, Piece, check_weights, first_of, join, take_apart, weigh, with_whole_values
 from relay.errors import BatchError, PartitionError
-from relay.partition import list_as_model, partition_list, partition_list_over_batch, partition_model
-from relay.partition.capture_cache import Captures
+from relay.partition import list_as_model
 from relay.partition.edit_layers import chosen_layers, layer_names
-from relay.partition.find_blocks import undisturbed
-from relay.partition.merge_layers import merge_layers
-from relay.partition.named_outputs import named_outputs
-from relay.partition.positions.labels import NotByPosition
-from relay.partition.segments import Partition
-from relay.partition.whole_head import WantedOutputs
 from relay.runtime.code_states import CodeState, CodeStates
-from relay.runtime.compiling.capture_segments import Capturing, build_compiled_model
+from relay.runtime.compiling.compile_shapes import ShapeCompiler
 from relay.runtime.head.checks import check_loss, refuse_mixed_output, refuse_other_layers, refuse_pieces
-from relay.runtime.head.choose_chunks import HeadChunks, alike, left_whole, with_row_chunks
-from relay.runtime.head.whole_batch import build_over_batch
+from relay.runtime.head.choose_chunks import HeadChunks, alike
 from relay.runtime.program_cache import ProgramCache
 from relay.runtime.stages import CompiledModel
 
-_COMPILING = threading.RLock()
 logger = logging.getLogger("relay")
 
 
@@ -74,14 +59,11 @@ class PreparedBatch:
         return [row.tensors for row in self.rows]
 
 
-class ModelCompiler:
-    """Partitions and captures a model, and keeps the compiled models by shape of batch.
+class ModelCompiler(ShapeCompiler):
+    """Compiles a model for batches, and keeps the compiled models by shape of batch.
 
-    `modules` is the list that the model was given as, with `loss`; None for a whole model. At most
-    `max_cached_programs` compiled models are kept. `device` names the device in error messages, `lowering` is the kind
-    of graph that it executes, and `traced_for` the torch device that native graphs are traced for. `loss_weight` is
-    what the user says that a micro-batch counts, `loss_over` what the head runs over. `head` says whether the last
-    segment runs over chunks. The model is compiled as it is within `as_traced()`.
+    At most `max_cached_programs` compiled models are kept. `loss_weight` is what the user says that a micro-batch
+    counts; the other arguments are those of `ShapeCompiler`.
     """
 
     def __init__(
@@ -99,32 +81,15 @@ class ModelCompiler:
         loss_weight: Callable[[Any], float] | str | None = None,
         loss_over: str = "auto",
     ) -> None:
-        assert model is not None or modules is not None
-        self.modules = modules
-        self.model: nn.Module = model if model is not None else list_as_model(modules or [], loss)
+        super().__init__(model, modules, loss, compute, layers_per_slot, recompute, loss_over)
         self.cache = ProgramCache(max_cached_programs)
-        self._loss = loss
         self._microbatches = microbatches
-        self._compute = compute
-        self.device, self.lowering, self.traced_for = "cpu", Lowering.NATIVE, torch.device("cpu")
         self._buckets = buckets
         self._shared_inputs = tuple(shared_inputs)
-        self._layers_per_slot = layers_per_slot
-        self._recompute = recompute
-        self._presences: dict[str, ObservedGradientPresence] = {}
-        self._captures = Captures()
         self._code = CodeStates(lambda: self.model, {} if loss is None else {"loss": loss})
         self.held = HeldTensors(lambda: self.model)
         self._loss_weight = loss_weight
-        self._loss_over = loss_over
         self._warned = False
-        self.head = HeadChunks()
-        self.as_traced: Callable[[], AbstractContextManager[None]] = nullcontext
-
-    @property
-    def whole(self) -> bool:
-        """Whether the model was given whole."""
-        return self.modules is None
 
     def use(self, modules: list[nn.Module]) -> Callable[[], None]:
         """Use another list of modules from now on. Returns a function that undoes it."""
@@ -374,119 +339,3 @@ class ModelCompiler:
             share = 1.0 if chunks is None else chunks.positions / chunks.size
             state += int(stage.captured.saved_bytes * share)
         return state
-
-    def _compile(
-        self,
-        piece: Piece,
-        training: bool,
-        results: bool,
-        active: tuple[str, ...] | None,
-        outputs: tuple[str, ...],
-        whole: Piece | None,
-        head: HeadChunks | None = None,
-    ) -> CompiledModel:
-        """Partition and capture for the shapes of one micro-batch."""
-        head = head or self.head
-        with self._at_work(piece, training):
-            partition = self._partition(piece, training, active, whole)
-            plan = partition.loss_plan
-            mixes = plan.problem is not None or (results and plan.mixed_output is not None)
-            if mixes and (not results or self._loss_over != "microbatch"):
-                return CompiledModel(partition, [])  # it is refused, or compiled with a head over the whole batch
-            partition.named_outputs = named_outputs(partition, outputs, self.whole)
-            if partition.named_outputs and head.tokens is not None:
-                left_whole(head.tokens, f"the step returns outputs of the model ({', '.join(outputs)})")
-            elif not results:
-                partition = head.split(partition, self._compute)
-            try:
-                return build_compiled_model(
-                    partition, training, results, self._compute, self._presences, self.lowering, self._captures,
-                    self._recompute, self.traced_for,
-                )  # fmt: skip
-            except NotByPosition as why:
-                left_whole(head.tokens, str(why))
-                return self._compile(piece, training, results, active, outputs, whole, replace(self.head, tokens=None))
-
-    def _compile_over_batch(
-        self,
-        given: Batch,
-        whole: Piece,
-        training: bool,
-        results: bool,
-        active: tuple[str, ...] | None,
-        outputs: tuple[str, ...],
-    ) -> list[CompiledModel]:
-        """Partition and capture for the micro-batches of a batch, with one head."""
-        if self.head.tokens is not None:
-            left_whole(self.head.tokens, "the head runs over the whole batch")
-        logger.info("what comes after the last layer runs once, over the whole batch of %d samples", whole.size)
-        wanted = WantedOutputs(outputs, results)
-        made: list[tuple[Piece, Partition]] = []
-        partitions = []
-        with self._at_work(given.pieces[0], training):
-            for piece in given.pieces:
-                known = next((partition for of, partition in made if _alike(of, piece, partition)), None)
-                if known is None:
-                    known = self._partition(piece, training, active, whole, wanted)
-                    made.append((piece, known))
-                partitions.append(known)
-            capturing = Capturing(
-                training, self._compute, self._presences, self.lowering, self._captures, self._recompute,
-                self.traced_for,
-            )  # fmt: skip
-            head = partitions[0].head
-            assert head is not None
-            head.partition.named_outputs = named_outputs(head.partition, outputs, self.whole)
-            for number, value in enumerate(head.partition.inputs):
-                head.partition.values[value].requires_grad = training and number in whole.sources
-            return build_over_batch(partitions, given.sizes, capturing, results)
-
-    def _partition(
-        self,
-        piece: Piece,
-        training: bool,
-        active: tuple[str, ...] | None,
-        whole: Piece | None,
-        over_batch: WantedOutputs | None = None,
-    ) -> Partition:
-        """The partition for the shapes of one micro-batch; with `over_batch` its last segment stands for the head."""
-        tensors = list(piece.tensors)
-        for number in piece.sources if training else ():
-            tensors[number] = tensors[number].detach().requires_grad_()
-        if self.modules is None:
-            partition = partition_model(
-                self.model, tensors, piece.tree, self._compute, active, whole, piece.size, over_batch
-            )
-        else:
-            inputs, targets = tensors[: piece.input_count], tensors[piece.input_count :]
-            given = self.modules, self._loss, inputs, piece.tree, targets, piece.target_tree, self._compute, active
-            if over_batch is None:
-                partition = partition_list(*given, whole, piece.size)
-            else:
-                assert whole is not None
-                partition = partition_list_over_batch(*given, whole, piece.size)
-        partition = merge_layers(partition, self._layers_per_slot)
-        with_row_chunks(partition, self.head.layers)
-        # What is given of the whole batch follows the batch's tensors, and has no gradient.
-        for value, tensor in zip(partition.inputs, tensors, strict=False):
-            partition.values[value].requires_grad = tensor.requires_grad
-            partition.values[value].own = tensor
-        return partition
-
-    @contextmanager
-    def _at_work(self, piece: Piece, training: bool) -> Iterator[None]:
-        """Around partitioning and capturing. Tracing cannot run in several threads at once."""
-        shapes = ", ".join("x".join(map(str, tensor.shape)) or "1" for tensor in piece.tensors)
-        purpose = "training" if training else "evaluation"
-        logger.info("compiling for %s on micro-batches of %s", purpose, shapes, extra={"event": "compile"})
-        try:
-            with _COMPILING, self.as_traced(), undisturbed(self.model), bypassed(), watching_draws(), unlogged():
-                yield
-        except Unsupported as refused:
-            what = f"device {self.device!r} takes graphs of known ops only: {refused}"
-            raise Unsupported(what, op=refused.op, dtype=refused.dtype, device=self.device) from refused
-
-
-def _alike(known: Piece, piece: Piece, partition: Partition) -> bool:
-    """Whether a micro-batch takes the partition that was made for another."""
-    return known.signature() == piece.signature() and all(guard.holds(piece.tensors) for guard in partition.guards)
