@@ -39,8 +39,10 @@ class Adafactor(TensorOptimizer):
     scale_parameter: bool = True
 
     def __post_init__(self) -> None:
-        if len(self.eps) != 2 or not all(value >= 0 for value in self.eps):
+        if not isinstance(self.eps, tuple | list) or len(self.eps) != 2 or not all(value >= 0 for value in self.eps):
             raise ValueError(f"eps={self.eps!r} must be two numbers that are not negative")
+        if self.lr is None:
+            raise ValueError("lr=None must be a number: Adafactor's relative steps, which choose it, are not supported")
         if self.beta1 is not None and not 0 <= self.beta1 < 1:
             raise ValueError(f"beta1={self.beta1!r} must be None or a number in [0, 1)")
         if not self.decay_rate < 0:

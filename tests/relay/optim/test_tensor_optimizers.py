@@ -97,6 +97,8 @@ def test_adafactor_takes_a_row_and_a_column_for_each_matrix(build: Build) -> Non
         ({"decay_rate": 0.8}, "decay_rate=0.8 must be below 0"),
         ({"beta1": 1.0}, r"beta1=1\.0"),
         ({"eps": (1e-30,)}, "eps="),
+        ({"eps": 1e-30}, "eps=1e-30 must be two numbers"),
+        ({"lr": None}, "lr=None must be a number"),
         ({"clip_threshold": 0}, "clip_threshold=0"),
     ],
 )
