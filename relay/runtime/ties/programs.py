@@ -57,7 +57,7 @@ def taking_up(program: Program, positions: Sequence[int]) -> Program:
     for number, position in enumerate(positions):
         port = program.outputs[position]
         with graph.inserting_after(last):
-            last = graph.placeholder(f"tied_{number}")
+            last = graph.placeholder(f"tied_{len(inputs)}")  # unlike those that were taken up before
         last.meta = {"val": results[position].meta["val"]}
         arrived.append(last)
         inputs.append(Port(Role.SEED, _beyond(program) + number, port.shape, port.dtype))

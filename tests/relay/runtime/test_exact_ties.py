@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 import logging
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import relay
 from hal.errors import OutOfMemory
 from relay.errors import PartitionError
 from relay.models.gpt import GPT
@@ -271,3 +273,19 @@ def test_devices_that_do_not_run_pytorch_agree_to_rounding(build: Build, device:
     model = gpt(1, tied=True)
     trainer = build(model, microbatches=3, device=device, exact_ties=True)
     assert [trainer.step(batch).loss for batch in given] == pytest.approx(losses, rel=1e-4)
+
+
+def test_a_layer_that_shares_weights_with_two_later_layers_adds_both_in_order() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
+    layers[1][0].weight = layers[0][0].weight
+    layers[2][2].weight = layers[0][2].weight
+    plain = copy.deepcopy(nn.Sequential(*layers))
+    inputs, targets = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    for rows in (slice(0, 2), slice(2, 4)):
+        (nn.functional.mse_loss(plain(inputs[rows].clone()), targets[rows].clone()) / 2).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    with relay.Trainer(layers, nn.functional.mse_loss, optimizer=relay.SGD(lr=0.1), microbatches=2) as trainer:
+        trainer.step((inputs, targets))
+    mine = nn.Sequential(*layers)
+    assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), plain.parameters(), strict=True))
