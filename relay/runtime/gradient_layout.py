@@ -1,14 +1,16 @@
-"""The layout of gradients: which of a partition's values have one, and its order in memory.
+"""The layout of gradients: which of a partition's values have one, and its order in memory; plans for parameters'.
 
 Segments are processed from the last to the first, since the gradient of a value comes from the segments that use it. A
 value that no gradient reaches (behind a `detach`, under `no_grad`, or unused) is `unreached`. The segment that makes it
 is captured again with that known, and what only unreached values depend on has no gradient at all. A gradient of zeros
 would be wrong: an optimizer decays a parameter that has a gradient, and keeps states for it.
+
+Of a compiled model the plans follow by which the parameter server takes in the gradients of parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,8 +19,12 @@ from torch import fx
 from hal.program import Program, Role
 from relay.capture import Captured
 from relay.capture.memory_order import Order
+from relay.eps.gradient_plan import GradientPlan, plan_gradients
+from relay.eps.rows import TableRows
 from relay.errors import PartitionError
 from relay.partition.segments import Partition, Segment
+from relay.runtime.sparse_rows.table import Table
+from relay.runtime.stages import CompiledModel
 
 Orders = Mapping[int, Order]
 """Orders in memory by the number of an input or output."""
@@ -116,3 +122,55 @@ def _widened_from(node: Any) -> torch.dtype | None:
     source = node.args[0]
     dtype = source.meta["val"].dtype if isinstance(source, fx.Node) else None
     return dtype if dtype in (torch.bfloat16, torch.float16) else None
+
+
+def gradient_plans(
+    compiled: CompiledModel, owner: Callable[[str], str], rows_of: Callable[[Table], TableRows], deferred: bool
+) -> list[GradientPlan]:
+    """What is done with each segment's gradients.
+
+    `owner` gives the tensor whose memory a name's is, and `rows_of` the rows of a table that are sent. `deferred` is
+    set where updates wait for all gradients.
+    """
+    tables = {table.key: table for table in compiled.tables}
+    segments = [
+        (stage.segment.name, [tables[name].name if name in tables else name for name in stage.gradients])
+        for stage in compiled.stages
+    ]
+    # Deferred updates run when no backward does.
+    plans = plan_gradients(segments, [] if deferred else _read_in_backward(compiled, owner))
+    for stage in compiled.stages:
+        plans[stage.segment.name].presence = stage.gradient_presence
+        plans[stage.segment.name].rows = {
+            index: rows_of(tables[name]) for index, name in enumerate(stage.gradients) if name in tables
+        }
+    return [plans[name] for name, _ in segments]
+
+
+def _read_in_backward(compiled: CompiledModel, owner: Callable[[str], str]) -> list[set[str]]:
+    """The parameters whose numbers each segment's backward takes in, by a buffer that shares their memory too."""
+    read = []
+    for stage in compiled.stages:
+        ports = stage.backward.program.inputs if stage.backward is not None else ()
+        names = [stage.parameters[port.index] for port in ports if port.role is Role.PARAMETER]
+        names += [stage.buffers[port.index] for port in ports if port.role is Role.BUFFER]
+        read.append({owner(name) for name in names})
+    return read
+
+
+def narrow_gradients(compiled: CompiledModel, plans: Sequence[GradientPlan]) -> list[Sequence[torch.dtype | None]]:
+    """The narrower dtypes in which gradients may wait on the host, by stage and gradient; None for no narrower one.
+
+    They hold what one micro-batch computes, to the bit. Sums need float32: of micro-batches, of uses, of chunks. So
+    this is for steps of one micro-batch.
+    """
+    backwards = [stage.backward for stage in compiled.stages]
+    return [
+        ()
+        if plan.rows or stage.segment.chunks is not None
+        else [
+            dtype if index in plan.updates and index not in plan.joined else None
+            for index, dtype in enumerate([] if backward is None else gradient_precision(backward.program))
+        ]
+        for plan, stage, backward in zip(plans, compiled.stages, backwards, strict=True)
+    ]

@@ -21,15 +21,14 @@ from torch import nn
 from hal.device import NATIVE, Buffer, Device, View
 from hal.errors import HalError, OutOfMemory
 from hal.host import Host
-from hal.program import Role
 from hal.slot import SlotContent
 from relay.capture import Lowering, graphs_for
-from relay.eps.gradient_plan import GradientPlan, plan_gradients
+from relay.eps.gradient_plan import GradientPlan
 from relay.eps.regions import GRADIENTS, Wanted
 from relay.eps.server import ParameterServer
 from relay.eps.store import LayerStore
 from relay.errors import PartitionError
-from relay.runtime.gradient_layout import gradient_precision
+from relay.runtime.gradient_layout import gradient_plans, narrow_gradients
 from relay.runtime.host_memory_check import Build, CountingHost, refuse_beyond, rehearse
 from relay.runtime.memory_plan import plans_for, requirement_of, scalar_bytes, with_advice
 from relay.runtime.residency.choice import Residents, SlotBytes, candidates, choose
@@ -37,7 +36,7 @@ from relay.runtime.residency.notice import note_residents
 from relay.runtime.residency.slots import Slots
 from relay.runtime.schedule import PreparedStep, Scalars, Scheduler
 from relay.runtime.sparse_rows.sparse_rows import SparseRows
-from relay.runtime.stages import CompiledModel, changing_buffers, gradient_fields, wanted_of
+from relay.runtime.stages import CompiledModel, changing_buffers, gradient_fields, wanted_of, whole_tensors
 from relay.runtime.stash import STASH_STATE, TIED_STATE, Stash, device_bytes, host_bytes
 from relay.runtime.step_guard import StepGuard
 from relay.runtime.ties.exact_ties import Decision, ExactTies
@@ -207,7 +206,7 @@ class Session:
         compiled = self._checked_ties(compiled, groups) if training else compiled
         self._check_host(compiled, groups, training)
         wanted = wanted_of(compiled[0])
-        whole = _whole(compiled[0], wanted)
+        whole = whole_tensors(compiled[0], wanted)
         if not all(self.store.holds(tensor) for group in whole for tensor in group):
             self.store.take_over(self._model, whole)
         for name in changing_buffers(compiled[0]) if training else ():
@@ -294,7 +293,7 @@ class Session:
         def lay_out(store: LayerStore) -> list[SlotContent]:
             return self._lay_out(store, first, wanted, len(compiled))
 
-        rehearsed = _whole(first, wanted)
+        rehearsed = whole_tensors(first, wanted)
         store = rehearse(self._model, self.store, counting, self._build, rehearsed, lay_out, plans, groups)
         beyond = self.store.gradients.beyond(store.gradients)
         if beyond:
@@ -313,29 +312,7 @@ class Session:
 
     def _gradient_plans(self, compiled: CompiledModel) -> list[GradientPlan]:
         """What is done with each segment's gradients."""
-        tables = {table.key: table for table in compiled.tables}
-        segments = [
-            (stage.segment.name, [tables[name].name if name in tables else name for name in stage.gradients])
-            for stage in compiled.stages
-        ]
-        # Deferred updates run when no backward does.
-        plans = plan_gradients(segments, [] if self.server.deferred else self._read_in_backward(compiled))
-        for stage in compiled.stages:
-            plans[stage.segment.name].presence = stage.gradient_presence
-            plans[stage.segment.name].rows = {
-                index: self.rows.rows_of(tables[name]) for index, name in enumerate(stage.gradients) if name in tables
-            }
-        return [plans[name] for name, _ in segments]
-
-    def _read_in_backward(self, compiled: CompiledModel) -> list[set[str]]:
-        """The parameters whose numbers each segment's backward takes in, by a buffer that shares their memory too."""
-        read = []
-        for stage in compiled.stages:
-            ports = stage.backward.program.inputs if stage.backward is not None else ()
-            names = [stage.parameters[port.index] for port in ports if port.role is Role.PARAMETER]
-            names += [stage.buffers[port.index] for port in ports if port.role is Role.BUFFER]
-            read.append({self.store.owner(name) for name in names})
-        return read
+        return gradient_plans(compiled, self.store.owner, self.rows.rows_of, self.server.deferred)
 
     def _lay_out(
         self, store: LayerStore, compiled: CompiledModel, wanted: Sequence[Sequence[Wanted]], microbatches: int
@@ -343,29 +320,13 @@ class Session:
         fields = gradient_fields(compiled)
         for table in compiled.tables:
             store.add_rows(self.rows.rows_of(table))
-        narrow = self._narrow_gradients(compiled, microbatches)
+        native = graphs_for(self.device.info)[0] is Lowering.NATIVE
+        narrow: Sequence[Sequence[torch.dtype | None]] = [()] * len(compiled.stages)
+        if microbatches == 1 and native and self.server.keeps_narrow_gradients:
+            narrow = narrow_gradients(compiled, self._gradient_plans(compiled))
         return [
             store.content(stage.segment.name, group, gradients, self.server.deferred, of_stage)
             for stage, group, gradients, of_stage in zip(compiled.stages, wanted, fields, narrow, strict=True)
-        ]
-
-    def _narrow_gradients(self, compiled: CompiledModel, microbatches: int) -> Sequence[Sequence[torch.dtype | None]]:
-        """The narrower dtypes in which gradients may wait on the host, by stage and gradient; None for no narrower one.
-
-        They hold what one micro-batch computes, to the bit. Sums need float32: of micro-batches, of uses, of chunks.
-        """
-        native = graphs_for(self.device.info)[0] is Lowering.NATIVE
-        if microbatches > 1 or not native or not self.server.keeps_narrow_gradients:
-            return [()] * len(compiled.stages)
-        plans, backwards = self._gradient_plans(compiled), [stage.backward for stage in compiled.stages]
-        return [
-            ()
-            if plan.rows or stage.segment.chunks is not None
-            else [
-                dtype if index in plan.updates and index not in plan.joined else None
-                for index, dtype in enumerate([] if backward is None else gradient_precision(backward.program))
-            ]
-            for plan, stage, backward in zip(plans, compiled.stages, backwards, strict=True)
         ]
 
     def _memory_for_buffers(self, compiled: CompiledModel) -> dict[str, torch.Tensor]:
@@ -421,12 +382,6 @@ class Session:
         if self._scalars is not None:
             self._scalars.memory.free()
             self._scalars = None
-
-
-def _whole(compiled: CompiledModel, wanted: Sequence[Sequence[Wanted]]) -> list[list[Wanted]]:
-    """What the segments need of the model's own tensors; tables of which rows are sent lie by themselves."""
-    rows = {table.key for table in compiled.tables}
-    return [[tensor for tensor in group if tensor[0] not in rows] for group in wanted]
 
 
 def _scalars(memory: Buffer, compiled: CompiledModel, count: int) -> Scalars:

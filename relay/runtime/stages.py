@@ -208,3 +208,9 @@ def gradient_fields(compiled: CompiledModel) -> list[list[GradientField]]:
         fields.append([GradientField(name, dtype, uses[name]) for name, dtype in named])
         uses.update(stage.gradients)
     return fields
+
+
+def whole_tensors(compiled: CompiledModel, wanted: Sequence[Sequence[Wanted]]) -> list[list[Wanted]]:
+    """What the segments need of the model's own tensors; tables of which rows are sent lie by themselves."""
+    rows = {table.key for table in compiled.tables}
+    return [[tensor for tensor in group if tensor[0] not in rows] for group in wanted]
