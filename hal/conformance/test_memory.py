@@ -205,7 +205,7 @@ def test_an_index_outside_of_its_operand_touches_no_other_memory(device: Device,
     given = [torch.zeros(8, 4), torch.full((3, 4), index)]
     around = [torch.full((4096,), 7.0) for _ in range(2)]
     buffer, views = upload(device, [*given, around[0], torch.zeros(8, 4), around[1], torch.zeros(3, 4)])
-    with contextlib.suppress(HalError):
+    with contextlib.suppress(HalError, IndexError):
         device.queue(QUEUE).run(KernelCall(kernel, views[:2], [views[3], views[5]])).wait()
     for before, after in zip((given[0], *around), fetch(device, [views[0], views[2], views[4]]), strict=True):
         assert torch.equal(before, after)
