@@ -199,6 +199,8 @@ class RunState:
         """
         refuse_in_child(self._process)
         self._session.guard.synchronize()
+        if self._session.store.split:  # what was written through the model is the master now
+            self._session.store.take_edits()
 
     def recompile(self) -> None:
         """Forget all that was compiled, so that the next step traces the model's code anew.
@@ -240,6 +242,8 @@ class RunState:
         self._check_usable()
         self.wait_saved()
         session = self._session
+        if session.store.split:
+            self.synchronize()
         progress = Progress(
             step=self._step,
             seed=self._seed,

@@ -216,6 +216,29 @@ def test_a_weight_written_through_the_model_is_what_the_model_shows(
     assert not torch.equal(state["2.0.weight"], state["2.0.weight"].bfloat16().float())  # nothing else has changed
 
 
+@pytest.mark.parametrize("read", ["state_dict", "sync_to", "save", "close"])
+def test_a_weight_written_between_steps_is_read_as_it_was_written(build: Build, read: str, tmp_path: Path) -> None:
+    _, trainer = trained(build, "split", steps=2)
+    name = next(iter(trainer._session.store.split))
+    with torch.no_grad():
+        dict(trainer._model.named_parameters())[name].zero_()
+    if read == "state_dict":
+        found = trainer.state_dict()[name]
+    elif read == "sync_to":
+        copied = gpt()
+        trainer.sync_to(copied)
+        found = dict(copied.named_parameters())[name]
+    elif read == "save":
+        trainer.save(tmp_path / "run")
+        _, other = trained(build, "fp32", steps=0)
+        other.load(tmp_path / "run")
+        found = other.state_dict()[name]
+    else:
+        trainer.close()
+        found = dict(trainer._model.named_parameters())[name]
+    assert torch.equal(found, torch.zeros_like(found))
+
+
 def test_layers_are_inserted_removed_and_reordered_as_with_float32_masters(build: Build) -> None:
     states = []
     for masters in ("split", "fp32"):
