@@ -37,12 +37,11 @@ from relay.eps.master_weights import (
 from relay.eps.server import Clipping, ParameterServer
 from relay.eps.store import LayerStore
 from relay.eps.torch_form import RelayOptimizer
-from relay.errors import BatchError, PartitionError
 from relay.metrics import Metrics
 from relay.optim.loss_scale import LossScale
 from relay.optim.optimizers import AdamW
 from relay.optim.param_groups import split_into_groups
-from relay.options import check_master_weights, documentation, refuse_renamed, takes_train_options, train_options
+from relay.options import documentation, refuse_renamed, takes_train_options, train_options
 from relay.partition.module_list import list_of_modules
 from relay.precision import COMPUTE
 from relay.processes import refuse_in_child, warn_if_alone
@@ -55,6 +54,7 @@ from relay.runtime.head.largest_batch import with_largest_batch
 from relay.runtime.schedule import PreparedStep
 from relay.runtime.session import Session
 from relay.runtime.trace import Trace
+from relay.trainer_arguments import check_model, check_options, step_arguments
 from relay.verification.comparison import verify
 from relay.verification.report import Verification
 
@@ -97,27 +97,15 @@ class Trainer(RunState):
         chosen = train_options("Trainer", options)
         warn_if_alone()
         modules = list_of_modules(model, loss)
-        if chosen.shared_inputs and modules is not None:
-            raise ValueError(
-                f"shared_inputs={list(chosen.shared_inputs)!r} names inputs of a whole model, and a list of modules "
-                "has inputs without names. Leave shared_inputs out, or pass the whole model."
-            )
-        if chosen.precision != "fp16" and chosen.loss_scale != "dynamic":
-            warnings.warn(
-                f"loss_scale={chosen.loss_scale!r} has no effect with precision={chosen.precision!r}: only fp16 scales "
-                "its loss.",
-                stacklevel=3,
-            )
+        check_options(chosen, modules)
         compiler = ModelCompiler(
             model if isinstance(model, nn.Module) else None, modules, loss, chosen.microbatches,
             COMPUTE[chosen.precision], chosen.max_cached_programs, chosen.buckets, chosen.shared_inputs,
             chosen.layers_per_slot, chosen.recompute, chosen.loss_weight, chosen.loss_over,
         )  # fmt: skip
         whole = compiler.model
-        if not any(parameter.requires_grad for parameter in whole.parameters()):
-            raise PartitionError("The model has no parameter that requires a gradient: there is nothing to train.")
+        check_model(whole, chosen)
         splits = chosen.master_weights == "split"
-        check_master_weights(chosen.master_weights, chosen.precision)
         half = chosen.precision == "fp16"
         scale = LossScale() if half and chosen.loss_scale == "dynamic" else None
         spec = as_spec(AdamW() if chosen.optimizer is None else chosen.optimizer)
@@ -130,7 +118,6 @@ class Trainer(RunState):
         for name, parameter in whole.named_parameters():
             if parameter.requires_grad:
                 spec.check_dtype(name, master_dtype(whole, parameter, chosen.master_weights), chosen.state_dtype)
-                _check_clippable(name, parameter, chosen.clip_grad_value)
                 if splits:
                     refuse_unsplittable(name, parameter)
         opened = registry.open(chosen.device, cast("int | None", chosen.capacity))
@@ -211,21 +198,7 @@ class Trainer(RunState):
         forward, with nothing applied. After any other error the step is applied completely or not at all, or else the
         next call raises InconsistentState. Ctrl-C takes effect when the step has ended.
         """
-        if batch is None and pieces is None:
-            raise BatchError(
-                "A step takes a batch (a mapping for a whole model, a pair of inputs and targets for a list of modules)"
-                ", or pieces=[batch, ...]. Received None."
-            )
-        if batch is not None and pieces is not None:
-            raise TypeError("relay.Trainer.step() takes a batch, or pieces=[batch, ...], and not both.")
-        if weights is not None and pieces is None:
-            raise TypeError("weights= are the weights of pieces=[batch, ...]. A batch that is cut has none.")
-        if isinstance(outputs, str):
-            raise TypeError(f"outputs={outputs!r} must be a list of names: outputs=[{outputs!r}].")
-        for name, given in (("pieces", pieces), ("weights", weights)):
-            if given is not None and not isinstance(given, (list, tuple)):
-                raise TypeError(f"{name}= must be a list; got {type(given).__name__}.")
-        asked = {"pieces": pieces, "weights": weights, "outputs": tuple(outputs or ())}
+        asked = step_arguments(batch, pieces, weights, outputs)
         try:
             return self._one_step(batch, active_layers, asked)
         except DeviceLost:
@@ -432,15 +405,6 @@ class Trainer(RunState):
 
 
 Trainer.__doc__ = (Trainer.__doc__ or "").replace("{options}", textwrap.indent(documentation(), "    "))
-
-
-def _check_clippable(name: str, parameter: nn.Parameter, limit: float | None) -> None:
-    """Raise ValueError for a parameter whose gradient cannot be clipped by value."""
-    if limit is not None and parameter.is_complex():
-        raise ValueError(
-            f"clip_grad_value={limit!r} clips real numbers, and {name!r} is {parameter.dtype}. Use clip_grad_norm, or "
-            "leave it out."
-        )
 
 
 def _close_quietly(session: Session, process: int) -> None:

@@ -96,9 +96,21 @@ def cut_over_batch(
     assert isinstance(head.module, GraphSegment)
     form = fingerprint(head.module.graph.graph, [], [], {}), tuple(joins), arguments, tuple(batch_of)
     own = _partition_of(head, of_whole, batch_of, kept, count)
-    unknown = assumed_before_head(followed, whole.stage, whole.last_stage)
+    unknown = assumed_before_head(followed, whole.stage, whole.last_stage) or _norm_between_layers(followed, whole)
     partition.head = WholeHead(own, tuple(joins), arguments, form)
     return partition, unknown
+
+
+def _norm_between_layers(followed: Followed, whole: GraphCut) -> str | None:
+    """A BatchNorm in training that the model computes before its last layer and outside of layers, in words.
+
+    After the last layer it would take the whole batch's statistics; here it takes those of each micro-batch.
+    """
+    for node in followed.large.module.graph.nodes:
+        between = 0 < whole.stage.get(node, 0) < whole.last_stage
+        if between and "batch_norm" in str(node.target) and any(argument is True for argument in node.args[:6]):
+            return followed.where(Cause(name_of(node), "runs for each micro-batch, since another layer follows", node))
+    return None
 
 
 def _keep_results(traced: TracedModel, kept: Sequence[int], states: int) -> None:

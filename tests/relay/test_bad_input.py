@@ -267,3 +267,10 @@ def test_hyperparameters_out_of_range_are_refused(bad: dict[str, Any]) -> None:
 def test_the_optimizer_is_not_stepped_by_hand(build: Build) -> None:
     with pytest.raises(RuntimeError, match=r"trainer\.step"):
         build(gpt()).optimizer.step()
+
+
+def test_a_model_that_was_built_empty_and_never_loaded_is_refused_by_name() -> None:
+    with torch.device("meta"):
+        model = gpt()
+    with pytest.raises(ValueError, match=r"'\S+' has no memory: .*load_weights"):
+        relay.Trainer(model)

@@ -35,7 +35,7 @@ LAYERS = (
     {"models"},
     {"partition"},
     {"runtime"},
-    {"run_state", "simulation"},
+    {"run_state", "simulation", "trainer_arguments"},
     {"verification"},
     {"trainer"},
     {"checkpoint_manager", "fitting"},

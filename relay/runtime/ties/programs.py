@@ -104,7 +104,7 @@ def taking_up_rows(program: Program, position: int, index: int, rows: int) -> Pr
     seed = Port(Role.SEED, _beyond(program), (rows, *port.shape[1:]), port.dtype)
     before = [node for node in graph.nodes if node.op == "placeholder"][len(inputs) - 1]
     with graph.inserting_after(before):
-        total = graph.placeholder("tied_rows")
+        total = graph.placeholder(f"tied_rows_{len(inputs)}")  # unlike those that were taken up before
     total.meta = {"val": gradient.meta["val"].new_empty(seed.shape)}
     for use in uses_of(gradient):
         own = _called(graph, aten.index_select.default, (use, 0, chosen))

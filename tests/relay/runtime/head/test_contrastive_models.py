@@ -246,3 +246,28 @@ def test_the_simulator_knows_the_memory_to_the_byte(build: Build, stash: str, lo
     metrics = trainer.step(batch)
     assert metrics.device_peak_bytes == found.memory.device_total
     assert metrics.weight_bytes == found.step.weight_bytes  # type: ignore[union-attr]
+
+
+class NormBetweenTowers(nn.Module):
+    """A BatchNorm of the first tower's output: it comes before the second tower's layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.second = nn.Linear(5, 8), nn.Linear(5, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.images, self.texts = (nn.ModuleList(nn.Linear(8, 8) for _ in range(2)) for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        x, y = self.first(x), self.second(y)
+        for layer in self.images:
+            x = layer(x).tanh()
+        for layer in self.texts:
+            y = layer(y).tanh()
+        return SimpleNamespace(loss=F.cross_entropy(self.norm(x) @ y.T, torch.arange(len(x))))
+
+
+def test_a_batchnorm_between_two_towers_is_said_to_run_for_each_micro_batch(build: Build) -> None:
+    trainer = build(NormBetweenTowers(), microbatches=2)
+    with pytest.warns(UserWarning, match="batch_norm .*runs for each micro-batch, since another layer follows"):
+        trainer.step({"x": torch.randn(6, 5), "y": torch.randn(6, 5)})
