@@ -68,7 +68,8 @@ def refuse_pieces(given: Batch, weights: Sequence[float] | None) -> None:
         raise BatchError(
             "With loss_over='batch' the loss is that of one batch, and pieces= are batches of their own"
             + (", each with a weight." if weights is not None else ".")
-            + " Give them as one batch, which is cut into micro-batches; or use loss_over='microbatch'."
+            + " Give them as one batch, which is cut into micro-batches; or use loss_over='microbatch' and say "
+            "by loss_weight= what each of them counts, if their losses add up to the one you mean."
         )
 
 

@@ -42,5 +42,6 @@ def with_largest_batch(
     told = (
         f"The head over the whole batch ({head.segment.name!r}) takes all {sum(sizes)} samples at once, with up to "
         f"{format_size(kernel_workspace(compiled[0]))} of workspace. In micro-batches of {sizes[0]}, {what}. "
+        "Only a smaller batch makes the head smaller; all else reduces what the layers need. "
     )
     return OutOfMemory(failure.what, failure.requested, failure.in_use, failure.capacity, told + failure.advice)
