@@ -13,8 +13,8 @@ import os
 import textwrap
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from time import perf_counter
 from typing import Any, cast
 
@@ -48,7 +48,7 @@ from relay.processes import refuse_in_child, warn_if_alone
 from relay.run_state import RunState
 from relay.runtime import run_step
 from relay.runtime.compiler import ModelCompiler, PreparedBatch
-from relay.runtime.grad_mode import as_if_alone
+from relay.runtime.grad_mode import as_if_alone, in_eval_mode
 from relay.runtime.head.choose_chunks import HeadChunks
 from relay.runtime.head.largest_batch import with_largest_batch
 from relay.runtime.schedule import PreparedStep
@@ -252,7 +252,8 @@ class Trainer(RunState):
     @as_if_alone()
     def evaluate(self, batch: Any, active_layers: Sequence[int | str] | None = None) -> Metrics:
         """The loss of a batch, forward only, in eval mode; of the `active_layers` alone, if given. Nothing changes."""
-        with self._eval_mode():
+        self._check_usable()
+        with in_eval_mode(self._model):
             start = perf_counter()
             prepared_batch = self._prepare_batch(batch, training=False, active_layers=active_layers)
             prepared = self._allocated(prepared_batch, self.param_groups, training=False)
@@ -267,7 +268,8 @@ class Trainer(RunState):
         Tensors with the batch's length along dimension 0 are concatenated, and scalars (a loss) averaged over the
         batch; of other outputs the first micro-batch's are returned.
         """
-        with self._eval_mode():
+        self._check_usable()
+        with in_eval_mode(self._model):
             prepared_batch = self._compiler.prepare_outputs(batch)
             prepared = self._allocated(prepared_batch, self.param_groups, training=False)
             pieces, inputs, weights = prepared_batch.pieces, prepared_batch.inputs, prepared_batch.weights
@@ -391,17 +393,6 @@ class Trainer(RunState):
 
     def __exit__(self, *_: Any) -> None:
         self.close()
-
-    @contextmanager
-    def _eval_mode(self) -> Iterator[None]:
-        self._check_usable()
-        modes = {module: module.training for module in self._model.modules()}
-        self._model.eval()
-        try:
-            yield
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
 
 
 Trainer.__doc__ = (Trainer.__doc__ or "").replace("{options}", textwrap.indent(documentation(), "    "))

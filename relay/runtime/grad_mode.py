@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 _AUTOCAST = ("cpu", "cuda", "xpu", "mps")
 
@@ -32,3 +33,15 @@ def as_if_alone() -> Iterator[None]:
             )
     with torch.inference_mode(False), torch.enable_grad():
         yield
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """A context in which all modules of a model are in eval mode. Each has its own mode again afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
