@@ -229,6 +229,10 @@ def _run_eagerly(request: CaptureRequest) -> Captured:
     for path, part in request.module.named_modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse and part.weight.requires_grad:
             raise sparse_gradient(request.name, f"{path}.weight")
+        if isinstance(part, fx.GraphModule):  # what a whole model computes outside of its layers
+            for node in part.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default):
+                if len(node.args) > 4 and node.args[4]:
+                    raise sparse_gradient(request.name, "the embedding's weight")
     with PlainTensors(request.module) as plain, UsedTensors() as used:
         made = eager_programs(request)
     plain.refuse_states(request.name, used.addresses)

@@ -189,6 +189,29 @@ def test_a_sparse_embedding_is_refused_before_the_step_with_the_way_round(build:
         assert trainer.step((tokens, targets)).loss > 0
 
 
+class SparseTable(nn.Module):
+    """A whole model whose embedding is outside of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, WIDTH, sparse=True)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        hidden = self.table(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        return {"loss": hidden.square().mean()}
+
+
+def test_a_sparse_embedding_outside_of_layers_is_refused_before_the_step(build: Build) -> None:
+    trainer = build(SparseTable(), microbatches=1)
+    before = reference.copy_of(trainer.state_dict())
+    with pytest.raises(relay.CaptureError, match=r"layer 'prologue' makes a sparse gradient .*sparse=False"):
+        trainer.step({"tokens": torch.arange(6).view(2, 3)})
+    reference.assert_same_state(trainer.state_dict(), before)
+
+
 def test_a_frozen_sparse_embedding_has_no_gradient_and_is_taken(build: Build) -> None:
     torch.manual_seed(0)
     model = [Looked("module").requires_grad_(False), nn.Linear(WIDTH, WIDTH)]
