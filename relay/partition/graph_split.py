@@ -90,6 +90,8 @@ class GraphCut:
         self.state_nodes = dict(zip(placeholders, states.items(), strict=False))
         self.batch_nodes = placeholders[len(states) :]
         _drop_skipped(traced.graph, calls)
+        # Where a model looks at the batch, a stage may be empty for one micro-batch and not for another.
+        self.begins_with_ops = _begins_with_ops(traced.graph)
         _drop_unused(traced.graph)
         self.alias_groups = bind_writes(traced.graph, set(self.state_nodes))
         self.output_node = next(iter(reversed(traced.graph.nodes)))
@@ -194,7 +196,7 @@ class GraphCut:
                 by_stage.setdefault(self.stage[node], []).append(node)
         for stage in range(self.last_stage + 1):
             name = "prologue" if stage == 0 else "epilogue" if stage == self.last_stage else f"interlude.{stage}"
-            if stage in by_stage or stage == self.last_stage:
+            if stage in by_stage or stage == self.last_stage or (stage == 0 and self.begins_with_ops):
                 self._add_stage(name, by_stage.get(stage, []), stage == self.last_stage)
             if stage < self.last_stage:
                 self._add_block(self.block_nodes[stage], self.calls[stage])
@@ -312,6 +314,16 @@ def _drop_skipped(graph: fx.Graph, calls: Sequence[BlockCall]) -> None:
         source = node.args[0] if node.target is operator.getitem else node
         if isinstance(source, fx.Node) and source.target is BLOCK and calls[source.args[0]].skipped:  # type: ignore[index]
             graph.erase_node(node)
+
+
+def _begins_with_ops(graph: fx.Graph) -> bool:
+    """Whether there are ops before the first layer."""
+    for node in graph.nodes:
+        if node.target is BLOCK:
+            return False
+        if node.op == "call_function" and node.target is not SET_GRAD_ENABLED:
+            return True
+    return False
 
 
 def _drop_unused(graph: fx.Graph) -> None:
