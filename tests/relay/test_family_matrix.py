@@ -60,7 +60,6 @@ SEGMENTS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 # Dropouts outside of the blocks, in the order in which PyTorch comes to them: the decoder's embedding needs no block.
 OUTSIDE = {"t5": ("prologue", "interlude.2", "prologue", "epilogue")}
-ROUTED = ("mixtral",)  # blocks that run eagerly
 
 pytestmark = pytest.mark.filterwarnings("ignore:layer")
 
@@ -119,7 +118,7 @@ def train_plainly(model: nn.Module, case: dict[str, Any], batches: list[Any]) ->
         # A cache for generation, which training has no use for, lays keys out anew. PyTorch's attention does not
         # care, but with dropout it is matrix products, and their backward rounds otherwise (README, Exactness).
         model.config.use_cache = False
-    masks = GivenMasks(model, SEGMENTS[name], SEED, OUTSIDE.get(name, ()), name in ROUTED)
+    masks = GivenMasks(model, SEGMENTS[name], SEED, OUTSIDE.get(name, ()))
     losses = []
     for step, batch in enumerate(batches):
         optimizer.zero_grad()
@@ -138,7 +137,7 @@ def train_plainly(model: nn.Module, case: dict[str, Any], batches: list[Any]) ->
         if case["clip"] is not None:
             nn.utils.clip_grad_norm_(trainable, case["clip"])
         optimizer.step()
-    assert bool(masks.drawn) == (case["dropout"] > 0 and name not in ROUTED)
+    assert bool(masks.drawn) == (case["dropout"] > 0)
     masks.remove()
     return losses
 
