@@ -49,6 +49,8 @@ class IndexChecks:
     Args:
         visits: its forward programs, in order.
         inputs: the numbers of the values that are a micro-batch's tensors.
+
+    `used` are the positions of those tensors that the checks need: integers, and seldom all of a micro-batch.
     """
 
     def __init__(self, visits: Sequence[Visit], inputs: Sequence[int]) -> None:
@@ -64,13 +66,13 @@ class IndexChecks:
                         wanted.append(builder.copy(index))
                         self._domains.append(domain)
             builder.leave(visit, known)
-        self._compute = builder.finish(wanted)
+        self._compute, self.used = builder.finish(wanted)
 
     def check(self, tensors: Sequence[torch.Tensor], microbatch: int) -> None:
         """Check the indices of a micro-batch.
 
         Args:
-            tensors: the micro-batch's tensors as they are sent to the device.
+            tensors: those of the micro-batch's tensors that are `used`, as they are sent to the device.
             microbatch: its number, for the error.
 
         Raises:
@@ -165,12 +167,17 @@ class _Builder:
             if port.role is Role.VALUE and port.index < len(visit.outputs) and self.follows(node):
                 known[visit.outputs[port.index]] = self.copy(node)
 
-    def finish(self, wanted: Sequence[fx.Node]) -> fx.GraphModule:
+    def finish(self, wanted: Sequence[fx.Node]) -> tuple[fx.GraphModule, tuple[int, ...]]:
+        """The graph as a module, and the positions of the tensors that it takes."""
         self._graph.output(tuple(wanted))
+        used = tuple(position for position, node in enumerate(self._given) if node.users)
+        for node in self._given:
+            if not node.users:
+                self._graph.erase_node(node)
         module = torch.nn.Module()
         for name, tensor in self._constants.items():
             module.register_buffer(name, tensor)
-        return fx.GraphModule(module, self._graph)
+        return fx.GraphModule(module, self._graph), used
 
 
 def _domains_of(node: fx.Node, layer: str) -> Iterator[tuple[fx.Node, Domain]]:

@@ -273,9 +273,11 @@ def metrics_of(
 def _check_indices(prepared: PreparedStep, inputs: Sequence[Sequence[torch.Tensor]]) -> None:
     """Refuse indices in the batch that are outside of what they index."""
     for microbatch, (model, tensors) in enumerate(zip(prepared.rows, inputs, strict=True)):
-        partition = (model.whole or model).partition
-        orders = [partition.values[value].order for value in partition.inputs]
-        model.index_checks.check([stored(*pair) for pair in zip(tensors, orders, strict=True)], microbatch)
+        partition, checks = (model.whole or model).partition, model.index_checks
+        used = [
+            stored(tensors[position], partition.values[partition.inputs[position]].order) for position in checks.used
+        ]
+        checks.check(used, microbatch)
 
 
 def _write_inputs(prepared: PreparedStep, inputs: Sequence[Sequence[torch.Tensor]]) -> None:
