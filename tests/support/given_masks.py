@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hal.random import RandomKey, keep_mask
+from relay.capture.eager_call import seed_of
 
 PROLOGUE = "prologue"
 
@@ -26,13 +27,17 @@ class GivenMasks(TorchDispatchMode):
 
     `segments` are the names of the segments in order; those that are modules of the model are its blocks. `outside`
     names the segments that the draws outside of blocks belong to, one after the other; by default all to the first.
+    Blocks that run `eagerly` draw by torch's generator, seeded from the same key when they are entered.
     """
 
-    def __init__(self, model: nn.Module, segments: Sequence[str], seed: int, outside: Sequence[str] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, segments: Sequence[str], seed: int, outside: Sequence[str] = (), eagerly: bool = False
+    ) -> None:
         super().__init__()
         self.segments = list(segments)
         self.seed = seed
         self.outside = list(outside)
+        self.eagerly = eagerly
         self.drawn = 0
         self.now = (0, 0)
         self._inside: str | None = None
@@ -58,6 +63,8 @@ class GivenMasks(TorchDispatchMode):
     def _entering(self, name: str) -> Any:
         def enter(module: nn.Module, inputs: Any) -> None:
             self._inside = name
+            if self.eagerly:
+                torch.manual_seed(seed_of(self._key(name)))
 
         return enter
 
@@ -74,7 +81,7 @@ class GivenMasks(TorchDispatchMode):
         return self.outside[self._outside_drawn - 1] if self.outside else PROLOGUE
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.aten.bernoulli_.float:
+        if func is not torch.ops.aten.bernoulli_.float or (self.eagerly and self._inside is not None):
             return func(*args, **(kwargs or {}))
         noise, kept = args[0], args[1] if len(args) > 1 else 0.5  # the op's own default
         segment = self._segment()
