@@ -16,6 +16,7 @@ from relay.cli.calibrate import calibrate
 from relay.cli.checkpoint import export, inspect
 from relay.cli.conformance import conformance
 from relay.cli.console import Commands, json_option, print_json
+from relay.cli.new_backend import new_backend
 from relay.cli.plan import plan
 from relay.cli.sample import sample
 from relay.cli.simulate import simulate
@@ -41,6 +42,7 @@ def main() -> None:
       relay plan         choose the fastest options that fit on that hardware
       relay calibrate    measure a device of this machine for the simulator
       relay conformance  test whether a device keeps the contracts of a backend
+      relay new-backend  write a package for an accelerator of your own
     """
 
 
@@ -107,3 +109,4 @@ main.add_command(simulate)
 main.add_command(plan)
 main.add_command(calibrate)
 main.add_command(conformance)
+main.add_command(new_backend)

@@ -7,9 +7,11 @@ failed or the device cannot be opened; 2 for an empty device name or a pattern t
 
 import contextlib
 import importlib.util
+import json
 import os
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +67,22 @@ class Tally:
 @click.option("--only", metavar="WORDS", help="Run only the tests whose file or name matches, as with pytest -k.")
 @click.option("--verify-known-gaps", is_flag=True, help="Run the known gaps too, and fail where one of them passes.")
 @click.option("--samples", type=click.IntRange(min=1), help="Test at most this many shapes of each op in each dtype.")
+@click.option(
+    "--report",
+    "reports",
+    multiple=True,
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write a report to publish: FILE.md or FILE.json, with versions, known gaps and figures. May be repeated.",
+)
 @json_option
-def conformance(device: str, only: str | None, verify_known_gaps: bool, samples: int | None, as_json: bool) -> None:
+def conformance(
+    device: str,
+    only: str | None,
+    verify_known_gaps: bool,
+    samples: int | None,
+    reports: tuple[Path, ...],
+    as_json: bool,
+) -> None:
     """Test whether DEVICE keeps the contracts of a backend: memory, order, errors, every op, randomness, and training.
 
     A device conforms when the whole suite passes. With --only or --samples a part of the suite is run.
@@ -77,7 +93,11 @@ def conformance(device: str, only: str | None, verify_known_gaps: bool, samples:
       relay conformance numpy --only test_ops
       relay conformance opencl:0 --samples 1 --json
       relay conformance mychip --verify-known-gaps
+      relay conformance mychip --report mychip.md --report mychip.json
     """
+    for file in reports:
+        if file.suffix not in (".md", ".json") or not file.parent.is_dir():
+            raise click.UsageError(f"--report {file}: expected a name in .md or .json, in a folder that exists.")
     if importlib.util.find_spec("pytest") is None:
         raise CannotRun("The suite runs under pytest, which is not installed: pip install 'layer-relay[conformance]'.")
     if not device.strip():
@@ -90,12 +110,13 @@ def conformance(device: str, only: str | None, verify_known_gaps: bool, samples:
         raise click.UsageError(f"No test has {only!r} in its file or name.")
     counts = Counter(test["outcome"] for test in tally.tests.values())
     passed = counts["failed"] == 0
+    limited_by = [option for option, given in (("--only", only), ("--samples", samples)) if given]
+    _write_reports(reports, device, tally, limited_by)
     if as_json:
         answer: dict[str, Any] = {"device": device, "conforms": passed, "whole": not (only or samples)}
         answer |= {outcome.replace(" ", "_"): counts[outcome] for outcome in OUTCOMES}
         print_json(answer | {"tests": list(tally.tests.values())})
     else:
-        limited_by = [option for option, given in (("--only", only), ("--samples", samples)) if given]
         _print_result(device, tally, counts, limited_by)
     if not passed:
         raise SystemExit(1)
@@ -122,6 +143,22 @@ def run(device: str, only: str | None, verify_known_gaps: bool, output: Any, sam
     if code == pytest.ExitCode.USAGE_ERROR:
         raise CannotRun("The suite could not start; pytest's message is above.")
     return tally
+
+
+def _write_reports(files: Sequence[Path], device: str, tally: Tally, limited_by: list[str]) -> None:
+    if not files:
+        return
+    from hal import registry
+    from relay.authoring.conformance_report import as_markdown, report_of
+    from relay.checkpoint.atomic_file import write_whole
+
+    opened = registry.open(device)
+    try:
+        report = report_of(opened, list(tally.tests.values()), limited_by)
+    finally:
+        opened.close()
+    for file in files:
+        write_whole(file, as_markdown(report) if file.suffix == ".md" else json.dumps(report, indent=1))
 
 
 def _print_result(device: str, tally: Tally, counts: Counter[str], limited_by: list[str]) -> None:

@@ -39,7 +39,7 @@ LAYERS = (
     {"verification"},
     {"trainer"},
     {"checkpoint_manager", "fitting"},
-    {"conformance"},
+    {"conformance", "authoring"},
     {"cli"},
     {"__main__"},
 )
