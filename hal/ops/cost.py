@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -61,6 +62,11 @@ def _flops_of(node: fx.Node) -> tuple[float, bool]:
         if name.endswith("backward"):
             return float(sdpa_backward_flop_count(*shapes[:4])), True  # type: ignore[no-untyped-call]
         return float(sdpa_flop_count(*shapes[:3])), True  # type: ignore[no-untyped-call]
+    if getattr(node.target, "namespace", "") == "torch_nn":  # a product for the logits, and one for each gradient
+        given = _fused_arguments(node)
+        size = given["input"].meta["val"].numel() * len(given["linear_weight"].meta["val"])
+        products = 1 + given.get("compute_input_grad", False) + given.get("compute_linear_weight_grad", False)
+        return 2.0 * size * products, False
     return 0.0, attention
 
 
@@ -72,6 +78,21 @@ def _unmasked(node: fx.Node) -> float:
             length = next(value.meta["val"].shape[-2] for value in node.args if isinstance(value, fx.Node))
             return min(1.0, (1 + TILE / length) / 2) if causal else 1.0
     return 1.0
+
+
+def scratch_of(node: fx.Node) -> int:
+    """Bytes that an op needs besides operands and results, where it is an op that holds the logits of a chunk."""
+    if getattr(node.target, "namespace", "") != "torch_nn":
+        return 0
+    arguments = _fused_arguments(node)
+    rows, classes = arguments["input"].meta["val"], len(arguments["linear_weight"].meta["val"])
+    chunk: int = min(len(rows), arguments["batch_chunk_size"])
+    return chunk * classes * arguments["acc_dtype"].itemsize
+
+
+def _fused_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a fused linear cross-entropy by name."""
+    return dict(zip((one.name for one in node.target._schema.arguments), node.args, strict=False))  # type: ignore[union-attr]
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:

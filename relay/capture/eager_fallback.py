@@ -167,8 +167,8 @@ def eager_programs(request: CaptureRequest) -> EagerPrograms:
         layouts = EagerLayouts({}, {}, {}, {})
         wants = tuple(output.requires_grad and number not in request.unreached for number, output in enumerate(outputs))
         if request.strides:
-            layouts = _layouts_of(values, outputs, wants, request)
-        if training:
+            layouts = _layouts_of(values, leaves if training else (), outputs, wants, request)
+        elif training:
             _try_backward(leaves, outputs, name)
     # Data may also decide which buffers a forward changes, so in training all of them are written back.
     changing = any(part.training and part._buffers for part in module.modules())
@@ -285,20 +285,27 @@ def _refuse_foreign_gradients(
 
 def _layouts_of(
     values: Sequence[torch.Tensor],
+    leaves: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
     wants: Sequence[bool],
     request: CaptureRequest,
 ) -> EagerLayouts:
-    """The memory orders of all values. For those of gradients, a backward is run on made-up numbers."""
+    """The memory orders of all values. For those of gradients, a backward is run on made-up numbers.
+
+    It goes to `leaves` too, and runs once, since some ops allow no second one. Raises CaptureError where an op has no
+    derivative.
+    """
     asking = [number for number, wanted in enumerate(wants) if wanted]
     taken = {number: request.seeds.get(number, outputs[number]) for number in asking}
     wanted = [number for number, value in enumerate(values) if value.requires_grad]
     found: Sequence[torch.Tensor | None] = ()
-    if asking and wanted:
+    asked = [*(values[number] for number in wanted), *(leaf for leaf in leaves if leaf.requires_grad)]
+    if asking and asked:
         ones = [torch.empty_like(taken[number]).fill_(1) for number in asking]
-        found = torch.autograd.grad(
-            [outputs[number] for number in asking], [values[number] for number in wanted], ones, True, allow_unused=True
-        )
+        try:
+            found = torch.autograd.grad([outputs[number] for number in asking], asked, ones, allow_unused=True)
+        except Exception as failure:
+            raise explain(failure, request.name) from failure
     made = {number: order_of(gradient) for number, gradient in zip(wanted, found, strict=False) if gradient is not None}
     return EagerLayouts(
         {number: order_of(value) for number, value in enumerate(values)},

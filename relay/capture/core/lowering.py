@@ -27,6 +27,7 @@ from hal.ops import OPS, Kind, name_of, spec_of
 from relay.capture.core.builder import Builder, part_spec
 from relay.capture.core.call import Call, with_defaults
 from relay.capture.core.elementwise import elementwise
+from relay.capture.core.fused_losses import fused_losses
 from relay.capture.core.grid_sample import SAMPLING
 from relay.capture.core.pooling_and_losses import FURTHER
 from relay.capture.core.rewrites import REWRITES
@@ -77,7 +78,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     """The decompositions for tracing under the core lowering, by overload."""
     table = dict(core_aten_decompositions())
     table.update(get_decompositions(_FURTHER))
-    table.update({**FURTHER, **SCANS, **SAMPLING, **STRIDES, **ERROR_FUNCTIONS})
+    table.update({**FURTHER, **SCANS, **SAMPLING, **STRIDES, **ERROR_FUNCTIONS, **fused_losses()})
     table[aten.rrelu_with_noise_functional.default] = _rrelu
     for target in [*_KEPT, *WRONG]:
         table.pop(target, None)

@@ -43,7 +43,10 @@ SAMPLE_LOSSES = {
     "multi_margin_loss", "multilabel_margin_loss", "triplet_margin_loss", "cosine_embedding_loss",
     "multilabel_soft_margin_loss",
 }  # fmt: skip
-CROSS_ENTROPIES = {"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward"}
+CROSS_ENTROPIES = {
+    "cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward",
+    "_linear_cross_entropy_batch_chunked", "_linear_cross_entropy_batch_chunked_no_reduction",
+}  # fmt: skip
 """Losses that are means over targets that are not masked."""
 
 POSITIONS = {"argmax", "argmin", "argsort"}
@@ -52,6 +55,7 @@ POSITIONS = {"argmax", "argmin", "argsort"}
 def cross_entropy(call: OpCall) -> Labels:
     scores, target = call.argument("self", "input"), call.argument("target")
     weight, reduction = call.argument("weight"), call.argument("reduction")
+    reduction = {"mean": MEAN, "sum": SUM}.get(reduction, reduction)  # PyTorch's fused ones have names
     if call.label(weight).kind is not Kind.FREE:
         return alike(call, call.mixed("weighs classes by the samples"))
     found = first_rows(call)

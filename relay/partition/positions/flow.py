@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,47 +22,24 @@ from torch import fx
 from relay.capture import SET_GRAD_ENABLED
 from relay.graph.mutations import needed_by, written_by
 from relay.partition.positions.labels import Count, Kind, Label, NotByPosition, OfBatch, OfState, Written, rows_of
+from relay.partition.positions.op_calls import (
+    ALONG,
+    CLASSES,
+    IDENTITIES,
+    LIKE,
+    LOSSES,
+    MEAN,
+    NONE,
+    REORDERS,
+    RESHAPES,
+    SUM,
+    arguments_of,
+    name_of,
+    order_of,
+    shape_of,
+)
 
 aten = torch.ops.aten
-
-IDENTITIES = {"alias", "detach", "contiguous", "clone", "to", "_to_copy", "lift_fresh", "lift_fresh_copy", "type_as"}
-RESHAPES = {"view", "_unsafe_view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as"}
-ALONG = {
-    "softmax", "log_softmax", "_softmax", "_log_softmax", "logsumexp", "amax", "amin", "cumsum", "argmax", "argmin",
-    "var", "std", "norm", "linalg_vector_norm", "max", "min", "sum", "mean", "glu", "prod", "topk", "sort", "select",
-    "narrow", "index_select", "unbind", "chunk", "split", "flip", "var_mean", "gather", "logcumsumexp", "cat", "slice",
-    "transpose",
-}  # fmt: skip
-"""Ops that go along dimensions which they name."""
-LIKE = {"zeros_like", "ones_like", "full_like", "empty_like"}
-LOSSES = {
-    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
-    "kl_div", "soft_margin_loss",
-}  # fmt: skip
-NONE, MEAN, SUM = 0, 1, 2
-"""PyTorch's numbers for the reductions of a loss."""
-
-
-def name_of(node: fx.Node) -> str:
-    """An op's name without its overload, or the name of another function."""
-    schema = getattr(node.target, "_schema", None)
-    return schema.name.split("::")[1] if schema is not None else getattr(node.target, "__name__", str(node.target))
-
-
-def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """An op's arguments by name, defaults included."""
-    schema = getattr(node.target, "_schema", None)
-    found = {}
-    for position, argument in enumerate(schema.arguments if schema is not None else ()):
-        given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        default = argument.default_value if argument.has_default_value() else None
-        found[argument.name] = default if given is None else given
-    return found
-
-
-def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """The shape of a node's tensor."""
-    return tuple(node.meta["val"].shape)
 
 
 class RowRules:
@@ -92,6 +70,8 @@ class RowRules:
         kinds = {label.kind for label in taken}
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             return self._random(node)
+        if any(label.moved for label in taken):
+            return self._of_moved(node)
         if not kinds & {Kind.ROWS, Kind.TERM}:
             trained = any(label.trained for label in taken)
             if Kind.GIVEN in kinds and trained:
@@ -141,7 +121,7 @@ class RowRules:
         if node.target is operator.getitem:
             self.written[node] = Written(operator.getitem, tuple(node.args), {})
             return self.labels[node.all_input_nodes[0]]
-        if plain in ("cross_entropy_loss", "nll_loss", "nll_loss_nd"):
+        if plain in CLASSES:
             return self._classes(node, arguments)
         if plain in LOSSES:
             return self._elements(node, arguments)
@@ -150,6 +130,9 @@ class RowRules:
             return self._total(node, arguments["self"], mean=plain == "mean")
         if plain in RESHAPES:
             return self._reshaped(node, source)
+        if plain in REORDERS and self._moves_classes(node, source):
+            self.written[node] = source
+            return replace(self.labels[source], moved=True)
         if plain in ("expand", "expand_as"):
             label = self._same_lead(node, source)
             shape = [-1, *shape_of(node)[label.lead :]]
@@ -288,6 +271,30 @@ class RowRules:
             raise NotByPosition("slice takes some of the positions only, more than once")
         return Label(Kind.ROWS, label.lead, ((dim, start, stop),))
 
+    def _moves_classes(self, node: fx.Node, source: fx.Node) -> bool:
+        """Whether an op moves the last dimension of rows behind the first one."""
+        count, label = len(shape_of(source)), self.labels[source]
+        last_second = (0, count - 1, *range(1, count - 1))
+        return label.kind is Kind.ROWS and label.lead == count - 1 > 1 and order_of(node) == last_second
+
+    def _of_moved(self, node: fx.Node) -> Label:
+        """Losses of rows whose classes stand behind the first dimension, and what may stand between. Chunks have the
+        classes last."""
+        name, arguments, source = name_of(node).rstrip("_"), arguments_of(node), node.all_input_nodes[0]
+        label, count = self.labels[source], len(shape_of(source))
+        if name in CLASSES:
+            return self._classes(node, arguments)
+        if name in REORDERS and order_of(node) == (0, *range(2, count), 1):
+            self.written[node] = source
+            return replace(label, moved=False)
+        if name in ("log_softmax", "softmax") and arguments["dim"] % count == 1:
+            self.written[node] = Written(node.target, (source, -1, arguments["dtype"]), {})
+            return label
+        if len(node.all_input_nodes) == 1 and (name in IDENTITIES or torch.Tag.pointwise in node.target.tags):  # type: ignore[union-attr]
+            self._as_it_is(node, self._state)
+            return label
+        raise NotByPosition(f"{name_of(node)} reads classes in another dimension than the last")
+
     def _product(self, node: fx.Node, name: str, arguments: dict[str, Any]) -> Label:
         rows = {"linear": "input", "addmm": "mat1"}.get(name, "self")
         source = arguments[rows]
@@ -306,19 +313,21 @@ class RowRules:
         """Cross-entropy over classes: a sum over targets, divided by how many count in a mean."""
         source, target, weight = arguments["self"], arguments["target"], arguments.get("weight")
         label, shape = self.labels[source], shape_of(source)
-        if label.kind is not Kind.ROWS or label.lead != 1 or len(shape) != 2:
+        if label.kind is not Kind.ROWS or not (label.moved or (label.lead == 1 and len(shape) == 2)):
             raise NotByPosition(f"{name_of(node)} takes classes in another dimension than the last")
         if self.labels[target].kind is not Kind.GIVEN:
             raise NotByPosition(f"{name_of(node)} takes targets that do not come from the batch")
         if isinstance(weight, fx.Node) and (self.labels[weight].kind is not Kind.STATE or self.labels[weight].trained):
             raise NotByPosition(f"{name_of(node)} takes weights of classes that are trained or come from the batch")
         probabilities = target.meta["val"].is_floating_point()
+        if probabilities and label.moved:
+            raise NotByPosition(f"{name_of(node)} takes probabilities of classes in another dimension than the last")
         if probabilities and label.part:
             raise NotByPosition(f"{name_of(node)} takes probabilities at some of the positions only")
         reduction, ignored = arguments["reduction"], int(arguments["ignore_index"])
         if reduction == NONE and label.part:
             raise NotByPosition("losses of some of the positions only are computed further")
-        given = OfBatch(target, shape_of(target), 1, label.part, ignored)
+        given = OfBatch(target, shape_of(target), label.lead, label.part, ignored)
         divisor: Count | int | None = None
         if reduction == MEAN:
             divisor = rows_of(shape, 1) if probabilities else Count(target, weight, ignored)
@@ -327,7 +336,7 @@ class RowRules:
             "reduction": NONE if reduction == NONE else SUM,
         }  # fmt: skip
         self.written[node] = Written(node.target, tuple(values.values()), {}, divisor)
-        return Label(Kind.ROWS, 1) if reduction == NONE else Label(Kind.TERM)
+        return Label(Kind.ROWS, label.lead) if reduction == NONE else Label(Kind.TERM)
 
     def _elements(self, node: fx.Node, arguments: dict[str, Any]) -> Label:
         """A loss element by element: a sum, divided by the number of elements in a mean."""

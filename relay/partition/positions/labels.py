@@ -33,13 +33,15 @@ class Kind(enum.Enum):
 class Label:
     """The label of a value. The first `lead` dimensions of ROWS are the positions; `part` is what was sliced of them.
 
-    `trained` is True for a STATE that depends on a parameter that is trained.
+    `trained` is True for a STATE that depends on a parameter that is trained. ROWS that are `moved` have their last
+    dimension behind the first one, where PyTorch's losses over several dimensions take the classes.
     """
 
     kind: Kind
     lead: int = 0
     part: tuple[Slice, ...] = ()
     trained: bool = False
+    moved: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,8 +24,9 @@ from relay.capture import SET_GRAD_ENABLED, autocast, call_with, trace
 from relay.capture.guards.attribute_reads import Reads, recorded_reads
 from relay.errors import RelayError
 from relay.graph.mutations import bind_writes, needed_by, written_by
-from relay.partition.positions.flow import RowRules, name_of, shape_of
+from relay.partition.positions.flow import RowRules
 from relay.partition.positions.labels import Kind, Label, NotByPosition, OfBatch, OfState
+from relay.partition.positions.op_calls import name_of, shape_of
 
 aten = torch.ops.aten
 logger = logging.getLogger("relay")
@@ -146,7 +147,7 @@ class _Layer(RowRules):
         if label is not None and label.kind is Kind.STATE:
             self.labels[node] = label
             return False
-        if label is not None and label.kind is Kind.ROWS and not label.part:
+        if label is not None and label.kind is Kind.ROWS and not label.part and not label.moved:
             self.labels[node] = label
             return True
         self.written.pop(node, None)

@@ -18,10 +18,13 @@ import torch
 from torch import fx
 
 from relay.capture import autocast, call_with, fingerprint, trace
+from relay.errors import RelayError
 from relay.graph.mutations import bind_writes
 from relay.partition.graph_segment import GraphSegment
-from relay.partition.positions.flow import IDENTITIES, RESHAPES, PositionFlow, name_of, shape_of
+from relay.partition.positions.flow import PositionFlow
+from relay.partition.positions.fused_loss import write_out_fused
 from relay.partition.positions.labels import Count, Kind, Label, NotByPosition, OfBatch, OfState
+from relay.partition.positions.op_calls import IDENTITIES, RESHAPES, name_of, shape_of
 from relay.partition.segments import Partition, PositionChunks, Segment, Value
 
 aten = torch.ops.aten
@@ -61,7 +64,12 @@ def follow_positions(partition: Partition, compute: torch.dtype) -> LastSegment:
     hidden = next((value for value in made if value.dtype.is_floating_point and len(value.shape) > 1), None)
     if hidden is None:
         raise NotByPosition("the loss reads no rows of a layer")
-    module, states, inputs = _as_graph(segment, partition, compute)
+    if getattr(segment.module, "runs_eagerly", False):
+        raise NotByPosition("the code after the last layer runs eagerly")
+    try:
+        module, states, inputs = _as_graph(segment, partition, compute)
+    except RelayError as why:  # such a module has no graph, and runs eagerly
+        raise NotByPosition(f"it has no graph: {str(why).split('. ')[0]}") from why
     for name, tensor in states.values():
         if tensor.requires_grad and tensor.dtype not in (torch.float32, torch.float64):
             raise NotByPosition(f"the gradient of {name} would be summed over chunks in {tensor.dtype}")
@@ -73,6 +81,7 @@ def follow_positions(partition: Partition, compute: torch.dtype) -> LastSegment:
             labels[node] = Label(Kind.GIVEN)
         elif value.shape[: len(leading)] == leading:
             labels[node] = Label(Kind.ROWS, len(leading))
+    write_out_fused(module.graph, compute)
     loss = _results(module)[0]
     return LastSegment(partition, module, loss, states, inputs, PositionFlow(module.graph, loss, labels, leading))
 

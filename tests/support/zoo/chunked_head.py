@@ -100,6 +100,21 @@ def padded(model: Model, logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.view(-1, CLASSES), moved.view(-1))
 
 
+def classes_second(model: Model, logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.transpose(1, 2), labels)
+
+
+def weighted_second(model: Model, logits: Tensor, labels: Tensor) -> Tensor:
+    scores = logits[:, :-1].movedim(-1, 1).float().log_softmax(1)
+    return F.nll_loss(scores, labels[:, 1:], model.class_weights)
+
+
+def masked_by_hand(model: Model, logits: Tensor, labels: Tensor) -> Tensor:
+    counted = (labels != -100).float()
+    each = F.cross_entropy(logits.permute(0, 2, 1) * 1.0, labels, reduction="none")
+    return (each * counted).sum() / counted.sum()
+
+
 def of_classes(model: Model, logits: Tensor, labels: Tensor) -> Tensor:
     return F.mse_loss(logits, F.one_hot(labels.clamp(min=0), CLASSES).float())
 
@@ -121,6 +136,11 @@ LOSSES = {
     "z-loss": Loss(flat(with_z), lambda m, x, y: F.cross_entropy(x, y, reduction="sum") + 0.01 * masked_z(x, y)),
     "shift": Loss(shifted, cross_entropy("sum"), shift=True),
     "padded shift": Loss(padded, cross_entropy("sum"), shift=True),
+    "classes second": Loss(classes_second, cross_entropy("sum")),
+    "weights, classes second": Loss(
+        weighted_second, weighted("sum"), lambda m, y: float(m.class_weights[y[y != -100]].sum()), shift=True
+    ),
+    "masked by hand": Loss(masked_by_hand, cross_entropy("sum")),
     "squares": Loss(
         of_classes,
         lambda m, x, y: F.mse_loss(x, F.one_hot(y.clamp(min=0), CLASSES).float(), reduction="sum"),
