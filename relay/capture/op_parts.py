@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,12 @@ from torch import fx
 from torch._decomp import core_aten_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
+
+
+@functools.cache
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    """PyTorch's table; to make it takes longer than to trace an op."""
+    return dict(core_aten_decompositions())
 
 
 def parts_of(target: Callable[..., Any], args: Any, kwargs: Any) -> fx.GraphModule | None:
@@ -31,7 +38,7 @@ def parts_of(target: Callable[..., Any], args: Any, kwargs: Any) -> fx.GraphModu
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            traced = make_fx(call, dict(core_aten_decompositions()), tracing_mode="fake")(tensors)
+            traced = make_fx(call, _decompositions(), tracing_mode="fake")(tensors)
     except Exception:  # whatever the decomposition raises: the op then has no parts to look at
         return None
     calls = [node for node in traced.graph.nodes if node.op == "call_function"]

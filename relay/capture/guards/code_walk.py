@@ -11,12 +11,11 @@ together at run time. The numbers of parameters and buffers do not count: they a
 
 from __future__ import annotations
 
+import collections
 import functools
-import inspect
 import logging
 import sys
 import types
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -96,7 +95,7 @@ class _Walk:
         self.guards = CodeGuards()
         self._reads = reads
         self._seen: dict[int, Any] = {}
-        self._waiting: deque[tuple[Any, str, bool]] = deque()
+        self._waiting: collections.deque[tuple[Any, str, bool]] = collections.deque()
         self._in_backward = False
         self._names: set[str] = {"__call__", "__getattr__", "__getitem__"}
         self._of_objects: dict[type, str] = {}
@@ -133,7 +132,7 @@ class _Walk:
                 followed[kind] = len(self._names)
                 path, named = self._of_objects[kind], self._names
                 if issubclass(kind, nn.Module):  # what else of it was read has been seen: only constants of the class
-                    named = {name for name in self._names if is_data(inspect.getattr_static(kind, name, None))}
+                    named = self._names & _names_of_data(kind)
                 self._class_names(kind, path, named | _SPECIAL)
         for name, parameter in self._tagged:
             self.guards.add_table(name, vars(parameter), parameter, self._names & vars(parameter).keys() or None)
@@ -178,7 +177,7 @@ class _Walk:
             self._object(value, path)
         elif isinstance(value, (tuple, frozenset)):
             self._items(value, path)
-        elif isinstance(value, (set, deque)):
+        elif isinstance(value, (set, collections.deque)):
             self.guards.add_parts(path, value, functools.partial(tuple, value))
             self._items(value, path)
         elif is_array(value):
@@ -345,6 +344,14 @@ class _Walk:
     def _items(self, values: Iterable[Any], path: str) -> None:
         for place, value in enumerate(values):
             self.value(value, f"{path}[{place}]")
+
+
+def _names_of_data(kind: type) -> set[str]:
+    """The attributes of a class that hold data, not code; of several by one name the first in its order of bases."""
+    defined: dict[str, Any] = {}
+    for one in reversed(kind.__mro__):
+        defined.update(vars(one))
+    return {name for name, value in defined.items() if is_data(value)}
 
 
 def _settings() -> tuple[Any, ...]:
