@@ -19,6 +19,8 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests.support.sampling import mark_what_is_not_sampled
+
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -53,7 +55,9 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects what is marked exhaustive
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_what_is_not_sampled(items)
     if config.getoption("--adversary") is None:
         return
     if gone := [name for name in SCHEDULER if not any(Path(__file__).parent.rglob(f"test_{name}.py"))]:

@@ -44,6 +44,7 @@ def list_beside_the_cpu(
         if fault != "ProbeHangs"
     ],
 )
+@pytest.mark.sample("ProbeCrashes")
 def test_a_third_partys_backend_that_misbehaves_is_one_line(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     reasons = list_beside_the_cpu(monkeypatch, EntryPoint(fault, f"{MODULE}:{fault}", probing.GROUP))
     assert misbehaving.PROBES[fault][1] in reasons[fault]

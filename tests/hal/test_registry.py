@@ -101,6 +101,7 @@ def test_devices_are_listed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.sample("renamed", "other")
 def test_a_backend_that_does_not_load_keeps_its_reason_and_the_others_work(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -107,6 +107,7 @@ def class_batch(inputs: torch.dtype = torch.float32, targets: torch.dtype = torc
     ],
     ids=["double", "half", "int", "int32 targets", "float targets", "norm of double"],
 )
+@pytest.mark.sample(3)
 def test_what_no_kernel_takes_is_refused_before_anything_runs_with_layer_and_dtypes(
     build: Build, caplog: pytest.LogCaptureFixture, make: Any, batch: Any, parts: list[str]
 ) -> None:

@@ -21,6 +21,7 @@ DEVICES = ["cpu", "opencl", "onnx:cpu", "numpy", "sim"]
 
 @pytest.mark.parametrize("device", [*DEVICES, "numpy:float64"])
 @pytest.mark.parametrize("entry", cases(Group.DEVICE))
+@pytest.mark.sample("gpt-cpu", "gpt-opencl", "bert-onnx:cpu", "bert-sim", "llama-numpy", "llama-numpy:float64")
 def test_gradients_of_a_step_are_those_of_plain_pytorch(entry: Entry, device: str) -> None:
     devices.require(device)
     ours = small_models.relayed(entry.name, "steep", 1, device)
@@ -31,6 +32,7 @@ def test_gradients_of_a_step_are_those_of_plain_pytorch(entry: Entry, device: st
 @pytest.mark.parametrize(
     ("device", "which", "optimizer"), matrix.sampled(["sgd", "adamw"], DEVICES, entries(Group.DEVICE))
 )
+@pytest.mark.sample("cpu-bert-adamw", "onnx:cpu-gpt-sgd", "numpy-bert-sgd", "sim-llama-sgd")
 def test_losses_of_twenty_steps_are_those_of_plain_pytorch(which: str, optimizer: str, device: str) -> None:
     within = {"sgd": 1e-5, "adamw": 1e-3}[optimizer]
     devices.require(device)
@@ -55,6 +57,7 @@ def trained(device: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("device", ["opencl", "onnx:cpu", "numpy", "sim"])
+@pytest.mark.sample("onnx:cpu")
 def test_relay_train_runs_the_main_job_as_on_the_cpu(device: str, tmp_path: Path) -> None:
     devices.require(device)
     ours, theirs = trained(device, tmp_path), trained("cpu", tmp_path)

@@ -49,6 +49,7 @@ def square(steps: int = 3, dtype: torch.dtype = torch.float32) -> list[tuple[Ten
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.sample("bf16-bf16")
 def test_a_model_in_half_precision_trains_as_its_float32_copy_and_that_is_said_once(
     build: Build, dtype: str, precision: str
 ) -> None:
@@ -81,6 +82,7 @@ OPTIMIZERS: dict[str, tuple[Any, Any]] = {
         [(None, 1), (0.1, 1), (None, 2), (0.1, 2)], OPTIMIZERS, [torch.bfloat16, torch.float16, torch.float64]
     ),
 )
+@pytest.mark.sample(4)
 def test_as_given_trains_like_torch_optim_on_parameters_of_that_dtype(
     build: Build, dtype: torch.dtype, name: str, way: tuple[float | None, int]
 ) -> None:
@@ -200,6 +202,7 @@ PATHS = ["step", "evaluate", "predict", "prepare", "save", "load", "state_dict"]
 
 
 @pytest.mark.parametrize(("change", "path", "after"), matrix.in_turn([0, 1], CHANGES, PATHS))
+@pytest.mark.sample(5)
 def test_a_model_that_changed_is_noticed_by_every_path(
     build: Build, tmp_path: Path, after: int, change: str, path: str
 ) -> None:

@@ -40,6 +40,7 @@ TWENTY_STEPS = [
 
 
 @pytest.mark.parametrize(("form", "slots", "stash", "device"), TWENTY_STEPS)
+@pytest.mark.sample("list-2-host-cpu:discrete", "whole-4-host-cpu")
 def test_twenty_adamw_steps_of_a_gpt_with_a_ragged_last_piece_are_equal_to_the_last_bit(
     build: Build, form: str, slots: int, stash: str, device: str
 ) -> None:
@@ -137,6 +138,7 @@ def optimizer_bytes(trainer: relay.Trainer) -> int:
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
 @pytest.mark.parametrize("frozen", ["embedding", "blocks.1", "blocks.2.feed_in.weight", "head"])
+@pytest.mark.sample("embedding-cpu", "blocks.2.feed_in.weight-cpu:discrete")
 def test_frozen_parameters_stay_and_cost_no_optimizer_state(build: Build, frozen: str, device: str) -> None:
     model, plain = gpt(3), gpt(3)
     for changed in (model, plain):
@@ -243,6 +245,7 @@ def test_a_learning_rate_scheduler_works_on_the_trainers_optimizer(build: Build,
     ids=["SGD with momentum", "Adam", "RMSprop"],
 )
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
+@pytest.mark.sample(3)
 def test_any_torch_optimizer_trains_as_it_does_in_pytorch(build: Build, optimizer: Any, device: str) -> None:
     ours, plain = same_perceptrons()
     batches = [regression(10, seed) for seed in range(8)]
@@ -254,6 +257,7 @@ def test_any_torch_optimizer_trains_as_it_does_in_pytorch(build: Build, optimize
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
+@pytest.mark.sample(3)
 def test_the_gradient_norm_is_that_of_the_plain_gradients(build: Build, device: str, tied: bool) -> None:
     model, plain = gpt(3, tied=tied), gpt(3, tied=tied)
     batches = reference.text_batches(3)

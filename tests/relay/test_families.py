@@ -28,6 +28,7 @@ def make(family: Family, dropout: float = 0.0) -> nn.Module:
 
 
 @pytest.mark.parametrize("entry", cases(Group.FAMILY))
+@pytest.mark.sample("bert-classifier", "mistral", "qwen3", "t5-tied", "nn.Transformer")
 def test_ten_steps_of_every_family_are_equal_to_the_last_bit(build: Build, entry: Entry) -> None:
     """In three micro-batches, of which the last is ragged."""
     family = entry.family
@@ -59,6 +60,7 @@ def with_mask(family: Family, seed: int, masked: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "mask"), [(name, "none") for name in WITHOUT] + [(name, "in some rows") for name in IN_SOME_ROWS]
 )
+@pytest.mark.sample("roberta-none", "llama-in some rows")
 def test_with_and_without_a_mask_ten_steps_are_equal_to_the_last_bit(build: Build, name: str, mask: str) -> None:
     """Models look at the mask: where nothing is masked they compute attention without it, and so must we, in the
     micro-batches where it is so (the first has no mask, the second has, of three)."""
@@ -88,6 +90,7 @@ def test_ten_steps_of_a_list_of_convolutions_with_batchnorm_are_equal(build: Bui
 
 
 @pytest.mark.parametrize("entry", cases(Group.FAMILY))
+@pytest.mark.sample("bert-classifier", "qwen3", "nn.TransformerEncoder", "resnet")
 def test_every_family_predicts_what_it_predicts_in_pytorch(build: Build, entry: Entry) -> None:
     family = entry.family
     assert family is not None

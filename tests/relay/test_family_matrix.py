@@ -170,6 +170,15 @@ def train_relayed(case: dict[str, Any], batches: list[Any], folder: Path) -> tup
 
 
 @pytest.mark.parametrize("case", cases())
+@pytest.mark.sample(
+    "nn.TransformerEncoder-bf16-device-0.5-(1,4)-True-0.1-2-cpu:discrete-True-False",
+    "gpt2-fp32-host-0.5-(3,5)-True-0.1-3-cpu-False-False", "llama-bf16-host-None-(2,4)-False-0.1-2-cpu-False-False",
+    "vit-fp32-host-0.5-(1,4)-False-0.0-1-cpu-False-False", "resnet-fp32-device-None-(2,4)-True-0.1-2-cpu-False-True",
+    "bert-mlm-bf16-device-0.5-(2,4)-True-0.0-3-cpu:discrete-False-False",
+    "mixtral-bf16-host-0.5-(1,4)-False-0.0-2-cpu-True-False",
+    "t5-bf16-device-0.5-(1,4)-False-0.1-3-cpu:discrete-True-False",
+    "nn.TransformerEncoder-fp32-host-None-(2,4)-False-0.0-3-cpu-False-True",
+)  # fmt: skip
 def test_every_combination_trains_as_plain_pytorch(case: dict[str, Any], tmp_path: Path) -> None:
     family = FAMILIES[case["family"]]
     batches = [family.draw(case["cut"][1], seed) for seed in range(STEPS)]

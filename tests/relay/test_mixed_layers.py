@@ -133,6 +133,7 @@ def pairs(*shape: int) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(("norm", "precision"), matrix.sampled(MIXED, NORMS))
+@pytest.mark.sample(3)
 def test_a_norm_of_rounded_values_hands_its_backward_what_the_kernel_gave(
     build: Build, norm: str, precision: str
 ) -> None:
@@ -148,6 +149,7 @@ def test_a_norm_of_rounded_values_hands_its_backward_what_the_kernel_gave(
 
 
 @pytest.mark.parametrize(("block", "precision"), matrix.sampled(MIXED, BLOCKS))
+@pytest.mark.sample("linear-bf16", "norm first-fp16", "convolution and batch norm-bf16", "attention-fp16")
 def test_blocks_of_a_whole_model_take_a_rounded_stream(build: Build, block: str, precision: str) -> None:
     torch.manual_seed(0)
     make, shape = BLOCKS[block]
@@ -184,6 +186,7 @@ def test_values_between_the_blocks_of_a_whole_model_have_the_dtype_that_autocast
 @pytest.mark.parametrize("device", ["numpy", "onnx:cpu"])
 @pytest.mark.parametrize("norm", ["layer norm", "group norm", "group norm without parameters"])
 @pytest.mark.parametrize("precision", MIXED)
+@pytest.mark.sample("bf16-layer norm-onnx:cpu", "fp16-group norm without parameters-numpy")
 def test_norms_of_rounded_values_train_on_devices_that_take_core_programs(
     build: Build, precision: str, norm: str, device: str
 ) -> None:

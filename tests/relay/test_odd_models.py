@@ -22,6 +22,10 @@ functional = nn.functional
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm")
 @pytest.mark.parametrize("entry", cases(Group.ODD))
+@pytest.mark.sample(
+    "Dataclasses", "ViewsAndNothings", "ObjectsChanged", "InModuleDict", "Reversible", "Slices", "Hooked",
+    "checkpointed, reentrant", "custom gradients", "moving average of weights",
+)  # fmt: skip
 def test_an_odd_model_trains_as_in_pytorch(build: Build, entry: Entry) -> None:
     check(build, entry.make, batches(3), microbatches=entry.microbatches, stash="host", device="cpu:discrete")
 

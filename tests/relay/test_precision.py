@@ -32,6 +32,7 @@ def plainly_trained(whole: bool, precision: str) -> tuple[list[float], dict[str,
     ("form", "stash", "precision", "device"),
     matrix.in_turn(["cpu", "cpu:discrete"], ["whole", "list"], ["device", "host"], MIXED),
 )
+@pytest.mark.sample("whole-host-bf16-cpu:discrete", "list-device-fp16-cpu")
 def test_mixed_precision_with_a_ragged_last_piece_is_autocast_to_the_last_bit(
     build: Build, form: str, stash: str, device: str, precision: str
 ) -> None:
@@ -157,6 +158,7 @@ def test_a_training_step_sends_half_the_bytes_of_fp32_for_linear_layers(build: B
 
 @pytest.mark.parametrize("precision", MIXED)
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
+@pytest.mark.sample("cpu:discrete-bf16")
 def test_tied_embeddings_are_equal(build: Build, device: str, precision: str) -> None:
     model, plain = gpt(tied=True), gpt(tied=True)
     batches = reference.text_batches(STEPS)
@@ -171,6 +173,7 @@ def test_tied_embeddings_are_equal(build: Build, device: str, precision: str) ->
 
 @pytest.mark.parametrize("precision", ["fp32", *MIXED])
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
+@pytest.mark.sample("cpu-bf16", "cpu:discrete-fp16")
 def test_weights_written_through_the_model_between_steps_are_trained_on(
     build: Build, device: str, precision: str
 ) -> None:
@@ -198,6 +201,7 @@ def test_weights_written_through_the_model_between_steps_are_trained_on(
 
 @pytest.mark.parametrize("precision", MIXED)
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
+@pytest.mark.sample("cpu:discrete-bf16")
 def test_evaluate_and_predict_compute_as_autocast_does(build: Build, device: str, precision: str) -> None:
     model, plain = gpt(dropout=0.5), gpt(dropout=0.5).eval()
     trainer = build(model, precision=precision, device=device)

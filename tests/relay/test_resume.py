@@ -299,6 +299,7 @@ def test_a_run_on_the_command_line_goes_on_where_it_was_stopped(
         (signal.SIGINT, [], 1, ["interrupted after step 4: nothing was saved", "--checkpoint-every"]),
     ],
 )
+@pytest.mark.sample("2-options2-1-parts2")
 def test_a_run_that_is_stopped_says_what_is_saved_and_how_to_go_on(
     number: int, options: list[object], exit_code: int, parts: list[str], tmp_path: Path, text: Path,
     monkeypatch: pytest.MonkeyPatch,

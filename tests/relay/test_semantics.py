@@ -35,6 +35,7 @@ def frozen(make: Callable[[], nn.Module], *names: str) -> nn.Module:
 
 @BOTH
 @pytest.mark.parametrize("names", [("layers.0", "first"), ("layers.1",), ("norm",), ("last", "layers.2")])
+@pytest.mark.sample("names0-cpu:discrete", "names2-cpu")
 def test_frozen_parameters_stay_and_nothing_is_kept_or_sent_up_for_them(
     build: Build, names: tuple[str, ...], device: str
 ) -> None:

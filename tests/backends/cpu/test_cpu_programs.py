@@ -36,6 +36,7 @@ def test_a_captured_forward_gives_the_bits_of_eager_torch(device: Device, which:
 
 @pytest.mark.parametrize("keep", [False, True], ids=["recomputing", "keeping"])
 @pytest.mark.parametrize("which", [which for which in MODULES if which != "aliasing outputs"])
+@pytest.mark.sample(3)
 def test_a_captured_backward_gives_the_bits_of_eager_autograd(device: Device, which: str, keep: bool) -> None:
     module, inputs = module_and_inputs(which)
     captured = captured_from(which, keep)

@@ -99,6 +99,7 @@ def pair(make: Callable[[], Any]) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("layer", [Routed, Branching, Counting])
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
+@pytest.mark.sample("cpu-Counting", "cpu:discrete-Routed")
 def test_a_model_of_such_layers_trains_as_in_pytorch_to_the_last_bit(
     build: Build, layer: type[nn.Module], device: str
 ) -> None:

@@ -180,6 +180,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Batch]]]] = {
     "options", [{"microbatches": 1}, {"microbatches": 3, "device": "cpu:discrete", "stash": "host"}], ids=["1", "3"]
 )
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sample(
+    "LSTM-1", "LSTM, time first-3", "GRU-1", "GRU cells-1", "a module in two places-3", "turned outputs-1",
+    "turned outputs, eagerly-3", "gradients of two orders-3", "turned batches-1", "channels last inside-3",
+    "channels last batches-3",
+)  # fmt: skip
 def test_layers_that_care_how_tensors_lie_are_equal_to_the_last_bit(
     build: Build, case: str, options: dict[str, Any]
 ) -> None:

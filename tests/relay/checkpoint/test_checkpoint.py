@@ -65,6 +65,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.sample("AMSGrad", "torch's Adagrad", "fp16", "8-bit states")
 def test_resuming_from_any_step_is_equal_to_not_having_stopped(build: Build, tmp_path: Path, kind: str) -> None:
     unbroken = build(gpt(dropout=0.1), seed=7, **RUNS[kind])
     losses = []
@@ -111,6 +112,7 @@ KEPT = [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32"), ("int8", "int8"), 
 
 
 @pytest.mark.parametrize(("was", "becomes"), KEPT)
+@pytest.mark.sample(2)
 def test_states_change_their_dtype_where_no_bit_is_lost(build: Build, tmp_path: Path, was: str, becomes: str) -> None:
     trainer = build(state_dtype=was)
     trainer.step(BATCHES[0])
@@ -229,6 +231,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(build: Bui
 
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1}, {"device": "cpu:discrete"}, {"state_dtype": "int8"}])
 @pytest.mark.parametrize("memory", ["1GB", "1B"])
+@pytest.mark.sample(3)
 def test_a_checkpoint_written_behind_the_training_is_that_of_one_moment(
     build: Build, tmp_path: Path, options: dict[str, Any], memory: str
 ) -> None:

@@ -140,6 +140,7 @@ def test_a_tensor_without_dimensions_goes_to_every_micro_batch(build: Build, val
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3])
+@pytest.mark.sample(2)
 def test_a_list_with_one_tensor_for_each_sample_is_cut_by_sample(build: Build, microbatches: int) -> None:
     plain, ours = images(), images()
     size = -(-8 // microbatches)
@@ -225,6 +226,7 @@ def test_a_list_named_as_shared_goes_to_every_micro_batch(build: Build) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.sample(2)
 def test_the_last_smaller_batch_of_an_epoch_trains_in_fewer_micro_batches(build: Build, rows: int) -> None:
     plain, ours = gpt(), gpt()
     given = [text(8), text(rows), text(8), text(rows)]

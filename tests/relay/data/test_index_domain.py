@@ -63,6 +63,7 @@ def batch(token: int = 1, label: int = 0) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.sample(3)
 def test_a_token_or_a_class_outside_is_refused_by_layer_and_value_and_nothing_changes(device: str) -> None:
     require(device)
     with closing(trainer_of("embedding", device)) as trainer:
@@ -85,6 +86,7 @@ def test_a_token_or_a_class_outside_is_refused_by_layer_and_value_and_nothing_ch
 
 @pytest.mark.parametrize("device", ["cpu", "numpy"])
 @pytest.mark.parametrize("pick", PICKS)
+@pytest.mark.sample(3)
 def test_whatever_indexes_refuses_what_pytorch_refuses(pick: str, device: str) -> None:
     refused = {}
     for token in (-TOKENS - 1, -1, 0, TOKENS - 1, TOKENS):

@@ -95,6 +95,7 @@ def accumulated(model: nn.Module, steps: list[Any], shares: Callable[[Any], list
     [{}, {"stash": "host", "device": "cpu:discrete", "slots": 1}, {"recompute": False, "layers_per_slot": 2}],
     ids=["device", "host", "merged"],
 )
+@pytest.mark.sample(2)
 def test_pieces_of_their_own_shapes_are_gradient_accumulation(build: Build, options: dict[str, Any]) -> None:
     plain, ours = tagger(), tagger()
     losses, _ = accumulated(plain, STEPS, reference.by_targets)

@@ -46,6 +46,7 @@ def plainly_trained(precision: str, clipping: str) -> tuple[mixed_reference.Plai
 @pytest.mark.parametrize(
     ("precision", "clipping", "device"), matrix.in_turn(DEVICES, ["fp32", "bf16", "fp16"], CLIPPINGS)
 )
+@pytest.mark.sample("fp32-value-cpu:discrete", "bf16-both-cpu:discrete", "fp16-norm-cpu")
 def test_losses_norms_and_parameters_are_those_of_torch_clipping_to_the_last_bit(
     build: Build, device: str, clipping: str, precision: str
 ) -> None:
@@ -103,6 +104,7 @@ OPTIMIZERS: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize(("name", "precision", "device"), matrix.in_turn(DEVICES, OPTIMIZERS, ["fp32", "bf16"]))
+@pytest.mark.sample(3)
 def test_every_optimizer_takes_clipped_gradients_as_torch_optim_does(
     build: Build, device: str, precision: str, name: str
 ) -> None:

@@ -63,6 +63,10 @@ ENOUGH = [(which, device, stash, model) for which, (device, stash), model in IN_
 
 
 @pytest.mark.parametrize(("which", "device", "stash", "model"), ENOUGH)
+@pytest.mark.sample(
+    "fp32-cpu:discrete-host-statistics", "clipping-cpu-device-statistics", "fp16-cpu-device-statistics",
+    "split masters-cpu:discrete-host-statistics", "narrow gradients-cpu:discrete-host-gpt",
+)  # fmt: skip
 def test_what_is_needed_is_enough_and_one_byte_less_is_refused_before_anything_is_touched(
     build: Build, model: str, which: str, device: str, stash: str
 ) -> None:
@@ -144,6 +148,7 @@ def test_the_documented_table_has_every_combination() -> None:
 
 
 @pytest.mark.parametrize("row", documented(), ids=lambda row: "-".join(row[:4]))
+@pytest.mark.sample(4)
 def test_the_documented_bytes_a_parameter_are_the_ledgers(build: Build, row: list[str]) -> None:
     precision, clip, masters, state_dtype, each, *largest = row
     width = 512  # a multiple of 256, so that scales are not rounded up

@@ -56,6 +56,7 @@ def linear(name: str) -> bool:
     ],
     ids=["split masters, int8 states", "Lion", "LAMB"],
 )
+@pytest.mark.sample(2)
 def test_every_fused_optimizer_reads_them_as_if_they_were_float32(
     build: Build, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:

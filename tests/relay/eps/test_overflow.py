@@ -40,6 +40,7 @@ def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
 @pytest.mark.parametrize("how", ["a layer", "one sample of one micro-batch"])
+@pytest.mark.sample("a layer-cpu", "one sample of one micro-batch-cpu:discrete")
 def test_an_overflow_applies_nothing_halves_the_scale_and_training_goes_on_as_with_a_grad_scaler(
     build: Build, how: str, device: str
 ) -> None:

@@ -57,6 +57,7 @@ def test_averages_of_weights_and_generated_text_are_those_of_plain_pytorch_after
 
 @pytest.mark.parametrize("options", [{"clip_grad_norm": NORM}, {"precision": "fp16"}], ids=str)
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
+@pytest.mark.sample(3)
 def test_tensors_of_the_model_are_those_of_after_the_step_as_soon_as_it_returns(
     build: Build, device: str, options: dict[str, Any]
 ) -> None:
@@ -93,6 +94,7 @@ def test_weights_written_between_steps_are_trained_on(build: Build, options: dic
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.sample(3)
 def test_after_close_safetensors_saves_the_model(tmp_path: Path, tied: bool, precision: str, device: str) -> None:
     model = GPT(layers=2, hidden=16, heads=2, sequence=12, vocabulary=64, tied=tied)
     with relay.Trainer(model, precision=precision, device=device, clip_grad_norm=NORM, defer_updates=True) as trainer:

@@ -67,6 +67,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.sample("clipped, apart")
 def test_fifty_steps_are_those_with_float32_masters(build: Build, kind: str) -> None:
     assert_equal_runs(build, make=functools.partial(gpt, layers=2), steps=50, **OPTIONS[kind])
 
@@ -84,6 +85,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.sample("AMSGrad", "SGD with momentum", "Lion")
 def test_every_optimizer_updates_split_masters_as_float32_ones(build: Build, kind: str) -> None:
     groups = [{"params": "*bias", "lr": 3e-3}]
     assert_equal_runs(build, make=perceptron, optimizer=OPTIMIZERS[kind], param_groups=groups)
@@ -217,6 +219,7 @@ def test_a_weight_written_through_the_model_is_what_the_model_shows(
 
 
 @pytest.mark.parametrize("read", ["state_dict", "sync_to", "save", "close"])
+@pytest.mark.sample(2)
 def test_a_weight_written_between_steps_is_read_as_it_was_written(build: Build, read: str, tmp_path: Path) -> None:
     _, trainer = trained(build, "split", steps=2)
     name = next(iter(trainer._session.store.split))
@@ -263,6 +266,7 @@ def test_layers_are_inserted_removed_and_reordered_as_with_float32_masters(build
 
 
 @pytest.mark.parametrize(("was", "becomes"), [("split", "fp32"), ("fp32", "split"), ("split", "split")])
+@pytest.mark.sample("split-fp32")
 def test_masters_change_across_a_resume_without_losing_a_bit(
     build: Build, tmp_path: Path, was: str, becomes: str
 ) -> None:

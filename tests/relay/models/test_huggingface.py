@@ -32,6 +32,7 @@ def trained(name: str, **options: str) -> tuple[nn.Module, relay.Trainer]:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5-tied", "bert-classifier"])
+@pytest.mark.sample("llama", "bert-classifier")
 def test_a_saved_folder_is_loaded_by_transformers_with_every_weight(name: str, tmp_path: Path) -> None:
     model, trainer = trained(name)
     with trainer:

@@ -105,6 +105,7 @@ VARIANTS: dict[str, tuple[type, type, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.sample(5)
 def test_every_option_is_torch_optims_to_the_last_bit(build: Build, variant: str, how: str) -> None:
     mine, torchs, options = VARIANTS[variant]
 
@@ -149,6 +150,7 @@ def three_rates(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.La
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("groups", [by_pattern, by_object])
 @pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.sample(5)
 def test_parameter_groups_and_a_schedule_for_each_are_exact(
     build: Build, scheduled: bool, groups: Any, how: str
 ) -> None:
@@ -220,6 +222,7 @@ def lamb(parameter: np.ndarray, gradient: np.ndarray, state: Arrays, step: int, 
     ids=["Lion", "LAMB"],
 )
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
+@pytest.mark.sample(3)
 def test_lion_and_lamb_follow_a_float64_reference_for_ten_steps(
     build: Build, device: str, mine: Any, update: Any, clip: float | None
 ) -> None:
@@ -314,6 +317,7 @@ def bytes_by_state(trainer: relay.Trainer) -> dict[str, int]:
     ],
     ids=["AdamW", "LAMB", "Lion", "SGD with momentum", "SGD"],
 )
+@pytest.mark.sample(4)
 def test_the_ledger_has_the_bytes_of_every_precision_and_state_dtype(
     build: Build, optimizer: Any, moments: tuple[str, ...], precision: str, state_dtype: str
 ) -> None:

@@ -54,6 +54,7 @@ def plain_adafactor(**options: Any) -> reference.MakeOptimizer:
 
 
 @pytest.mark.parametrize("kind", ADAFACTORS)
+@pytest.mark.sample(2)
 def test_adafactor_is_that_of_transformers_to_the_bit(build: Build, kind: str) -> None:
     plain = layers()
     batches = [regression(seed=seed) for seed in range(STEPS)]
@@ -155,6 +156,7 @@ ADAMW = {"lr": 3e-3, "weight_decay": 0.1}
 
 
 @pytest.mark.parametrize("kind", MUONS)
+@pytest.mark.sample(2)
 def test_muon_is_torchs_muon_and_adamw_to_the_bit(build: Build, kind: str) -> None:
     plain = gpt()
     batches = reference.text_batches(STEPS)

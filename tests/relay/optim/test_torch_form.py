@@ -55,6 +55,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "options"), cases(), ids=str)
+@pytest.mark.sample(6)
 def test_a_run_saved_by_torch_save_resumes_to_the_bit(build: Build, name: str, options: dict[str, Any]) -> None:
     data = reference.text_batches(5)
     trainer = build(gpt(), optimizer=OPTIMIZERS[name], **options)
@@ -85,6 +86,7 @@ def plain_steps(model: nn.Module, stepper: torch.optim.Optimizer, data: list[Any
 
 
 @pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.sample("amsgrad", "SGD")
 def test_a_file_of_torch_optim_loads_and_trains_on_as_torch_optim_would(build: Build, name: str) -> None:
     mine, torchs = PAIRS[name]
     data = reference.text_batches(5)
@@ -102,6 +104,7 @@ def test_a_file_of_torch_optim_loads_and_trains_on_as_torch_optim_would(build: B
 
 
 @pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.sample(2)
 def test_the_state_is_that_of_torch_optim_and_loads_there(build: Build, name: str) -> None:
     mine, torchs = PAIRS[name]
     data = reference.text_batches(4)

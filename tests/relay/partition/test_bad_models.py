@@ -119,6 +119,7 @@ class Exploding(nn.Module):
     "optimizer", [None, functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)], ids=["AdamW", "SGD"]
 )
 @pytest.mark.parametrize("piece", [0, 3])
+@pytest.mark.sample(3)
 def test_a_step_whose_loss_is_nan_changes_nothing_and_training_goes_on(
     build: Build, piece: int, optimizer: Any, device: str
 ) -> None:

@@ -126,6 +126,7 @@ def test_device_memory_is_the_same_whichever_layers_take_part(build: Build) -> N
     ("device", "precision", "layers_per_slot"),
     [("cpu", "fp32", 2), ("cpu:discrete", "fp32", 3), ("cpu:discrete", "bf16", 2), ("cpu:discrete", "fp32", 1)],
 )
+@pytest.mark.sample("cpu:discrete-fp32-1")
 def test_host_memory_is_the_same_whichever_layers_meet_in_a_slot_of_a_clipped_step(
     build: Build, device: str, precision: str, layers_per_slot: int
 ) -> None:
@@ -186,6 +187,7 @@ EDITED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("name", "device"), matrix.sampled(["cpu", "cpu:discrete"], EDITED))
+@pytest.mark.sample("torch's SGD-cpu:discrete", "fp16-cpu")
 def test_layers_inserted_removed_replaced_and_moved_train_on_as_in_pytorch(
     build: Build, name: str, device: str
 ) -> None:

@@ -93,6 +93,7 @@ WHOLE: dict[str, Loss] = {
 
 
 @pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.sample(2)
 def test_a_whole_models_loss_is_that_of_the_batch_with_a_ragged_last_micro_batch(build: Build, name: str) -> None:
     batch = {key: tensor[:11] for key, tensor in BATCH.items()}
     assert_same(build, lambda: Whole(WHOLE[name]), batch, 4)

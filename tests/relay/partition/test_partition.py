@@ -184,6 +184,7 @@ class Masked(nn.Module):
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
 @pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.sample(3)
 def test_masks_keywords_and_a_bias_that_all_layers_share_work(build: Build, stash: str, device: str) -> None:
     given = batches()
     for number, batch in enumerate(given):
@@ -292,6 +293,7 @@ class Skipping(nn.Module):
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
 @pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.sample(3)
 def test_what_one_layer_makes_may_be_used_by_a_much_later_one(build: Build, stash: str, device: str) -> None:
     check(build, Skipping, batches(), stash=stash, device=device)
 

@@ -219,6 +219,7 @@ def assert_equal(ours: tuple[float, list[Tensor]], theirs: tuple[float, list[Ten
 
 
 @pytest.mark.parametrize(("name", "microbatches"), matrix.sampled((4, 3, 2, 1), [*ROW_WISE, *TERMS]))
+@pytest.mark.sample(3)
 def test_a_loss_is_that_of_the_whole_batch_in_any_number_of_micro_batches(
     build: Build, name: str, microbatches: int
 ) -> None:
@@ -227,12 +228,14 @@ def test_a_loss_is_that_of_the_whole_batch_in_any_number_of_micro_batches(
 
 
 @pytest.mark.parametrize(("name", "microbatches"), matrix.sampled((3, 1, 2, 4, 7), MIXED))
+@pytest.mark.sample(4)
 def test_a_loss_that_mixes_samples_runs_over_the_whole_batch(build: Build, name: str, microbatches: int) -> None:
     loss, _ = MIXED[name]
     assert_equal(stepped(build, loss, microbatches), plain(loss))
 
 
 @pytest.mark.parametrize("name", MIXED)
+@pytest.mark.sample(2)
 def test_a_loss_that_mixes_samples_is_refused_by_name_over_micro_batches(build: Build, name: str) -> None:
     loss, op = MIXED[name]
     with pytest.raises(relay.PartitionError, match=f"mixes samples: {op} .*loss_over='batch'.*microbatches=1"):
@@ -247,6 +250,7 @@ def test_a_loss_that_keeps_samples_apart_may_run_over_the_whole_batch_too(build:
 
 @pytest.mark.parametrize("device", ["numpy", "cpu:discrete"])
 @pytest.mark.parametrize("name", ["start and end", "and a masked z-loss", "answers and words", "class weights in one"])
+@pytest.mark.sample(3)
 def test_terms_that_count_differently_are_exact_on_every_kind_of_device(build: Build, name: str, device: str) -> None:
     assert_equal(stepped(build, TERMS[name], 4, device), plain(TERMS[name]), 1e-5)
 

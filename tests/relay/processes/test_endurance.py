@@ -16,6 +16,7 @@ NARROW = {"precision": "bf16", "state_dtype": "int8"}
 @pytest.mark.parametrize(
     ("options", "saves"), [({}, False), (STREAMING | NARROW, False), ({}, True), (STREAMING, True)]
 )
+@pytest.mark.sample("options3-True")
 def test_memory_threads_and_files_stay_the_same_over_a_thousand_steps(
     tmp_path: Path, options: dict[str, Any], saves: bool
 ) -> None:

@@ -72,11 +72,13 @@ MODELS = entries(Group.CUT_OFF)
 
 
 @pytest.mark.parametrize("entry", cases(Group.CUT_OFF))
+@pytest.mark.sample(2)
 def test_what_no_gradient_reaches_in_a_model_is_left_alone(build: Build, entry: Entry) -> None:
     check(build, entry.make, entry.microbatches, untouched=entry.untouched)
 
 
 @pytest.mark.parametrize("entry", cases(Group.CUT_OFF_LIST))
+@pytest.mark.sample(2)
 def test_what_no_gradient_reaches_in_a_list_is_left_alone(build: Build, entry: Entry) -> None:
     check(build, entry.make, entry.microbatches, untouched=entry.untouched)
 
@@ -93,6 +95,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", ["no_grad", "detach between", "decorated", "detached branch"])
+@pytest.mark.sample(5)
 def test_what_no_gradient_reaches_is_left_alone_whatever_the_options(build: Build, name: str, option: str) -> None:
     check(build, MODELS[name].make, **OPTIONS[option])
 

@@ -71,6 +71,7 @@ def train_with_explicit_masks(modules: list[nn.Module], batches: list[Any], seed
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
 @pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.sample(3)
 def test_gradients_are_those_of_one_mask_in_forward_and_recompute(build: Build, stash: str, device: str) -> None:
     ours, plain = noisy_list(), noisy_list()
     batches = some_batches(3)
@@ -101,6 +102,7 @@ def test_one_seed_gives_one_run_and_another_seed_another(build: Build) -> None:
     [{"stash": "host"}, {"slots": 1}, {"slots": 4}, {"device": "cpu:discrete"}],
     ids=["host stash", "one slot", "four slots", "discrete device"],
 )
+@pytest.mark.sample(3)
 def test_where_things_are_kept_does_not_change_the_masks(build: Build, options: dict[str, Any]) -> None:
     plain, other = build(gpt()), build(gpt(), **options)
     assert losses_of(other) == losses_of(plain)

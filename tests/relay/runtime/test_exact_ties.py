@@ -46,6 +46,7 @@ def wide(layers: int = 1) -> GPT:
     "name",
     ["albert", "bart", "bloom", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("opt", "distilbert"))],
 )
+@pytest.mark.sample("bloom")
 def test_architectures_that_tie_their_weights_are_equal_in_three_micro_batches(build: Build, name: str) -> None:
     family = FAMILIES[name]
     torch.manual_seed(0)
@@ -264,6 +265,7 @@ def test_a_layer_that_runs_eagerly_is_named_and_true_is_refused(build: Build, ca
 
 
 @pytest.mark.parametrize("device", ["numpy", "opencl", "onnx:cpu"])
+@pytest.mark.sample("onnx:cpu")
 def test_devices_that_do_not_run_pytorch_agree_to_rounding(build: Build, device: str) -> None:
     if device != "numpy":
         pytest.importorskip({"opencl": "pyopencl", "onnx:cpu": "onnxruntime"}[device])

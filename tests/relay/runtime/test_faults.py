@@ -91,6 +91,10 @@ RUNS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("how", ["skip", "after", "submit"])
 @pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.sample(
+    "eager-skip", "eager, discrete, streaming-after", "clipped, discrete-submit", "deferred, fp16-after",
+    "torch's Adam-skip",
+)  # fmt: skip
 def test_a_fault_at_any_call_of_a_step_leaves_it_whole_or_undone_or_is_owned_up_to(
     make: Make, faults: Faults, tmp_path: Path, kind: str, how: str
 ) -> None:
@@ -245,6 +249,7 @@ def test_a_lost_device_is_opened_again_and_the_step_repeated_on_request(
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete", "opencl", "onnx:cpu", "numpy", "sim"])
+@pytest.mark.sample("cpu", "onnx:cpu", "sim")
 def test_a_lost_device_is_an_error_otherwise_and_what_the_host_holds_is_whole(
     make: Make, faults: Faults, tmp_path: Path, device: str
 ) -> None:

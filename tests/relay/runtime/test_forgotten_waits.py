@@ -179,6 +179,7 @@ def mutate(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mutation], None]:
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.sample(2)
 def test_without_the_wait_of(mutate: Any, name: str) -> None:
     mutation = MUTATIONS[name]
     machine = UNIFIED if mutation.unified else "generic"

@@ -58,6 +58,7 @@ def plain_losses(steps: int) -> list[float]:
 @pytest.mark.filterwarnings("ignore:layer")
 @pytest.mark.parametrize("mode", MODES, ids=["no_grad", "inference_mode"])
 @pytest.mark.parametrize(("first", "device"), [*((call, "cpu") for call in CALLS), ("step", "cpu:discrete")])
+@pytest.mark.sample(3)
 def test_a_step_trains_whatever_mode_the_caller_is_in(
     mode: Callable[[], contextlib.AbstractContextManager[Any]], first: str, device: str
 ) -> None:

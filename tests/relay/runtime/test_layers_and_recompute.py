@@ -58,6 +58,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS[2:], ids=str)
+@pytest.mark.sample(2)
 def test_the_relay_stays_plain_pytorch_with_a_ragged_last_piece(build: Build, options: dict[str, Any]) -> None:
     batches = reference.text_batches(STEPS, 7)  # pieces of 3, 3 and 1
     plain = gpt()
@@ -87,6 +88,7 @@ def regression(seed: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.sample(2)
 def test_modules_of_a_list_share_a_slot_whatever_they_are(build: Build, options: dict[str, Any]) -> None:
     batches = [regression(seed) for seed in range(STEPS)]
     plain = mixed_list()
@@ -140,6 +142,7 @@ class Tower(nn.Module):
 
 @pytest.mark.parametrize("options", [*OPTIONS[1:4], {"slots": 3, "device": "cpu:discrete"}], ids=str)
 @pytest.mark.parametrize("shared", [False, True], ids=["own buffers", "a shared buffer"])
+@pytest.mark.sample(3)
 def test_buffers_change_once_and_in_order(build: Build, options: dict[str, Any], shared: bool) -> None:
     def make() -> Tower:
         torch.manual_seed(0)
@@ -227,6 +230,7 @@ def test_groups_built_alike_share_a_program(build: Build) -> None:
 
 
 @pytest.mark.parametrize("device", ["numpy", "onnx:cpu", "opencl:0"])
+@pytest.mark.sample("onnx:cpu")
 def test_devices_of_core_graphs_keep_too(build: Build, device: str) -> None:
     try:
         registry.open(device).close()
@@ -252,6 +256,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("options", LAYOUTS, ids=str)
 @pytest.mark.parametrize("batch", [4, 5], ids=["even", "ragged"])
+@pytest.mark.sample(3)
 def test_simulated_memory_is_that_of_a_real_run(build: Build, options: dict[str, Any], batch: int) -> None:
     torch.manual_seed(0)
     model = GPT(vocabulary=64, layers=3, hidden=32, heads=2, sequence=12, tied=False)

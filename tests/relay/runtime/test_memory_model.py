@@ -69,6 +69,7 @@ def test_both_cpu_devices_account_alike(build: Build) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
 @pytest.mark.parametrize("form", ["whole", "list"])
+@pytest.mark.sample("whole-cpu:discrete")
 def test_with_the_stash_on_the_host_the_peak_does_not_grow_with_the_number_of_micro_batches(
     build: Build, form: str, device: str
 ) -> None:
@@ -150,6 +151,7 @@ def test_evaluating_and_predicting_between_steps_stays_within_the_capacity(build
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
 @pytest.mark.parametrize(("layers", "slots"), [(6, 1), (6, 2), (6, 4), (3, 8), (1, 2)])
+@pytest.mark.sample(3)
 def test_weights_are_sent_once_in_each_direction(build: Build, layers: int, slots: int, device: str) -> None:
     # Forward visits N layers. Backward visits the N - 1 below the last, which had its backward at the turn. Of those
     # the slots still hold slots - 1 then: the layers visited just before the last. Nothing is kept from the step

@@ -110,6 +110,7 @@ def test_ten_orders_with_any_number_of_slots_and_layers_are_plain_training(
 
 
 @pytest.mark.parametrize(("slots", "layers"), [(1, 4), (2, 1), (5, 3)])
+@pytest.mark.sample(2)
 def test_some_orders_with_some_numbers_of_slots_and_layers_are_plain_training(
     build: Build, slots: int, layers: int
 ) -> None:

@@ -98,6 +98,7 @@ SAMPLE = {
         for case in CASES
     ],
 )
+@pytest.mark.sample("cpu:discrete-torch's own optimizer", "cpu-bf16", "sim:generic,order=late,poison=on-clipped")
 def test_training_is_plain_pytorchs_to_the_last_bit(device: str, case: str) -> None:
     options, plainly = CASES[case]
     plain, given = layers(), batches()

@@ -24,6 +24,7 @@ SGD_OF_ONE = functools.partial(torch.optim.SGD, lr=1.0)
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("form", ["whole", "list"])
+@pytest.mark.sample("whole-4", "list-1")
 def test_tied_embeddings_are_equal_to_the_last_bit(build: Build, form: str, microbatches: int) -> None:
     model, plain = gpt(3, tied=True), gpt(3, tied=True)
     batches = reference.text_batches(8)
@@ -107,6 +108,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("where", TIES)
+@pytest.mark.sample(5)
 def test_tied_weights_in_any_form_are_equal(build: Build, where: str, way: str) -> None:
     check(build, functools.partial(Tied, where), batches(), **WAYS[way])
 

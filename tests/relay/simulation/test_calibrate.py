@@ -32,6 +32,7 @@ def invoke(*arguments: Any) -> Any:
 
 
 @pytest.mark.parametrize("device", ["cpu:discrete", "numpy", "onnx:cpu"])
+@pytest.mark.sample(2)
 def test_what_it_writes_of_any_device_the_simulator_takes(tmp_path: Path, device: str) -> None:
     if device.startswith("onnx"):
         pytest.importorskip("onnxruntime")

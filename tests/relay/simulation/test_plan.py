@@ -119,6 +119,7 @@ def test_a_plan_feeds_the_training(tmp_path: Path) -> None:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
+@pytest.mark.sample("--config-config.json-")
 def test_a_plan_for_a_model_that_train_does_not_build_says_so(
     model: list[str], differs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ def union(intervals: list[tuple[float, float]]) -> float:
 
 
 @pytest.mark.parametrize("options", CASES, ids=lambda options: str(options["device"]))
+@pytest.mark.sample("m3-max-40c")
 def test_the_watts_of_a_trace_over_the_step_are_the_joules_of_the_report(
     options: dict[str, Any], tmp_path: Path
 ) -> None:

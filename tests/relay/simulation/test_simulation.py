@@ -48,6 +48,7 @@ def test_without_compute_a_step_takes_its_bytes_over_the_bandwidth() -> None:
 
 @pytest.mark.parametrize("tokens", [1024, 2048, 4096, 8192, 16384])
 @pytest.mark.parametrize("host", [FAST, 2e10])
+@pytest.mark.sample(3)
 def test_an_overlapped_step_is_the_sum_over_layers_of_the_slowest_part(tokens: int, host: float) -> None:
     layers = 64
     found = run(ideal(host=host), batch=tokens // SEQUENCE, microbatches=8, layers=layers, slots=3)
@@ -149,6 +150,7 @@ def test_a_faster_part_never_slows_a_run(flops: float, link: float, host: float,
 
 @pytest.mark.parametrize("stash", ["device", "host"])
 @pytest.mark.parametrize("device", ["v100-sxm2-32gb", "a100-sxm-80gb", "rtx-4090", "h200-sxm", "gh200-96gb"])
+@pytest.mark.sample("v100-sxm2-32gb-host", "h200-sxm-device", "gh200-96gb-host")
 def test_the_schedule_hides_nearly_everything_above_break_even(device: str, stash: str) -> None:
     options: dict[str, Any] = {"layers": 48, "hidden": 4096, "device": device, "state_dtype": "int8"}
     options |= {"host_memory": 10**12, "loss_scale": "fixed"}
@@ -213,6 +215,7 @@ def test_a_dynamic_loss_scale_costs_every_gradient_on_the_host() -> None:
         (64, False, {"stash": "host", "precision": "bf16", "clip_grad_norm": 1.0, "microbatches": 1}),
     ],
 )
+@pytest.mark.sample("64-False-options0", "64-True-options4", "200-True-options5", "64-False-options9")
 def test_simulated_memory_is_that_of_a_real_run(words: int, tied: bool, options: dict[str, Any]) -> None:
     import torch
 

@@ -49,6 +49,7 @@ def test_a_hugging_face_configuration_gives_its_shape(tmp_path: Path) -> None:
     [("gpt2", None, True), ("llama", None, True), ("bert", False, False), ("xlm-roberta", None, False),
      ("modernbert", None, False), ("esm", None, False), ("bert", True, True)],
 )  # fmt: skip
+@pytest.mark.sample("gpt2-None-True", "bert-False-False", "esm-None-False")
 def test_positions_of_an_encoder_see_those_after_them(
     kind: str, decodes: bool | None, causal: bool, tmp_path: Path
 ) -> None:
@@ -77,6 +78,7 @@ SMALL = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "v
         ("Qwen3", {**SMALL, "intermediate_size": 96, "head_dim": 32, "num_key_value_heads": 2}),
     ],
 )
+@pytest.mark.sample("Mpt-options1", "Qwen3-options4")
 def test_a_configuration_has_as_many_parameters_as_the_model_built_from_it(
     tmp_path: Path, name: str, options: dict[str, Any]
 ) -> None:

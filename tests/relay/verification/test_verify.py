@@ -55,6 +55,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.sample("one micro-batch", "fp16", "merged layers", "simulator")
 def test_a_gpt_with_dropout_is_equal_to_plain_pytorch_to_the_bit(build: Build, settings: dict[str, Any]) -> None:
     trainer = build(gpt(layers=2, dropout=0.2), seed=5, **settings)
     first = trainer.verify(text())
@@ -278,6 +279,7 @@ class Counted:
     ],
     ids=["fp16", "SGD", "torch.optim", "int8"],
 )
+@pytest.mark.sample("SGD")
 def test_a_run_that_was_verified_goes_on_as_one_that_was_not(build: Build, settings: dict[str, Any]) -> None:
     def train(verifying: bool) -> tuple[list[float], dict[str, Tensor], list[float]]:
         trainer = build(gpt(layers=2, dropout=0.2), seed=7, **settings)

@@ -37,6 +37,7 @@ def net(space: int, bias: bool) -> list[nn.Module]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bias", [True, False], ids=["with bias", "without"])
 @pytest.mark.parametrize("space", [1, 2, 3])
+@pytest.mark.sample("1-without-onnx:cpu", "2-with bias-opencl", "2-without-numpy", "3-with bias-onnx:cpu")
 def test_every_convolution_has_pytorchs_loss_and_gradients(space: int, bias: bool, device: str) -> None:
     devices.require(device)
     data = torch.randn(4, 3, *[6, 5, 4][:space], generator=torch.Generator().manual_seed(7))

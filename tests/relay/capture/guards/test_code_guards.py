@@ -280,6 +280,7 @@ def a_plain_step(model: nn.Module, batch: dict[str, Tensor], optimizer: torch.op
 
 
 @pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.sample(3)
 def test_a_step_after_a_change_is_plain_pytorchs_after_the_same_change(
     name: str, build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,6 +299,7 @@ def test_a_step_after_a_change_is_plain_pytorchs_after_the_same_change(
 
 
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.sample(3)
 def test_a_change_that_cannot_be_trained_is_refused_by_name(
     name: str, build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:

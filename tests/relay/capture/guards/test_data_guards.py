@@ -97,6 +97,7 @@ def batches(rows: int = 6, steps: int = 6) -> list[dict[str, Tensor]]:
     "options",
     [{"microbatches": 1}, {"microbatches": 4}, {"microbatches": 3, "device": "cpu:discrete", "stash": "host"}],
 )
+@pytest.mark.sample(2)
 def test_branches_that_the_batch_decides_are_taken_as_in_pytorch(
     build: Build, kind: type[Deciding], options: dict[str, Any]
 ) -> None:

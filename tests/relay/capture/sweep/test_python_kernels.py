@@ -160,6 +160,7 @@ def sampled() -> list[Any]:
 
 
 @pytest.mark.parametrize("name", sampled())
+@pytest.mark.sample(4)
 def test_a_layer_with_the_op_trains_as_in_pytorch(name: str) -> None:
     assert compared(CASES[name]).kind == "equal", compared(CASES[name])
 

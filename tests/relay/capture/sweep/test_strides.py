@@ -149,6 +149,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=list(LAYERS))
+@pytest.mark.sample(3)
 def test_layers_of_transposed_values_train_as_in_pytorch(build: Build, layer: Callable[[], nn.Module]) -> None:
     ours, plain = Stack(layer), Stack(layer)
     batches = [{"inputs": torch.randn(4, 12, 32)} for _ in range(2)]

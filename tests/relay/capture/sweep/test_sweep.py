@@ -48,6 +48,7 @@ def judged(samples: list[Sample]) -> tuple[list[str], Counter[str]]:
 
 
 @pytest.mark.parametrize("name", FIXED)
+@pytest.mark.sample(3)
 def test_a_sample_trains_as_in_pytorch_or_is_refused_by_name(name: str) -> None:
     wrong, kinds = judged([sample_named(name)])
     assert wrong == []

@@ -104,6 +104,7 @@ def assert_like(ours: dict[str, Tensor], plain: nn.Module, relative: float) -> N
     ],
     ids=str,
 )
+@pytest.mark.sample(2)
 def test_two_towers_are_trained_as_on_the_whole_batch(build: Build, options: dict[str, Any]) -> None:
     model, plain = TwoTowers(), TwoTowers()
     expected = plain(**whole_batch())
@@ -149,6 +150,7 @@ def test_the_head_draws_one_mask_for_the_whole_batch(build: Build) -> None:
     ],
     ids=str,
 )
+@pytest.mark.sample(3)
 def test_clipping_and_halves_follow_one_micro_batch(build: Build, options: dict[str, Any]) -> None:
     losses = [
         [trainer.step(whole_batch()).loss for _ in range(3)]
@@ -235,6 +237,7 @@ def test_clip_of_transformers_is_trained_as_it_comes(build: Build, options: dict
 
 
 @pytest.mark.parametrize(("stash", "loss_over"), [*itertools.product(("device", "host"), ("auto", "batch"))])
+@pytest.mark.sample("device-batch")
 def test_the_simulator_knows_the_memory_to_the_byte(build: Build, stash: str, loss_over: str) -> None:
     batch = whole_batch()
     options: dict[str, Any] = {"microbatches": 4, "stash": stash, "loss_over": loss_over}

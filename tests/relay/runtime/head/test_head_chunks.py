@@ -42,6 +42,7 @@ def whole_and(kind: str, sizes: tuple[int, ...], microbatches: tuple[int, ...]) 
     ("kind", "size", "microbatches"),
     [one for kind in LOSSES for one in whole_and(kind, (4, 1, 30, 64), (2, 1, 4))],
 )
+@pytest.mark.sample(4)
 def test_chunks_equal_plain_pytorch_over_the_same_chunks_to_the_bit(
     kind: str, size: int, microbatches: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -61,6 +62,7 @@ def test_chunks_equal_plain_pytorch_over_the_same_chunks_to_the_bit(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.sample("onnx:cpu", "sim")
 def test_every_device_runs_the_chunks(device: str) -> None:
     require(device)
     torch.manual_seed(0)

@@ -57,6 +57,7 @@ def softmax_over_positions(model: Model, logits: Tensor, labels: Tensor) -> Tens
         (softmax_over_positions, "softmax goes over the positions"),
     ],
 )
+@pytest.mark.sample(2)
 def test_what_is_not_position_by_position_is_left_whole_with_the_reason(
     loss: Any, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -86,6 +86,7 @@ def name_of(value: Any) -> str:
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=name_of)
+@pytest.mark.sample(3)
 def test_a_loss_over_samples_is_that_of_the_whole_batch(build: Build, loss: Loss) -> None:
     assert_close(trained(build, loss, microbatches=4), on_the_whole_batch(loss))
 
@@ -105,12 +106,14 @@ def test_it_is_on_every_device_in_any_number_of_micro_batches(
 
 
 @pytest.mark.parametrize("device", ["cpu:discrete", "sim", "numpy"])
+@pytest.mark.sample(2)
 def test_it_is_on_devices_of_other_kinds(build: Build, device: str) -> None:
     found = trained(build, image_and_text, microbatches=4, device=device, stash="host")
     assert_close(found, on_the_whole_batch(image_and_text), 1e-6)
 
 
 @pytest.mark.parametrize("loss", [image_and_text, triplet_by_distances, variance_and_covariance], ids=name_of)
+@pytest.mark.sample("variance_and_covariance")
 def test_it_is_equal_to_the_bit_to_plain_pytorch_that_joins_the_same_micro_batches(build: Build, loss: Loss) -> None:
     wanted = in_pieces(loss, 4)
     for options in ({}, {"stash": "host", "slots": 1, "device": "cpu:discrete"}, {"recompute": False}):
