@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hal.device import Device, Probe
     from hal.registry import devices
+    from relay import hf
     from relay.checkpoint_manager import Checkpoints, Terminated
     from relay.data.buckets import Buckets
     from relay.data.resumable import ResumableBatches, ShuffleSampler
@@ -119,6 +120,7 @@ __all__ = [
     "VerificationError",
     "devices",
     "fit",
+    "hf",
     "plan",
     "simulate",
 ]
@@ -147,6 +149,8 @@ _refuse_hidden_packages()
 
 
 def __getattr__(name: str) -> Any:
+    if name == "hf":  # a package of its own, whose libraries are an extra
+        return import_module("relay.hf")
     if name not in _HOMES:
         raise AttributeError(f"module 'relay' has no attribute {name!r}")
     value = getattr(import_module(_HOMES[name]), name)

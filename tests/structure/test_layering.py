@@ -38,7 +38,7 @@ LAYERS = (
     {"run_state", "simulation", "trainer_arguments"},
     {"verification"},
     {"trainer"},
-    {"checkpoint_manager", "fitting"},
+    {"checkpoint_manager", "fitting", "hf"},
     {"conformance", "authoring"},
     {"cli"},
     {"__main__"},

@@ -1,0 +1,40 @@
+"""Hugging Face trainers on Relay: `RelayTrainer`, the mixin behind it, the same of trl's trainers, and `generate`.
+
+Here lives what takes part in the loops of transformers and trl. The step itself is `relay.trainer`; reading and writing
+folders of weights is `relay.models`. Only users and the command line import from here. transformers and trl are
+imported on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from relay.hf.mixin import RelayMixin
+    from relay.hf.trainers import RelayTrainer
+
+_HOMES = {
+    "RelayMixin": "relay.hf.mixin",
+    "RelayTrainer": "relay.hf.trainers",
+}
+
+__all__ = ["RelayMixin", "RelayTrainer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'relay.hf' has no attribute {name!r}; it has {', '.join(sorted(_HOMES))}")
+    try:
+        value = getattr(import_module(_HOMES[name]), name)
+    except ImportError as missing:
+        if (missing.name or "").split(".")[0] not in ("transformers", "accelerate", "trl", "datasets"):
+            raise
+        message = f"relay.hf.{name} needs {missing.name}: pip install 'layer-relay[hf]'"
+        raise ImportError(message, name=missing.name) from missing
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
