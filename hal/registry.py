@@ -60,6 +60,21 @@ def open(name: str, capacity: int | None = None) -> Device:
     return device
 
 
+def names_in(text: str) -> list[str]:
+    """The device strings in a text that joins them by commas, such as `cuda:0,cuda:1`.
+
+    A device string may have commas of its own (`sim:t4,order=late`): a new one begins with the name of a backend.
+    """
+    families = _points()
+    names: list[str] = []
+    for word in text.split(","):
+        if names and word.strip().partition(":")[0] not in families:
+            names[-1] += f",{word}"
+        else:
+            names.append(word.strip())
+    return names
+
+
 def backend(family: str) -> Backend:
     """The backend of that name. Raises Unavailable if there is none."""
     points = _points()

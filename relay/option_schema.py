@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from hal.registry import names_in
 from hal.spec.units import parse_size
 
 FIXED_SCALE = 65536.0
@@ -28,6 +29,7 @@ Chunk = Annotated[Annotated[int, Meta(ge=1)] | Literal["auto"] | None, Meta(extr
 Segments = Annotated[bool | Annotated[int, Meta(ge=0)], Meta(extra={"kind": "recompute"})]
 Residents = Annotated[Annotated[int, Meta(ge=0)] | Literal["auto"], Meta(extra={"kind": "resident layers"})]
 AutoFlag = Annotated[bool | Literal["auto"], Meta(extra={"kind": "auto or flag"})]
+Devices = Annotated[str | tuple[str, ...], Meta(extra={"kind": "devices"})]
 PythonObject = Annotated[Any, Meta(extra={"kind": "object"})]
 
 
@@ -35,8 +37,8 @@ class Option(typing.NamedTuple):
     """One option as commands, files and documents use it.
 
     `kind` is "choice", "count" (whole numbers), "number", "flag" (True or False), "auto or flag" ("auto" too), "size",
-    "loss scale", "recompute", "chunk", "resident layers", "seed", "text", "names" or "object" (Python only). `allowed`
-    describes the values.
+    "loss scale", "recompute", "chunk", "resident layers", "seed", "devices", "text", "names" or "object" (Python only).
+    `allowed` describes the values.
     """
 
     name: str
@@ -72,6 +74,11 @@ class Option(typing.NamedTuple):
                 raise ValueError(f"{self.name}={value!r}: {wrong}") from None
         if self.kind == "loss scale":
             fixed_scale(converted)
+        if self.kind == "devices":
+            names = names_in(converted) if isinstance(converted, str) else converted
+            if not names:
+                raise ValueError(f"{self.name}={value!r} names no device. Give one, or several that work together.")
+            return names[0] if len(names) == 1 else tuple(names)
         if self.kind == "seed" and converted >= 2**64:
             raise ValueError(f"{self.name}={value!r} must be {self.allowed}.")
         return converted
@@ -113,6 +120,8 @@ def _option(name: str, annotation: Any, default: Any) -> Option:
         choices, allowed = (), "'auto', True or False"
     elif choices:
         kind, allowed = "choice", "one of " + ", ".join(map(repr, choices))
+    elif kind == "devices":
+        allowed = "a device string, or several"
     elif kind == "size":
         allowed = "a size in bytes or such as '256MB'"
     elif kind == "loss scale":

@@ -22,6 +22,7 @@ from relay.option_schema import (
     AutoFlag,
     Chunk,
     Count,
+    Devices,
     Option,
     Positive,
     PythonObject,
@@ -51,7 +52,14 @@ RENAMED = {
 class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a `relay.Trainer` takes besides the model and its loss."""
 
-    device: Annotated[str, Meta(description="The device, by a name that `relay devices` lists.")] = "cpu"
+    device: Annotated[
+        Devices,
+        Meta(
+            description="The device, by a name that `relay devices` lists; or several that work together, as a list or "
+            "joined by commas. They take groups of layers in turn, and no result changes. Devices that work in host "
+            "memory ('cpu') work alone."
+        ),
+    ] = "cpu"
     optimizer: Annotated[
         PythonObject,
         Meta(

@@ -211,8 +211,7 @@ class RunState:
         layers are sent again too.
         """
         self._compiler.forget()
-        if self._session.scheduler is not None:
-            self._session.scheduler.slots.forget()
+        self._session.forget_slots()
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 
@@ -343,8 +342,8 @@ class RunState:
 
     @property
     def device_name(self) -> str:
-        """The device's string."""
-        return self._session.device.info.name
+        """The device's string; of several devices all, joined by commas."""
+        return ",".join(lane.device.info.name for lane in self._session.lanes)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -21,10 +21,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from hal import registry
 from hal.errors import DeviceLost, OutOfMemory
 from hal.host import Host
-from relay.capture import graphs_for
 from relay.data.batch_gradients import refuse_own_parameters
 from relay.eps.bind_optimizer import as_spec, bind
 from relay.eps.master_weights import (
@@ -51,6 +49,7 @@ from relay.runtime.compiler import ModelCompiler, PreparedBatch
 from relay.runtime.grad_mode import as_if_alone, in_eval_mode
 from relay.runtime.head.choose_chunks import HeadChunks
 from relay.runtime.head.largest_batch import with_largest_batch
+from relay.runtime.lanes.open_devices import common_graphs, open_devices
 from relay.runtime.schedule import PreparedStep
 from relay.runtime.session import Session
 from relay.runtime.trace import Trace
@@ -120,7 +119,8 @@ class Trainer(RunState):
                 spec.check_dtype(name, master_dtype(whole, parameter, chosen.master_weights), chosen.state_dtype)
                 if splits:
                     refuse_unsplittable(name, parameter)
-        opened = registry.open(chosen.device, cast("int | None", chosen.capacity))
+        devices = open_devices(chosen.device, cast("int | None", chosen.capacity))
+        opened = devices[0]
         host = opened.host(cast("int | None", chosen.host_memory), cast("int | None", chosen.pinned_memory))
         clipping = Clipping(chosen.clip_grad_norm, chosen.clip_grad_value)
 
@@ -133,7 +133,7 @@ class Trainer(RunState):
 
         store, server = build(host)
         session = Session(
-            whole, opened, host, store, server, chosen.slots, chosen.stash, cast("int | None", chosen.capacity), build,
+            whole, devices, host, store, server, chosen.slots, chosen.stash, cast("int | None", chosen.capacity), build,
             chosen.precision, chosen.state_dtype, chosen.resident_layers, exact_ties=chosen.exact_ties,
             sparse_rows=chosen.sparse_rows,
         )  # fmt: skip
@@ -144,8 +144,10 @@ class Trainer(RunState):
         session.guard.defer_updates = chosen.defer_updates
         session.guard.stall_timeout = chosen.stall_timeout
         compiler.as_traced = store.as_traced
-        compiler.device, (compiler.lowering, compiler.traced_for) = opened.info.name, graphs_for(opened.info)
-        memory = cast("int | None", chosen.capacity) or opened.info.memory
+        infos = [device.info for device in devices]
+        compiler.device, (compiler.lowering, compiler.traced_for) = opened.info.name, common_graphs(infos)
+        known = [info.memory for info in infos if info.memory is not None]
+        memory = cast("int | None", chosen.capacity) or min(known, default=None)
         compiler.head = HeadChunks(
             chosen.head_chunk_tokens, memory, chosen.slots, chosen.stash, chosen.microbatches, chosen.mlp_chunk_tokens
         )
@@ -359,15 +361,14 @@ class Trainer(RunState):
         self._session.trace = None
 
     def reopen(self) -> None:
-        """Open the device again after DeviceLost. The host's memory is intact, and is sent again as it is needed.
+        """Open the devices again after DeviceLost. The host's memory is intact, and is sent again as it is needed.
 
         Raises InconsistentState if the step that was lost had been applied in part; then load a checkpoint.
         """
         refuse_in_child(self._process)
         session = self._session
         broken = session.guard.broken
-        device = registry.open(self.options.device, session.capacity)
-        session.reopen(device)
+        session.reopen(open_devices(self.options.device, session.capacity))
         session.guard.broken = broken
         self._check_usable()
 

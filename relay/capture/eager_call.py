@@ -8,6 +8,7 @@ from the random key of the visit.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from relay.capture.guards.held_tensors import HeldView, Replacing, replacing
 from relay.capture.guards.unsupported import hooks_wait
 from relay.capture.memory_order import Order, as_written, stored
 from relay.errors import CaptureError
+
+_one_at_a_time = threading.RLock()
 
 
 class ObservedGradientPresence:
@@ -164,8 +167,9 @@ class EagerCall:
             as_written(seed, self.layouts.seeds.get(number, ()))
             for number, seed in zip(self.seeded, seeds, strict=True)
         ]
-        # Eager ops draw from torch's generator, which is seeded from the key and restored afterwards.
-        with bypassed(), torch.random.fork_rng(**generators_of(tensors)):
+        # Eager ops draw from torch's generator, which is seeded from the key and restored afterwards. It is the whole
+        # process's, so of several devices one runs such a layer at a time.
+        with _one_at_a_time, bypassed(), torch.random.fork_rng(**generators_of(tensors)):
             torch.manual_seed(seed_of(key))
             counted = self.segment.counted
             if self.kind == "backward":

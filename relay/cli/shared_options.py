@@ -29,6 +29,7 @@ class OptionType(click.ParamType):
             "resident layers": "number or 'auto'",
             "auto or flag": "'auto', 'true' or 'false'",
             "chunk": "number or 'auto'",
+            "devices": "device, or several joined by commas",
         }.get(option.kind, option.kind)
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:

@@ -15,8 +15,9 @@ from hal.program import Role
 from hal.slot import lay_out
 from hal.spec.units import format_size
 from relay.partition.segments import Value
-from relay.runtime.stages import CompiledModel, Stage, StageProgram
-from relay.runtime.stash import Key, Life, StashPlan, device_bytes, plan_stash, saved_bytes, tied_bytes
+from relay.runtime.lanes.visit_plan import VisitKey, VisitPlan, visits_of
+from relay.runtime.stages import CompiledModel, StageProgram
+from relay.runtime.stash.plan import Key, Life, StashPlan, device_bytes, plan_stash, saved_bytes, tied_bytes
 
 RESIDENT_FROM = 3
 """Values that at least this many segments use stay on the device: they are few, and do not grow with depth."""
@@ -91,17 +92,25 @@ class Requirement:
 
 
 def requirement_of(
-    compiled: Sequence[CompiledModel], plans: Sequence[StashPlan], slot_count: int, slot_size: int
+    compiled: Sequence[CompiledModel],
+    plans: Sequence[StashPlan],
+    slot_count: int,
+    slot_size: int,
+    visits: VisitPlan | None = None,
+    lane: int = 0,
 ) -> Requirement:
-    """What a pass on these micro-batches, with their stash plans, needs with slots of `slot_size` bytes."""
+    """What a pass on these micro-batches, with their stash plans, needs with slots of `slot_size` bytes.
+
+    With a plan of `visits`, what one lane needs of it; else all is on one.
+    """
     return Requirement(
         slots=slot_count * slot_size,
         slot_count=slot_count,
-        stash=device_bytes(plans),
-        workspace=max(kernel_workspace(model) for model in dict.fromkeys(compiled)),
+        stash=device_bytes(plans, lane),
+        workspace=max(kernel_workspace(model, visits, lane) for model in dict.fromkeys(compiled)),
         scalars=scalar_bytes(len(compiled)),
-        saved=saved_bytes(plans),
-        tied=tied_bytes(plans),
+        saved=saved_bytes(plans, lane),
+        tied=tied_bytes(plans, lane),
         layers=max(stage.segment.layers for stage in compiled[0].stages),
     )
 
@@ -133,13 +142,32 @@ def scalar_bytes(microbatches: int) -> int:
     return 2 * max(64, 8 * microbatches)
 
 
-def kernel_workspace(compiled: CompiledModel) -> int:
-    """Bytes that the largest kernel needs while it runs."""
-    return max(program.program.workspace for stage in compiled.stages for program in stage.programs)
+def kernel_workspace(compiled: CompiledModel, visits: VisitPlan | None = None, lane: int = 0) -> int:
+    """Bytes that the largest kernel needs while it runs; with a plan of `visits`, the largest on a lane."""
+    programs = [program for stage in compiled.stages for program in stage.programs]
+    if visits is not None:
+        programs = [
+            program
+            for group in visits.groups
+            if group.lane == lane
+            for visit in group.visits
+            for program in programs_of(compiled, visit)
+        ]
+    return max((program.program.workspace for program in programs), default=0)
 
 
-def plan_for(models: Sequence[CompiledModel], stash: str, training: bool) -> StashPlan:
+def programs_of(compiled: CompiledModel, visit: VisitKey) -> list[StageProgram]:
+    """The program of a visit, and the one for a smaller last chunk."""
+    stage = compiled.stages[visit.segment]
+    program = stage.backward if visit.backward else stage.forward
+    return [one for one in (program, program.rest if program is not None else None) if one is not None]
+
+
+def plan_for(models: Sequence[CompiledModel], stash: str, training: bool, lanes: Sequence[int] = ()) -> StashPlan:
     """Where each value and gradient of a pass lives, by the order of visits that the schedule makes.
+
+    `lanes` are the lanes of the visits; all on one if not given. What stays on devices has memory on each lane that
+    uses it.
 
     `models` are of one layout, the largest micro-batch first; what segments save may be largest in another. What a head
     over the whole batch takes of a micro-batch stays on the device with its gradient: it takes all of them at once.
@@ -147,7 +175,9 @@ def plan_for(models: Sequence[CompiledModel], stash: str, training: bool) -> Sta
     compiled, values = models[0], models[0].partition.values
     corresponding = zip(*(model.partition.values for model in models), strict=False)  # as far as they are used
     sizes = [max(map(_bytes, alike)) for alike in corresponding]
-    visits = _visits(compiled.stages, training)
+    order = visits_of(compiled.stages, training)
+    programs = [programs_of(compiled, visit)[:1] for visit in order]
+    visits = [(program, lane) for (program,), lane in zip(programs, lanes or [0] * len(order), strict=True)]
     end = len(visits)
     lives: dict[Key, Life] = {}
     most_streamed = most_tied = 0
@@ -164,7 +194,7 @@ def plan_for(models: Sequence[CompiledModel], stash: str, training: bool) -> Sta
     for value in compiled.partition.inputs:
         if values[value].consumers:
             use(Key(value, False), 0)
-    for number, program in enumerate(visits):
+    for number, (program, lane) in enumerate(visits):
         keys = [Key(value, False) for value in (*program.reads, *program.writes)]
         keys += [Key(value, True) for value in (*program.seeds, *program.value_gradients)]
         keys = [
@@ -172,6 +202,7 @@ def plan_for(models: Sequence[CompiledModel], stash: str, training: bool) -> Sta
         ]  # the loss and its seed are scalars, not in the stash
         for key in keys:
             use(key, number)
+            lives[key].lanes.add(lane)
         streamed = [lives[key] for key in keys if lives[key].streams]
         most_streamed = max(most_streamed, sum(not life.saved and not life.tied for life in streamed))
         most_tied = max(most_tied, sum(life.tied for life in streamed))
@@ -184,10 +215,13 @@ def plan_for(models: Sequence[CompiledModel], stash: str, training: bool) -> Sta
     return plan_stash(lives, most_streamed, most_tied)
 
 
-def plans_for(models: Sequence[CompiledModel], stash: str, training: bool) -> list[StashPlan]:
+def plans_for(
+    models: Sequence[CompiledModel], stash: str, training: bool, visits: VisitPlan | None = None
+) -> list[StashPlan]:
     """A plan for each micro-batch, the largest first, and one for the values of a head over the whole batch.
 
-    Micro-batches whose values are handed on alike share one plan.
+    Micro-batches whose values are handed on alike share one plan. `visits` has the lane of each visit; all are on one
+    if it is not given.
     """
     groups: list[list[CompiledModel]] = []
     for model in dict.fromkeys(models):
@@ -196,9 +230,11 @@ def plans_for(models: Sequence[CompiledModel], stash: str, training: bool) -> li
             groups.append([model])
         else:
             group.append(model)
-    plans = {model: plan for group in groups for plan in [plan_for(group, stash, training)] for model in group}
+    lanes, turn = ([], 0) if visits is None else (visits.lanes, visits.turn)
+    plans = {model: plan for group in groups for plan in [plan_for(group, stash, training, lanes)] for model in group}
     head = models[0].head
-    return [*(plans[model] for model in models), *([] if head is None else [plan_for([head], "device", training)])]
+    of_head = [] if head is None else [plan_for([head], "device", training, [turn])]
+    return [*(plans[model] for model in models), *of_head]
 
 
 def _bytes(value: Value) -> int:
@@ -212,10 +248,3 @@ def _use(lives: dict[Key, Life], key: Key, visit: int, value: Value, size: int, 
         saved = bool(value.parts) and not value.tied
         life = lives[key] = Life(visit, visit, size, not resident, saved, value.tied)
     life.last = visit
-
-
-def _visits(stages: Sequence[Stage], training: bool) -> list[StageProgram]:
-    forward = [stage.forward for stage in stages if stage.forward is not None]
-    if not training:
-        return forward
-    return forward + [stage.backward for stage in reversed(stages) if stage.backward is not None]

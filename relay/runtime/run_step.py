@@ -21,7 +21,7 @@ from relay.errors import NonFiniteLoss
 from relay.metrics import Metrics, total_elapsed
 from relay.runtime.schedule import ForwardPass, PreparedStep, TrainingStep
 from relay.runtime.session import Session
-from relay.runtime.stash import Key
+from relay.runtime.stash.plan import Key
 from relay.runtime.ties.find_rows import with_touched_rows
 
 logger = logging.getLogger("relay")
@@ -60,15 +60,15 @@ def train_step(
     """
     _check_indices(prepared, inputs)
     count = len(weights)
-    device, scheduler, scalars = session.device, prepared.scheduler, prepared.scalars
-    device.reset_peak()
+    turn, scalars = prepared.turn, prepared.scalars
+    _reset_peaks(prepared)
     dtype = prepared.compiled[0].loss_dtype
     weights_on_host = torch.tensor(weights, dtype=dtype)
     losses_on_host = torch.zeros(count, dtype=dtype)
     seeds_on_host = weights_on_host * scale
 
     def submit_verdict(submitted: SubmittedStep) -> Event:
-        read = scheduler.drain_queue.read(losses_on_host, scalars.loss_row, submitted.compute[-count:])
+        read = turn.drain.read(losses_on_host, scalars.loss_row, submitted.compute[-count:])
         submitted.reads.append(read)
 
         def check() -> None:
@@ -80,13 +80,13 @@ def train_step(
     first: list[Event] = []
     inputs, touched = with_touched_rows(prepared.compiled, session.rows.choose(prepared.compiled, inputs))
     try:
-        with session.guard.running(prepared, device, first) as submitted:
-            first.append(scheduler.load_queue.write(scalars.seed_row, seeds_on_host))
+        with session.guard.running(prepared, first) as submitted:
+            first.append(turn.load.write(scalars.seed_row, seeds_on_host))
             first += session.rows.gather(prepared.compiled[0])
             submitted.touched_rows = touched
             _write_inputs(prepared, inputs)
             step = TrainingStep(prepared, seed, number, session.trace, first[0], submit_verdict, groups, 1.0 / scale)
-            scheduler.train(step, submitted)
+            prepared.scheduler.train(step, submitted)
             if read_back is not None:
                 read_back(submitted)
     except NonFiniteLoss as problem:
@@ -110,8 +110,9 @@ def read(prepared: PreparedStep, submitted: SubmittedStep, microbatch: int, key:
     value = prepared.rows[microbatch].partition.values[key.value]
     order = value.gradient_order if key.gradient else value.order
     target = torch.empty(stored_shape(value.shape, order), dtype=value.dtype)
-    access = prepared.stash.access(key, microbatch, False)
-    submitted.reads.append(prepared.scheduler.drain_queue.read(target, access.view, access.waits))
+    lane = prepared.lanes[prepared.stash.last_written(key, microbatch)]
+    access = prepared.stash.access(key, microbatch, lane.number, False)
+    submitted.reads.append(lane.drain.read(target, access.view, access.waits))
     return as_written(target, order)
 
 
@@ -189,19 +190,19 @@ def forward(
     `read_back` is called when the kernels are submitted; it submits reads of further results.
     """
     _check_indices(prepared, inputs)
-    compiled, scheduler = prepared.compiled, prepared.scheduler
-    session.device.reset_peak()
+    compiled = prepared.compiled
+    _reset_peaks(prepared)
     has_loss = compiled[0].partition.has_loss
     losses_on_host = torch.zeros(len(weights), dtype=compiled[0].loss_dtype)
     inputs = session.rows.choose(compiled, inputs)
     gathered: list[Event] = []
-    with session.guard.running(prepared, session.device, gathered) as submitted:
+    with session.guard.running(prepared, gathered) as submitted:
         gathered += session.rows.gather(compiled[0])
         _write_inputs(prepared, inputs)
-        scheduler.forward(ForwardPass(prepared, seed, number, session.trace), submitted)
+        prepared.scheduler.forward(ForwardPass(prepared, seed, number, session.trace), submitted)
         if has_loss:
             row, computed = prepared.scalars.loss_row, submitted.compute[-len(weights) :]
-            submitted.reads.append(scheduler.drain_queue.read(losses_on_host, row, computed))
+            submitted.reads.append(prepared.turn.drain.read(losses_on_host, row, computed))
         if read_back is not None:
             read_back(submitted)
     session.guard.deliver_interrupts()
@@ -258,7 +259,7 @@ def metrics_of(
         grad_norm=submitted.result.grad_norm,
         seconds=perf_counter() - start,
         tokens=count_tokens(batch),
-        device_peak_bytes=session.device.memory().peak,
+        device_peak_bytes=max(lane.device.memory().peak for lane in session.lanes),
         host_bytes=session.host.ledger.total,
         compute_seconds=total_elapsed(submitted.compute),
         transfer_seconds=total_elapsed(transfers),
@@ -268,6 +269,11 @@ def metrics_of(
         resident_layers=submitted.resident_layers,
         outputs=list(outputs),
     )
+
+
+def _reset_peaks(prepared: PreparedStep) -> None:
+    for lane in prepared.lanes:
+        lane.device.reset_peak()
 
 
 def _check_indices(prepared: PreparedStep, inputs: Sequence[Sequence[torch.Tensor]]) -> None:

@@ -1,4 +1,4 @@
-"""A session: what one model has allocated on one device, and what a pass over the model is prepared from.
+"""A session: what one model has allocated on its devices, and what a pass over the model is prepared from.
 
 It turns compiled models into slots, stash and kernels, and checks beforehand that they fit. It knows no batches and no
 hyperparameters (the trainer's), no order of visits (`relay.runtime.schedule`), and does not run or guard a pass
@@ -9,10 +9,8 @@ known to fit.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +20,6 @@ from hal.device import NATIVE, Buffer, Device, View
 from hal.errors import HalError, OutOfMemory
 from hal.host import Host
 from hal.slot import SlotContent
-from relay.capture import Lowering, graphs_for
 from relay.eps.gradient_plan import GradientPlan
 from relay.eps.regions import GRADIENTS, Wanted
 from relay.eps.server import ParameterServer
@@ -30,14 +27,14 @@ from relay.eps.store import LayerStore
 from relay.errors import PartitionError
 from relay.runtime.gradient_layout import gradient_plans, narrow_gradients
 from relay.runtime.host_memory_check import Build, CountingHost, refuse_beyond, rehearse
-from relay.runtime.memory_plan import plans_for, requirement_of, scalar_bytes, with_advice
-from relay.runtime.residency.choice import Residents, SlotBytes, candidates, choose
-from relay.runtime.residency.notice import note_residents
-from relay.runtime.residency.slots import Slots
+from relay.runtime.lanes.lane import Lane, LaneOptions
+from relay.runtime.lanes.visit_plan import VisitPlan, in_turn, visits_of
+from relay.runtime.memory_plan import plans_for, programs_of, scalar_bytes, with_advice
 from relay.runtime.schedule import PreparedStep, Scalars, Scheduler
 from relay.runtime.sparse_rows.sparse_rows import SparseRows
 from relay.runtime.stages import CompiledModel, changing_buffers, gradient_fields, wanted_of, whole_tensors
-from relay.runtime.stash import STASH_STATE, TIED_STATE, Stash, device_bytes, host_bytes
+from relay.runtime.stash.memory import Stash
+from relay.runtime.stash.plan import STASH_STATE, TIED_STATE, StashPlan, device_bytes, host_bytes
 from relay.runtime.step_guard import StepGuard
 from relay.runtime.ties.exact_ties import Decision, ExactTies
 from relay.runtime.trace import Trace
@@ -48,15 +45,15 @@ SAVED_BUFFERS = "buffers before the step"
 
 
 class Session:
-    """The device side of a trainer. Sizes are in bytes.
+    """The side of the devices of a trainer. Sizes are in bytes.
 
     Args:
         model: the model, whose tensors move into the store when the first pass is prepared.
-        device: where the model runs.
+        devices: where the model runs.
         host: where memory of the host is accounted, and its tasks run.
         store: the parameters and buffers.
         server: takes in gradients and updates the store.
-        slot_count: how many slots the device has.
+        slot_count: how many slots each device has.
         stash_location: "device" or "host".
         capacity: the device memory that may be used, or None.
         build: makes another store and server, to find out what the host must hold; None to skip that check.
@@ -70,7 +67,7 @@ class Session:
     def __init__(
         self,
         model: nn.Module,
-        device: Device,
+        devices: Sequence[Device],
         host: Host,
         store: LayerStore,
         server: ParameterServer,
@@ -85,7 +82,10 @@ class Session:
         exact_ties: str | bool = "auto",
         sparse_rows: bool | str = False,
     ) -> None:
-        self.device = device
+        infos = [device.info for device in devices]
+        self._native = all(NATIVE in info.tags for info in infos)
+        self._options = LaneOptions(slot_count, stash_location, capacity, resident_layers, resident_limit)
+        self.lanes = self._lanes_on(devices)
         self.host = host
         self.store = store
         self.server = server
@@ -94,21 +94,16 @@ class Session:
         self.trace: Trace | None = None
         self.capacity = capacity
         self.knows_every_layer = False
-        self.rows = SparseRows(device.info, host, store, sparse_rows)
+        self.rows = SparseRows(min(infos, key=lambda info: NATIVE in info.tags), host, store, sparse_rows)
         self._model = model
         self._slot_count = slot_count
         self._stash_location = stash_location
         self._build = build
         self._precision = precision
         self._state_dtype = state_dtype
-        self._resident_layers = resident_layers
-        self._resident_limit = resident_limit
-        self._noted: dict[bool, Residents] = {}
-        self._chosen: weakref.WeakKeyDictionary[CompiledModel, Residents] = weakref.WeakKeyDictionary()
-        limit = device.info.memory if capacity is None else capacity
-        self._ties = ExactTies(
-            exact_ties, slot_count, stash_location, limit, NATIVE in device.info.tags, logger.warning
-        )
+        known = [info.memory for info in infos if info.memory is not None]
+        limit = min(known, default=None) if capacity is None else capacity
+        self._ties = ExactTies(exact_ties, slot_count, stash_location, limit, self._native, logger.warning)
         self._checked: set[tuple[int, bool]] = set()
         self._saved_buffers: dict[str, torch.Tensor] = {}
         self._stash: Stash | None = None
@@ -128,71 +123,65 @@ class Session:
         ties = self._ties.decide(compiled) if training else Decision(list(compiled), frozenset())
         compiled = ties.compiled
         gradient_plans = self._gradient_plans(compiled[0]) if training else []
-        distinct = list(dict.fromkeys(compiled))
-        stash_plans = plans_for(compiled, self._stash_location, training)
-        largest = max(contents, key=lambda content: content.size)
-        requirement = requirement_of(compiled, stash_plans, self._slot_count, 0)
-        slots = self.scheduler.slots if self.scheduler is not None else None
-        ring = slots.ring if slots is not None else None
-        slot_bytes = SlotBytes(
-            contents, self._slot_count, (0, 0) if ring is None else (ring.parameter_size, ring.gradient_size),
-            requirement.total + max(0, self._held_by_others() - requirement.workspace),
-            slots.held if slots is not None else {},
-        )  # fmt: skip
-        residents = self._residents(compiled[0], slot_bytes, training)
-        ring_sizes = slot_bytes.ring(residents)
-        requirement = replace(
-            requirement,
-            slots=self._slot_count * sum(ring_sizes),
-            resident=residents.weight_bytes + slot_bytes.gradients(residents),
-            resident_count=len(residents.contents),
-            most_resident=residents.most,
-        )
-        requirement.check(self.device.info.name, self.capacity, self._stash_location, len(compiled), largest.name)
-        advice = requirement.advice(self._stash_location, len(compiled), largest.name)
+        visits = self._plan_visits(compiled[0], training)
+        stash_plans = plans_for(compiled, self._stash_location, training, visits)
+        needs = [
+            lane.need(compiled, contents, stash_plans, visits, training, self._held(lane)) for lane in self.lanes
+        ]
+        advice = ""
+        for lane, need in reversed(list(zip(self.lanes, needs, strict=True))):
+            own = [contents[index] for index in visits.segments(lane.number)]
+            largest = max(own, key=lambda content: content.size).name if own else "none"
+            location, count = self._stash_location, len(compiled)
+            need.requirement.check(lane.device.info.name, self.capacity, location, count, largest)
+            advice = need.requirement.advice(location, count, largest)
         try:
             saved_buffers = self._memory_for_buffers(compiled[0]) if training else {}
-            for model in distinct:
-                model.compile(self.device)
+            for model in dict.fromkeys(compiled):
+                self._compile(model, visits)
             self.server.allocate(gradient_plans, groups, contents)
-            scheduler = self._scheduler_with(*ring_sizes)
-            if self._stash_key != (training, tuple(compiled)):
+            for lane, need in zip(self.lanes, needs, strict=True):
+                if not lane.has_slots(need):
+                    self._free_stash()
+                    lane.allocate(need)
+            if self._stash_key != (training, tuple(compiled), visits):
                 self._free_stash()  # before residents take its room
-            scheduler.slots.keep(residents.contents, residents.with_gradients)
-            stash, scalars = self._stash_for(compiled, training)
+            for lane, need in zip(self.lanes, needs, strict=True):
+                lane.keep_residents(need, training)
+            stash, scalars = self._stash_for(compiled, stash_plans, visits, training)
         except OutOfMemory as failure:
             # The requirement is within the capacity, so something else holds memory too.
             self._free_stash()
             raise with_advice(failure, advice) from failure
-        if self._resident_layers == "auto":
-            self._noted[training] = note_residents(
-                residents, self._noted.get(training), len(contents), requirement.resident, training
-            )
+        self.scheduler = self.scheduler or Scheduler(self.lanes, self.store, self.server)
         return PreparedStep(
-            compiled, contents, gradient_plans, scheduler, stash, scalars, saved_buffers, advice, ties.loose
-        )
+            compiled, contents, gradient_plans, self.scheduler, self.lanes, visits, stash, scalars, saved_buffers,
+            advice, ties.loose,
+        )  # fmt: skip
 
-    def _held_by_others(self) -> int:
-        """Bytes of device memory in use beside slots, stash and scalars: workspace and constants of kernels."""
-        own = self.scheduler.slots.size if self.scheduler is not None else 0
-        own += device_bytes(self._stash.plans) if self._stash is not None else 0
-        own += self._scalars.memory.size if self._scalars is not None else 0
-        return self.device.memory().in_use - own
+    @property
+    def device(self) -> Device:
+        """The first device."""
+        return self.lanes[0].device
 
-    def _residents(self, compiled: CompiledModel, slots: SlotBytes, training: bool) -> Residents:
-        """The segments that stay on the device between visits: those of the last time, as long as they fit."""
-        wanted = self._resident_layers
-        limit = self._resident_limit if self.capacity is None else self.capacity
-        if wanted == 0 or (wanted == "auto" and limit is None and self.device.info.unified):
-            return Residents()  # a unified device works in host memory: nothing crosses a link
-        if limit is None:
-            limit = self.device.memory().capacity or self.device.info.memory
-        known = self._chosen.get(compiled)
-        if known is not None and slots.has(known) and (limit is None or slots.total(known) <= limit):
-            return known
-        order = candidates(compiled, slots.contents, training, slots.held)
-        chosen = self._chosen[compiled] = choose(wanted, order, slots, limit)
-        return chosen
+    def _lanes_on(self, devices: Sequence[Device]) -> list[Lane]:
+        return [Lane(device, number, self._options, len(devices) > 1) for number, device in enumerate(devices)]
+
+    def _plan_visits(self, compiled: CompiledModel, training: bool) -> VisitPlan:
+        """Which lane runs which segment."""
+        return in_turn(visits_of(compiled.stages, training), len(self.lanes))
+
+    def _compile(self, model: CompiledModel, visits: VisitPlan) -> None:
+        """Make the kernels of the pass, each on its lane's device."""
+        for group in visits.groups:
+            for visit in group.visits:
+                for program in programs_of(model, visit):
+                    program.kernel = self.lanes[group.lane].device.compile(program.program)
+
+    def _held(self, lane: Lane) -> int:
+        """Bytes that stash and scalars take on a lane's device."""
+        held = device_bytes(self._stash.plans, lane.number) if self._stash is not None else 0
+        return held + (self._scalars.memory[lane.number].size if self._scalars is not None else 0)
 
     def take_over(
         self, compiled: Sequence[CompiledModel], groups: Sequence[Mapping[str, Any]], training: bool
@@ -218,22 +207,29 @@ class Session:
         self.store.take_edits()
         return self._lay_out(self.store, compiled[0], wanted, len(compiled))
 
-    def reopen(self, device: Device) -> None:
-        """Continue on another device in place of one that is lost. What lives on the host is kept."""
+    def reopen(self, devices: Sequence[Device]) -> None:
+        """Continue on other devices in place of those that are lost. What lives on the host is kept."""
         with suppress(HalError):  # a lost device may still take some of its memory back
             self._free_stash()
-            self.device.close()
+        for lane in self.lanes:
+            with suppress(HalError):
+                lane.device.close()
         self._stash = self._scalars = self.scheduler = None
-        self.device = device
-        self.host.follow(device.host())
-        self.server.follow(device)
+        self.lanes = self._lanes_on(devices)
+        self.host.follow(self.device.host())
+        self.server.follow(self.device)
         self.reset()
 
     def reset(self) -> None:
         """Before a checkpoint is loaded: end what runs, discard what slots hold, and trust the state again."""
         self.guard.reset()
-        if self.scheduler is not None:
-            self.scheduler.slots.forget()
+        self.forget_slots()
+
+    def forget_slots(self) -> None:
+        """Discard what slots hold, so that all weights are sent again."""
+        for lane in self.lanes:
+            if lane.slots is not None:
+                lane.slots.forget()
 
     def change_model(self, model: nn.Module, names: Mapping[str, str | None]) -> None:
         """The model has other layers: `names` maps former names of its tensors to new ones, None if removed.
@@ -242,7 +238,8 @@ class Session:
         """
         self._model = model
         self._checked.clear()
-        self._chosen.clear()
+        for lane in self.lanes:
+            lane.forget_choice()
         self._ties.clear()
         self.knows_every_layer = False
         self._free_device_memory()
@@ -254,10 +251,11 @@ class Session:
         self._saved_buffers.clear()
 
     def close(self) -> None:
-        """Free all memory, and close the host and the device."""
+        """Free all memory, and close the host and the devices."""
         self._free_device_memory()
         self.host.close()
-        self.device.close()
+        for lane in self.lanes:
+            lane.device.close()
 
     def _over_rows(self, compiled: Sequence[CompiledModel], training: bool) -> list[CompiledModel]:
         """The compiled models, over rows of the tables for which that pays."""
@@ -300,7 +298,7 @@ class Session:
             counting.ledger.add(GRADIENTS, torch.uint8, beyond)
         for name in changing_buffers(first) if training else ():
             counting.alloc(store[name].numel(), store[name].dtype, SAVED_BUFFERS)
-        stash_plans = plans_for(compiled, self._stash_location, training)
+        stash_plans = plans_for(compiled, self._stash_location, training, self._plan_visits(first, training))
         counting.ledger.add(STASH_STATE, torch.uint8, host_bytes(stash_plans))
         if tied := host_bytes(stash_plans, tied=True):
             counting.ledger.add(TIED_STATE, torch.uint8, tied)
@@ -320,9 +318,8 @@ class Session:
         fields = gradient_fields(compiled)
         for table in compiled.tables:
             store.add_rows(self.rows.rows_of(table))
-        native = graphs_for(self.device.info)[0] is Lowering.NATIVE
         narrow: Sequence[Sequence[torch.dtype | None]] = [()] * len(compiled.stages)
-        if microbatches == 1 and native and self.server.keeps_narrow_gradients:
+        if microbatches == 1 and self._native and self.server.keeps_narrow_gradients:
             narrow = narrow_gradients(compiled, self._gradient_plans(compiled))
         return [
             store.content(stage.segment.name, group, gradients, self.server.deferred, of_stage)
@@ -339,52 +336,39 @@ class Session:
                 self._saved_buffers[name] = flat.view(buffer.shape)
         return {name: self._saved_buffers[name] for name in names}
 
-    def _scheduler_with(self, parameter_size: int, gradient_size: int) -> Scheduler:
-        """The scheduler, with slots of these sizes."""
-        slots = self.scheduler.slots if self.scheduler is not None else None
-        ring = slots.ring if slots is not None else None
-        if ring is None or (parameter_size, gradient_size) != (ring.parameter_size, ring.gradient_size):
-            self._free_stash()
-            if slots is not None:
-                slots.free()
-            self.scheduler = None
-            slots = Slots(self.device, self._slot_count, parameter_size, gradient_size)
-            self.scheduler = Scheduler(self.device, self.host, self.store, self.server, slots)
-        assert self.scheduler is not None
-        return self.scheduler
-
-    def _stash_for(self, compiled: Sequence[CompiledModel], training: bool) -> tuple[Stash, Scalars]:
+    def _stash_for(
+        self, compiled: Sequence[CompiledModel], plans: Sequence[StashPlan], visits: VisitPlan, training: bool
+    ) -> tuple[Stash, Scalars]:
         """The stash and the scalars for these shapes. There is one stash at a time."""
-        key = (training, tuple(compiled))
+        key = (training, tuple(compiled), visits)
         if self._stash is None or self._scalars is None or self._stash_key != key:
             self._free_stash()
-            plans = plans_for(compiled, self._stash_location, training)
             values = [model.partition.values for model in compiled[0].rows(compiled)]
             losses = len(compiled) if compiled[0].head is None else 1
-            self._scalars = _scalars(
-                self.device.alloc(scalar_bytes(len(compiled)), "losses and seeds"), compiled[0], losses
-            )
-            queues = self.device.queue("stash in"), self.device.queue("stash out")
-            self._stash = Stash(plans, self.device, self.host, *queues, values)
+            size = scalar_bytes(len(compiled))
+            memory = [lane.device.alloc(size, "losses and seeds") for lane in self.lanes]
+            self._scalars = _scalars(memory, memory[visits.turn], compiled[0], losses)
+            self._stash = Stash(plans, [lane.stash for lane in self.lanes], self.host, values)
             self._stash_key = key
         return self._stash, self._scalars
 
     def _free_device_memory(self) -> None:
         self._free_stash()
-        if self.scheduler is not None:
-            self.scheduler.slots.free()
-            self.scheduler = None
+        for lane in self.lanes:
+            lane.free()
+        self.scheduler = None
 
     def _free_stash(self) -> None:
         if self._stash is not None:
             self._stash.free()
             self._stash = None
         if self._scalars is not None:
-            self._scalars.memory.free()
+            for memory in self._scalars.memory:
+                memory.free()
             self._scalars = None
 
 
-def _scalars(memory: Buffer, compiled: CompiledModel, count: int) -> Scalars:
+def _scalars(everywhere: Sequence[Buffer], memory: Buffer, compiled: CompiledModel, count: int) -> Scalars:
     """Views for `count` losses and as many gradient seeds, in the dtype of the loss."""
     dtype = compiled.loss_dtype
 
@@ -392,4 +376,4 @@ def _scalars(memory: Buffer, compiled: CompiledModel, count: int) -> Scalars:
         singles = [memory.view(start + number * dtype.itemsize, (), dtype) for number in range(count)]
         return memory.view(start, (count,), dtype), singles
 
-    return Scalars(memory, *row(0), *row(memory.size // 2))
+    return Scalars(everywhere, *row(0), *row(memory.size // 2))

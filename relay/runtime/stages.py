@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from hal.device import Device
 from hal.program import Kernel, Program, Role
 from relay.capture import Captured
 from relay.data.index_domain import IndexChecks, Visit
@@ -151,12 +150,6 @@ class CompiledModel:
                 segment = stage.segment
                 visits.append(Visit(segment.name, chosen.program, segment.inputs, segment.outputs))
         return IndexChecks(visits, self.partition.inputs)
-
-    def compile(self, device: Device) -> None:
-        """Make the kernels. Raises Unsupported, CompileError or OutOfMemory, naming the layer."""
-        for stage in self.stages:
-            for program in stage.programs:
-                program.kernel = device.compile(program.program)
 
     def signature(self) -> Any:
         """What must be equal for two micro-batches to take part in one step: the layers, their states and gradients."""

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from hal.device import Device
 from hal.errors import OutOfMemory
 from hal.event import Event
 from hal.host import Host
@@ -26,8 +25,6 @@ from relay.errors import RelayError
 from relay.runtime.memory_plan import with_advice
 from relay.runtime.schedule import PreparedStep
 from relay.runtime.watchdog import Watchdog, waited_for
-
-QUEUES = ("compute", "load", "refresh", "drain", "stash in", "stash out")
 
 PATIENCE = 3
 """At this many Ctrl-C the step is abandoned, and the state can no longer be trusted."""
@@ -56,7 +53,7 @@ class StepGuard:
         self._interrupts: list[DeferredInterrupt] = []
 
     @contextmanager
-    def running(self, prepared: PreparedStep, device: Device, first: Sequence[Event]) -> Iterator[SubmittedStep]:
+    def running(self, prepared: PreparedStep, first: Sequence[Event]) -> Iterator[SubmittedStep]:
         """A context in which a pass is submitted; on exit it waits for the pass and raises its first error.
 
         `first` are events that the caller submits before the pass. If the step fails or is skipped, the buffers that it
@@ -65,14 +62,14 @@ class StepGuard:
         """
         submitted = SubmittedStep()
         error: BaseException | None = None
-        stash, slots = prepared.stash, prepared.scheduler.slots
+        stash, slots = prepared.stash, [lane.slots for lane in prepared.lanes if lane.slots is not None]
         for name, saved in prepared.saved_buffers.items():
             saved.copy_(self._store[name])
         # Updates and the user may have changed the weights since the last pass, so what slots hold may be old.
         self._store.version += 1
         with (
             DeferredInterrupt() as interrupt,
-            Watchdog(self.stall_timeout, lambda: waited_for(submitted, stash, self.pending, slots.all, device)),
+            Watchdog(self.stall_timeout, lambda: waited_for(submitted, stash, self.pending, prepared.lanes)),
         ):
             try:
                 yield submitted
@@ -83,14 +80,15 @@ class StepGuard:
                 error = error or wait_all([*first, *submitted.required(), *stash.transfers, *updates])
                 if error is not None:
                     # If submitting failed, some of what was submitted may be noted nowhere.
-                    self._drain_queues(prepared, device)
+                    self._drain_queues(prepared)
                     wait_all(submitted.updates)
             except KeyboardInterrupt as given_up:  # Ctrl-C several times: the pass is abandoned while it runs
                 self.broken = given_up
                 raise
         if interrupt.count:
             self._interrupts.append(interrupt)
-        slots.settle()
+        for each in slots:
+            each.settle()
         self._server.settle()
         self.transfers = list(stash.transfers)
         stash.settle()
@@ -99,7 +97,8 @@ class StepGuard:
                 self._store[name].copy_(saved)
             self._store.changed(prepared.saved_buffers)
         if error is not None:
-            slots.forget()
+            for each in slots:
+                each.forget()
             # Updates of the step before may still have been running, and may be what failed.
             pending, self.pending = self.pending, []
             earlier = wait_all(pending)
@@ -147,14 +146,15 @@ class StepGuard:
         self._store.updated.clear()
         self.broken = None
 
-    def _drain_queues(self, prepared: PreparedStep, device: Device) -> None:
+    def _drain_queues(self, prepared: PreparedStep) -> None:
         """Wait for everything that any queue was given; calls on a queue run in order."""
-        byte = prepared.scalars.memory.view(0, (1,), torch.uint8)
-        for name in QUEUES:
-            try:
-                device.queue(name).fill(byte, 0.0).wait()
-            except Exception:
-                continue  # a device that is lost has nothing left to wait for
+        for lane, memory in zip(prepared.lanes, prepared.scalars.memory, strict=True):
+            byte = memory.view(0, (1,), torch.uint8)
+            for queue in lane.queues():
+                try:
+                    queue.fill(byte, 0.0).wait()
+                except Exception:
+                    continue  # a device that is lost has nothing left to wait for
         wait_all([self._host.run(_nothing, (), "end of a failed step")])
 
 

@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from types import TracebackType
 
-from hal.device import Device
 from hal.event import Event
-from hal.slot import DeviceSlot
 from relay.eps.step_record import SubmittedStep
-from relay.runtime.stash import Stash
+from relay.runtime.lanes.lane import Lane
+from relay.runtime.stash.memory import Stash
 
 logger = logging.getLogger("relay")
 
@@ -48,7 +47,7 @@ class Watchdog:
 
 
 def waited_for(
-    submitted: SubmittedStep, stash: Stash, pending: Sequence[Event], slots: Sequence[DeviceSlot], device: Device
+    submitted: SubmittedStep, stash: Stash, pending: Sequence[Event], lanes: Sequence[Lane]
 ) -> str:
     """Text on what a step still waits for. `pending` are deferred updates of the step before."""
     kinds: dict[str, Sequence[Event]] = {
@@ -65,9 +64,10 @@ def waited_for(
     for kind, events in kinds.items():
         if waiting := [number for number, event in enumerate(list(events)) if not event.done()]:
             lines.append(f"{kind}: {len(waiting)} of {len(events)} have not ended, number {waiting[0]} first")
-    for slot in slots:
-        content = slot.content.name if slot.content is not None else "nothing"
-        lines.append(f"{slot.what}: {slot.state.value}, holds {content}")
-    use = device.memory()
-    lines.append(f"device {device.info.name}: {use.in_use:,} bytes in use of {use.capacity or 'no limit'}")
+    for lane in lanes:
+        for slot in lane.slots.all if lane.slots is not None else ():
+            content = slot.content.name if slot.content is not None else "nothing"
+            lines.append(f"{slot.what}: {slot.state.value}, holds {content}")
+        use = lane.device.memory()
+        lines.append(f"device {lane.device.info.name}: {use.in_use:,} bytes in use of {use.capacity or 'no limit'}")
     return "\n".join(lines)

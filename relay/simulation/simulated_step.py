@@ -36,7 +36,7 @@ from relay.runtime.memory_plan import kernel_workspace
 from relay.runtime.session import Session
 from relay.runtime.sparse_rows.sparse_rows import row_counts
 from relay.runtime.stages import CompiledModel
-from relay.runtime.stash import TIED_STATE, device_bytes, saved_bytes, tied_bytes
+from relay.runtime.stash.plan import TIED_STATE, device_bytes, saved_bytes, tied_bytes
 from relay.runtime.ties.exact_ties import ExactTies
 from relay.simulation.host_cache import HostCache, HostState
 from relay.simulation.meta_model import MetaModel
@@ -207,7 +207,7 @@ class SimulatedRun:
         self._host_cache = HostCache() if host_cache is None else host_cache
         self._state_key, self._state = self._host_state(shape)
         state = self._state
-        parts = state.model, self._device, state.host, state.store, state.server
+        parts = state.model, [self._device], state.host, state.store, state.server
         self._session = Session(
             *parts, run.slots, run.stash, None, resident_layers=run.resident_layers, resident_limit=capacity,
             exact_ties=False,  # decided above
@@ -251,7 +251,8 @@ class SimulatedRun:
     def memory(self) -> Memory:
         """The memory that the run needs, which is known before any step."""
         plans = self._prepared.stash.plans
-        slots = self._prepared.scheduler.slots
+        slots = self._prepared.lanes[0].slots
+        assert slots is not None
         rows = {
             "slots: weights": self.run.slots * slots.ring.parameter_size,
             "slots: gradients": self.run.slots * slots.ring.gradient_size,
@@ -278,7 +279,8 @@ class SimulatedRun:
 
         Where layers are resident, their first transfer belongs to no step, so one more is made before.
         """
-        for _ in range(2 if self.run.defers_updates else 1 if self._prepared.scheduler.slots.held else 0):
+        slots = self._prepared.lanes[0].slots
+        for _ in range(2 if self.run.defers_updates else 1 if slots is not None and slots.held else 0):
             self._step()
         before = self._device.timeline()
         submitted = self._step()

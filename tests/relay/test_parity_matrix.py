@@ -30,7 +30,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "tied": (False, True),
     "stash": ("device", "host"),
     "slots": (1, 2, 3),
-    "device": ("cpu", "cpu:discrete"),
+    "device": ("cpu", "cpu:discrete", ("cpu:discrete",) * 3),
     "groups": (False, True),
     "form": ("whole", "list"),
     "layers_per_slot": (1, 2),

@@ -299,7 +299,7 @@ def _compiled(name: str) -> ProgramCache:
     return CompiledOnce(32)
 
 
-def observed(name: str, device: str, **changes: Any) -> tuple[Seen, dict[str, Tensor]]:
+def observed(name: str, device: str | list[str], **changes: Any) -> tuple[Seen, dict[str, Tensor]]:
     """What a scenario's run saw on a device, and the weights, buffers and optimizer states that it ended with.
 
     `changes` are options that it has instead of its own.
@@ -330,7 +330,7 @@ def expected(name: str) -> tuple[Seen, dict[str, Tensor]]:
     return observed(name, "cpu:discrete")
 
 
-def differences(name: str, device: str, **changes: Any) -> list[str]:
+def differences(name: str, device: str | list[str], **changes: Any) -> list[str]:
     """Where a device's answer is another than the CPU's: numbers of what was seen, and names of what was left."""
     seen, state = observed(name, device, **changes)
     right, right_state = expected(name)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from hal.device import KernelCall, View
 from hal.program import Port
 from relay.runtime.stages import StageProgram
-from relay.runtime.stash import Access
+from relay.runtime.stash.memory import Access
 
 
 def chunk_calls(

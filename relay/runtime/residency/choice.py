@@ -58,17 +58,25 @@ class Residents:
 
 
 def candidates(
-    compiled: CompiledModel, contents: Sequence[SlotContent], training: bool, held: Collection[object] = ()
+    compiled: CompiledModel,
+    contents: Sequence[SlotContent],
+    training: bool,
+    held: Collection[object],
+    visited: Mapping[int, int],
 ) -> list[Candidate]:
-    """The segments that may be resident, the best first. `held` are the identities of those that are resident now."""
+    """The segments that may be resident, the best first.
+
+    `contents` are those of all segments, `held` the identities of those that are resident now, and `visited` tells how
+    often the device visits each segment in a pass.
+    """
     stages = compiled.stages
     trained = {name for stage in stages for name in stage.gradients} if training else set()
     changing = trained.union(changing_buffers(compiled) if training else (), (table.key for table in compiled.tables))
     found: dict[tuple[object, ...], Candidate] = {}
-    for stage, content in zip(stages, contents, strict=True):
+    for number, visits in sorted(visited.items()):
+        stage, content = stages[number], contents[number]
         if not content.size:
             continue
-        visits = 1 + (training and stage is not stages[-1] and stage.backward is not None)
         names = (*stage.parameters, *stage.buffers)
         changed = sum(one.size for name, one in zip(names, content.fields, strict=True) if name in changing)
         before = found.pop(content.identity, None)  # segments may share all of their weights

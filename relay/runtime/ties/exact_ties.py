@@ -26,7 +26,7 @@ from relay.errors import PartitionError
 from relay.partition.segments import Value
 from relay.runtime.memory_plan import planned_slot_sizes, plans_for, requirement_of
 from relay.runtime.stages import CompiledModel, Stage, StageProgram
-from relay.runtime.stash import host_bytes
+from relay.runtime.stash.plan import host_bytes
 from relay.runtime.ties.find_ties import Tie, find_ties, gradient_positions, looked_up, sums_uses_first
 from relay.runtime.ties.programs import handing_on, handing_on_rows, taking_up, taking_up_rows
 from relay.runtime.ties.touched_rows import TouchedRows

@@ -5,8 +5,9 @@ scenarios under one of the orders.
 
 Waits that nothing can notice are not here. Kernels run on one queue, so a writer of an activation comes after its
 readers anyway, and an activation that goes out after those that came in before its kernel; loads run on one queue, so
-they come after the gradients' seeds. Stash and schedule say so all the same: whoever gives kernels or loads a second
-queue must not have to remember it.
+they come after the gradients' seeds. A value that comes from another device replaces one that it was computed from, so
+it comes after all who read that one. Stash and schedule say so all the same: whoever gives kernels or loads a second
+queue, or has values with other uses, must not have to remember it.
 """
 
 import __future__
@@ -22,7 +23,8 @@ import pytest
 
 import hal.slot
 import relay.eps.server
-from relay.runtime import run_step, schedule, stash
+from relay.runtime import run_step, schedule
+from relay.runtime.stash import memory as stash
 from tests.relay.runtime.test_adversaries import ORDERS, UNIFIED
 from tests.support.scenarios import differences
 
@@ -30,7 +32,7 @@ from tests.support.scenarios import differences
 @dataclass(frozen=True)
 class Mutation:
     """`owner.function` (or a module's, where there is no owner) with `text` replaced, and the scenario that notices, on
-    a device with a link or `unified`."""
+    a device with a link, `several` of them, or `unified`."""
 
     module: ModuleType
     owner: str
@@ -39,9 +41,11 @@ class Mutation:
     without: str
     scenario: str = "activations on the host, one slot"
     unified: bool = False
+    several: int = 1
 
 
 DEFERRED = "clipped, activations on the host"
+ON_DEVICES: dict[str, Any] = {"scenario": "activations on the device"}
 MUTATIONS = {
     # the slot
     "a load for the updates of its layer": Mutation(
@@ -74,7 +78,7 @@ MUTATIONS = {
     ),
     # the stash
     "a reader of an activation for its writer": Mutation(
-        stash, "Stash", "access", "if writes else cell.written", "if writes else []", "activations on the device"
+        stash, "Stash", "_access_copy", "if writes else copy.written", "if writes else []", "activations on the device"
     ),
     "an activation that comes in for the one that goes out": Mutation(
         stash, "Stash", "access", "[*cell.written, *entry.free_after]", "[*entry.free_after]"
@@ -87,10 +91,10 @@ MUTATIONS = {
         stash, "Stash", "access", "waits = entry.free_after", "waits = []"
     ),
     "an activation that goes out for its kernel": Mutation(
-        stash, "Access", "finish", "[event, *cell.written", "[*cell.written"
+        stash, "Access", "_send", "[*after, *cell.written", "[*cell.written"
     ),
     "a place of the ring for the activation that goes out": Mutation(
-        stash, "Access", "finish", "free_after = [sent]", "free_after = []"
+        stash, "Access", "finish", "free_after = [self._send([event])]", "free_after = [self._send([event])][1:]"
     ),
     "a place of the ring for the kernel that reads it": Mutation(
         stash, "Access", "finish", "free_after = [event]", "free_after = []"
@@ -99,12 +103,22 @@ MUTATIONS = {
         stash,
         "Access",
         "finish",
-        "cell.written, cell.readers = [event], []",
+        "copy.written, copy.readers = [event], []",
         "pass",
         "activations on the device",
     ),
     "a note of who has streamed out": Mutation(
-        stash, "Access", "finish", "cell.written, cell.readers = [sent], []", "pass"
+        stash, "Access", "_send", "cell.written, cell.readers = [sent], []", "pass"
+    ),
+    # from device to device
+    "a value from another device for what sends it": Mutation(
+        stash, "Stash", "_access_copy", "[*cell.written, *copy.written", "[*copy.written", several=3, **ON_DEVICES
+    ),
+    "a kernel for the value from another device": Mutation(
+        stash, "Stash", "_access_copy", "= [arrived], [], True", "= [], [], True", several=3, **ON_DEVICES
+    ),
+    "a note that another device has written": Mutation(
+        stash, "Access", "finish", "other.fresh = lane == self.lane", "pass", several=3, **ON_DEVICES
     ),
     # the server
     "an update for its gradients": Mutation(
@@ -185,10 +199,11 @@ def test_without_the_wait_of(mutate: Any, name: str) -> None:
     machine = UNIFIED if mutation.unified else "generic"
     differences(mutation.scenario, f"sim:{machine},order=eager")  # the scenario's reference, made with the wait
     mutate(mutation)
-    assert any(noticed(mutation.scenario, f"sim:{machine},{order},poison=on") for order in ORDERS[1:])
+    devices = [[f"sim:{machine},{order},poison=on"] * mutation.several for order in ORDERS[1:]]
+    assert any(noticed(mutation.scenario, row) for row in devices)
 
 
-def noticed(scenario: str, device: str) -> bool:
+def noticed(scenario: str, device: list[str]) -> bool:
     try:
         return bool(differences(scenario, device))
     except (RuntimeError, IndexError):  # poison is out of range as an index

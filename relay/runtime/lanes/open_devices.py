@@ -1,0 +1,65 @@
+"""Opening the devices of a run, which work together if they are several.
+
+What one device is opened by is in `hal.registry`. Invariant: devices that cannot work together are refused, with the
+reason, before any memory is taken; those that were opened by then are closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hal import registry
+from hal.device import Device, DeviceInfo
+from relay.capture import Lowering, graphs_for
+
+SEVERAL = ("cpu:discrete", "sim")
+"""Devices of which several may be opened: a name that stands twice means two of them."""
+
+
+def names_of(devices: str | Sequence[str]) -> list[str]:
+    """The device strings of the option `device`."""
+    return [devices] if isinstance(devices, str) else list(devices)
+
+
+def open_devices(devices: str | Sequence[str], capacity: int | None) -> list[Device]:
+    """Open the devices of a run, each with that capacity.
+
+    Raises ValueError for devices that cannot work together, and Unavailable for one that is not here.
+    """
+    names = names_of(devices)
+    for name in names:
+        if names.count(name) > 1 and name != "cpu:discrete" and name.partition(":")[0] != "sim":
+            raise ValueError(
+                f"device={names!r} names {name!r} {names.count(name)} times, and there is one of it. Name it once, or "
+                "name other devices beside it."
+            )
+    opened: list[Device] = []
+    try:
+        for name in names:
+            opened.append(registry.open(name, capacity))
+            if len(names) > 1 and opened[-1].info.unified:
+                raise ValueError(
+                    f"device={names!r}: {name!r} works in host memory, so it cannot take layers in turn with other "
+                    "devices: there is no link that a second one would relieve. Leave it out, or use it alone"
+                    + (" ('cpu:discrete' is the CPU behind a link)." if name == "cpu" else ".")
+                )
+    except BaseException:
+        for device in opened:
+            device.close()
+        raise
+    return opened
+
+
+def common_graphs(infos: Sequence[DeviceInfo]) -> tuple[Lowering, torch.device]:
+    """The lowering that all of these devices take, and the device that its graphs are traced for.
+
+    Devices of several kinds take core graphs, unless PyTorch runs the same native ones on all of them.
+    """
+    wanted = [graphs_for(info) for info in infos]
+    first = wanted[0]
+    if all(graphs == first for graphs in wanted):
+        return first
+    core = next((graphs for graphs in wanted if graphs[0] is Lowering.CORE), None)
+    return core or (Lowering.CORE, torch.device("cpu"))

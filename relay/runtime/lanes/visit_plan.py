@@ -1,0 +1,88 @@
+"""Which lane runs which segment: the plan of a pass, made before it and recorded.
+
+A lane takes a group of consecutive segments at a time and runs each micro-batch through all of them before the next
+micro-batch; meanwhile the next lane already runs the first micro-batches through the next group. Lanes take groups in
+turn. Each segment still sees its micro-batches in order, so no sum depends on the plan.
+
+Nothing is submitted here (`relay.runtime.schedule`). Invariant: the visits of a plan, one group after the other, are
+those of a single lane in its order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from relay.runtime.stages import Stage
+
+
+class VisitKey(NamedTuple):
+    """The visit of a segment, by its number: its backward, or its forward."""
+
+    segment: int
+    backward: bool
+
+
+@dataclass(frozen=True)
+class VisitGroup:
+    """Consecutive visits that one lane makes together, micro-batch by micro-batch."""
+
+    lane: int
+    visits: tuple[VisitKey, ...]
+
+
+@dataclass(frozen=True)
+class VisitPlan:
+    """The groups of a pass, in the order in which they are submitted."""
+
+    groups: tuple[VisitGroup, ...]
+
+    @property
+    def lanes(self) -> list[int]:
+        """The lane of each visit."""
+        return [group.lane for group in self.groups for _ in group.visits]
+
+    @property
+    def turn(self) -> int:
+        """The lane of the segment that is visited once, at the turn or at the end of a forward pass."""
+        return max((visit.segment, group.lane) for group in self.groups for visit in group.visits)[1]
+
+    def segments(self, lane: int) -> Mapping[int, int]:
+        """How often a lane visits each segment that it visits, in their order."""
+        visited = sorted(visit.segment for group in self.groups if group.lane == lane for visit in group.visits)
+        return Counter(visited)
+
+    def largest(self, lane: int) -> int:
+        """The most segments that a lane visits in a group."""
+        return max((len(group.visits) for group in self.groups if group.lane == lane), default=0)
+
+
+def visits_of(stages: Sequence[Stage], training: bool) -> list[VisitKey]:
+    """The visits of a pass, in order: forward up to the last segment, which is visited once, and back down.
+
+    The backward ends at the first segment that has anything to differentiate.
+    """
+    last = len(stages) - 1
+    visits = [VisitKey(index, False) for index in range(last)] + [VisitKey(last, training)]
+    if training:
+        visits += [VisitKey(index, True) for index in reversed(range(last)) if stages[index].backward is not None]
+    return visits
+
+
+def in_turn(visits: Sequence[VisitKey], lanes: int, forward: int = 1, backward: int = 1) -> VisitPlan:
+    """Groups of so many segments in the forward and in the backward, one lane after the other.
+
+    The last segment, where the pass turns, is a group of its own.
+    """
+    last = max(visit.segment for visit in visits)
+    groups: list[list[VisitKey]] = []
+    for visit in visits:
+        most = backward if visit.backward else forward
+        alone = visit.segment == last or not groups or groups[-1][-1].segment == last
+        if alone or len(groups[-1]) >= most:
+            groups.append([visit])
+        else:
+            groups[-1].append(visit)
+    return VisitPlan(tuple(VisitGroup(number % lanes, tuple(group)) for number, group in enumerate(groups)))
