@@ -46,7 +46,8 @@ def type_of(option: Option) -> click.ParamType:
     if option.kind == "count":
         return click.IntRange(min=option.least)
     if option.kind == "number":
-        return click.FloatRange(min=option.above, min_open=option.above is not None)
+        least = option.least if option.above is None else option.above
+        return click.FLOAT if least is None else click.FloatRange(min=least, min_open=option.above is not None)
     if option.kind == "seed":
         return click.IntRange(0, 2**63 - 1)
     if option.kind == "flag":
@@ -61,13 +62,17 @@ def training_option(name: str, default: Any = ..., because: str = "", **settings
 
     A command that needs another default gives it, or None and what `because` says of it: why it differs.
     """
-    option = OPTIONS[name] if name in OPTIONS else STEP_OPTIONS[name]
+    return option_of(OPTIONS[name] if name in OPTIONS else STEP_OPTIONS[name], default, because, **settings)
+
+
+def option_of(option: Option, default: Any = ..., because: str = "", **settings: Any) -> Callable[[Any], Any]:
+    """The click option of an option; see `training_option`."""
     default = option.default if default is ... else default
     if option.kind == "recompute" and isinstance(default, bool):
         default = "all" if default else "none"
     text = f"{option.help} {because}".rstrip()
     shown = {"default": default, "show_default": True} if default is not None else {}
-    flag = f"--{name.replace('_', '-')}"
+    flag = f"--{option.name.replace('_', '-')}"
     if option.kind == "flag":
         flag = f"{flag}/--no-{flag.removeprefix('--')}"
     return click.option(flag, type=type_of(option), help=text, **{**shown, **settings})

@@ -39,7 +39,7 @@ LAYERS = (
     {"verification"},
     {"trainer"},
     {"checkpoint_manager", "fitting", "hf"},
-    {"conformance", "authoring"},
+    {"conformance", "authoring", "finetuning"},
     {"cli"},
     {"__main__"},
 )

@@ -1,0 +1,78 @@
+"""Which fields of the data hold what: conversations, prompts and completions, plain text, labels.
+
+Names that people use are found by themselves; those that are given are used instead. Nothing is tokenised here.
+Invariant: all files of a run have the same fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from relay.finetuning.data.data_files import DataError, DataFile
+from relay.finetuning.options import FinetuneOptions
+
+MESSAGES = ("messages", "conversations", "conversation", "chat")
+PAIRS = (
+    ("prompt", "completion"), ("prompt", "response"), ("instruction", "output"), ("instruction", "response"),
+    ("question", "answer"), ("input", "output"), ("source", "target"), ("document", "summary"),
+    ("article", "highlights"), ("text", "summary"),
+)  # fmt: skip
+TEXTS = ("text", "sentence", "content", "document", "tokens", "words")
+LABELS = ("label", "labels", "score", "target", "ner_tags", "tags", "class")
+
+
+class Fields(NamedTuple):
+    """The names of the fields that are used. `kind` is "messages", "pair", "text" or "label"."""
+
+    kind: str
+    messages: str = ""
+    prompt: str = ""
+    completion: str = ""
+    text: str = ""
+    label: str = ""
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self._asdict().items() if name != "kind" and value)
+
+
+def find_fields(files: Sequence[DataFile], own: FinetuneOptions, labelled: bool) -> Fields:
+    """The fields of the data, those given first. `labelled` is whether the model learns labels.
+
+    Raises DataError for a field that is not there, and for data in which none is recognised.
+    """
+    columns = list(files[0].rows.column_names)
+    found = _found(columns, own, labelled)
+    if found is None:
+        wanted = (
+            "a label (--label) and a text (--text)" if labelled else "--messages, --prompt and --completion, or --text"
+        )
+        raise DataError(f"No field is recognised among {', '.join(columns)}. Name them: {wanted}.", file=files[0].name)
+    for file in files:
+        for name in found[1:]:
+            if name and name not in file.rows.column_names:
+                here = ", ".join(file.rows.column_names)
+                raise DataError(f"There is no such field. The file has {here}.", file=file.name, field=name)
+    return found
+
+
+def _found(columns: Sequence[str], own: FinetuneOptions, labelled: bool) -> Fields | None:
+    here = set(columns)
+    if labelled:
+        label = own.label or next((name for name in LABELS if name in here), "")
+        text = own.text or next((name for name in TEXTS if name in here and name != label), "")
+        return Fields("label", text=text, label=label) if label and text else None
+    if own.messages:
+        return Fields("messages", messages=own.messages)
+    if own.prompt and own.completion:
+        return Fields("pair", prompt=own.prompt, completion=own.completion)
+    if own.text:
+        return Fields("text", text=own.text)
+    for name in MESSAGES:
+        if name in here:
+            return Fields("messages", messages=name)
+    for prompt, completion in PAIRS:
+        if prompt in here and completion in here:
+            return Fields("pair", prompt=prompt, completion=completion)
+    text = next((name for name in TEXTS if name in here), "")
+    return Fields("text", text=text) if text else None
