@@ -16,6 +16,7 @@ import msgspec
 import torch
 from torch import nn
 
+from hal.errors import DeviceLost
 from hal.host import Ledger
 from hal.spec.units import parse_size
 from relay.checkpoint.format import SHARD_BYTES, Checkpoint, Progress
@@ -359,6 +360,14 @@ class RunState:
                 f"An earlier step failed while layers were being updated ({broken}), so some layers are updated and "
                 f"others are not. {self._what_to_load()}"
             ) from broken
+
+    def _with_what_is_left(self, lost: DeviceLost) -> DeviceLost:
+        """The error of a lost device with the device's name, the step, and where to go on."""
+        broken = self._session.guard.broken is not None
+        left = "Some layers were updated and others were not." if broken else "No parameter was changed."
+        then = self._what_to_load() if broken else "Call trainer.reopen() and repeat the step."
+        saved = f" The last checkpoint is {self._last_saved!r}." if self._last_saved and not broken else ""
+        return DeviceLost(f"Device {self.device_name!r} was lost in step {self.steps + 1}: {lost} {left} {then}{saved}")
 
     def _what_to_load(self) -> str:
         if self._last_saved:

@@ -203,9 +203,9 @@ class Trainer(RunState):
         asked = step_arguments(batch, pieces, weights, outputs)
         try:
             return self._one_step(batch, active_layers, asked)
-        except DeviceLost:
+        except DeviceLost as lost:
             if self.options.on_device_lost != "retry" or self._session.guard.broken is not None:
-                raise
+                raise self._with_what_is_left(lost) from lost
             self.reopen()
             return self._one_step(batch, active_layers, asked)
 

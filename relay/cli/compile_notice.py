@@ -1,7 +1,8 @@
 """The notice that `relay train` shows while the model is compiled: in the progress bar, or as a line.
 
 The model compiler logs a record with the attribute `event="compile"` (logger `relay`, level info), and the session one
-with `event="residents"` about the layers that stay on the device; this handler shows both. It compiles nothing.
+with `event="residents"` about the layers that stay on the device; this handler shows both, and warnings and errors:
+with a handler, logging prints those no more by itself. It compiles nothing.
 Invariant: the logger is afterwards as it was before.
 """
 
@@ -26,12 +27,12 @@ class CompileNotice(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Called by the logger for each record."""
         event = getattr(record, "event", None)
-        if event == "residents" and self.bar is not None:
-            self.bar.write(record.getMessage(), file=sys.stderr)
-        elif event not in ("compile", "residents"):
+        if event == "compile" and self.bar is not None:
+            self.bar.set_postfix_str("compiling", refresh=True)
+        elif event not in ("compile", "residents") and record.levelno < logging.WARNING:
             return
         elif self.bar is not None:
-            self.bar.set_postfix_str("compiling", refresh=True)
+            self.bar.write(record.getMessage(), file=sys.stderr)
         else:
             self.log(record.getMessage())
 

@@ -28,7 +28,11 @@ else:
 
 SAMPLE_BYTES = 300
 OWN_DEFAULTS: dict[str, dict[str, Any]] = {
-    "defer_updates": {"default": True, "because": "On here, since relay train does not read the model between steps."}
+    "defer_updates": {"default": True, "because": "On here, since relay train does not read the model between steps."},
+    "stall_timeout": {
+        "default": 120.0,
+        "because": "On here, since a run that hangs has nobody who waits for its steps.",
+    },
 }
 """Defaults that differ from those of `relay.Trainer`, and why."""
 

@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 import relay
+from hal.errors import DeviceLost
 from hal.spec.units import format_size
 from relay.checkpoint.format import Checkpoint
 from relay.checkpoint_manager import Terminated, newest
@@ -24,6 +25,7 @@ from relay.cli.console import RunStopped
 from relay.cli.shared_options import COMMAND_LINE
 from relay.cli.text_data import TextData, load_text
 from relay.errors import CheckpointError
+from relay.interrupts import CountedInterrupts
 from relay.models import GPT, gpt_folder
 
 HELD_OUT_BATCHES = 8
@@ -74,7 +76,8 @@ def train_gpt(options: dict[str, Any], log: Callable[[str], None]) -> dict[str, 
         **{name: options[name] for name in COMMAND_LINE},
     )
     run = {name: options[name] for name in ("seq", "batch", "seed", "steps", "lr")} | {"text_bytes": len(data.text)}
-    with closing(trainer), compile_notices(log) as notice:
+    nothing_saved = "ended at once: nothing was saved"
+    with CountedInterrupts(log, lambda: nothing_saved) as presses, closing(trainer), compile_notices(log) as notice:
         trainer.prepare(data.batch(0))
         log(f"{parameters:,} parameters in {options['layers']} layers; {len(data.text):,} bytes of text")
         log("Host memory:")
@@ -88,6 +91,7 @@ def train_gpt(options: dict[str, Any], log: Callable[[str], None]) -> dict[str, 
             keep_last=options["keep_last"],
             metadata={"run": run, "model": configuration},
         )
+        presses.at_the_end = lambda: _stopped("ended at once", trainer.steps, checkpoints)
         _begin(checkpoints, run, options["resume"])
         ended = trainer.steps >= options["steps"]
         if ended:
@@ -113,6 +117,8 @@ def train_gpt(options: dict[str, Any], log: Callable[[str], None]) -> dict[str, 
             gpt_folder.save(folder, trainer.state_dict(), configuration)
         except KeyboardInterrupt as stop:
             raise RunStopped(_stopped("interrupted", trainer.steps, checkpoints)) from stop
+        except DeviceLost as lost:
+            raise DeviceLost(f"{lost} {_stopped('The run ended', trainer.steps, checkpoints)}") from lost
         except Terminated as stop:
             raise RunStopped(_stopped("ended by SIGTERM", trainer.steps, checkpoints), int(stop.code or 143)) from stop
         baseline_device_bytes = trainer.baseline_device_bytes

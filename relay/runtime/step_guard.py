@@ -26,8 +26,8 @@ from relay.runtime.memory_plan import with_advice
 from relay.runtime.schedule import PreparedStep
 from relay.runtime.watchdog import Watchdog, waited_for
 
-PATIENCE = 3
-"""At this many Ctrl-C the step is abandoned, and the state can no longer be trusted."""
+PATIENCE = 2
+"""At this many Ctrl-C the step is no longer waited for, and the state cannot be trusted any more."""
 
 
 class StepGuard:
@@ -72,17 +72,19 @@ class StepGuard:
             Watchdog(self.stall_timeout, lambda: waited_for(submitted, stash, self.pending, prepared.lanes)),
         ):
             try:
-                yield submitted
-            except BaseException as failure:
-                error = failure
-            try:
+                try:
+                    yield submitted
+                except KeyboardInterrupt:
+                    raise
+                except BaseException as failure:
+                    error = failure
                 updates = () if self._outlive else submitted.updates
                 error = error or wait_all([*first, *submitted.required(), *stash.transfers, *updates])
                 if error is not None:
                     # If submitting failed, some of what was submitted may be noted nowhere.
                     self._drain_queues(prepared)
                     wait_all(submitted.updates)
-            except KeyboardInterrupt as given_up:  # Ctrl-C several times: the pass is abandoned while it runs
+            except KeyboardInterrupt as given_up:  # Ctrl-C twice: the pass is abandoned while it runs
                 self.broken = given_up
                 raise
         if interrupt.count:

@@ -48,7 +48,7 @@ def test_a_step_on_a_device_that_fails_raises_a_named_error(fault: str) -> None:
         assert fault in str(raised.value), "the device is named"
 
 
-@pytest.mark.parametrize("fault", ["CompileRaises", "RunExits", "CloseRaises"])
+@pytest.mark.parametrize("fault", ["CompileRaises", "RunExits", "CloseRaises", "DeviceIsLost"])
 def test_the_command_ends_with_one_line(fault: str, tmp_path: Path) -> None:
     sizes = ["--layers", "2", "--hidden", "16", "--heads", "2", "--seq", "16", "--steps", "1", "--no-sample"]
     result = CliRunner().invoke(cli.main, ["train", "--device", fault, "--out", str(tmp_path / "run"), *sizes])
@@ -57,3 +57,5 @@ def test_the_command_ends_with_one_line(fault: str, tmp_path: Path) -> None:
     last = result.stderr.strip().splitlines()[-1]
     assert last.startswith("relay: ")
     assert misbehaving.RUNS[fault][1] in last
+    if fault == "DeviceIsLost":
+        assert "The run ended after step 0: nothing was saved" in last

@@ -26,7 +26,7 @@ TRACING = (
 """torch's private tracing interfaces."""
 
 LAYERS = (
-    {"option_schema", "errors", "metrics", "precision"},
+    {"option_schema", "errors", "metrics", "precision", "interrupts"},
     {"options"},
     {"graph", "processes"},
     {"optim", "capture"},
