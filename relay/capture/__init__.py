@@ -8,7 +8,7 @@ from relay.capture.capture import capture
 from relay.capture.captured import Captured
 from relay.capture.core.lowering import Lowering
 from relay.capture.cost import fingerprint
-from relay.capture.eager_call import ObservedGradientPresence
+from relay.capture.eager_call import EagerCall, ObservedGradientPresence
 from relay.capture.fake_tensors import as_fake
 from relay.capture.guards.data_guards import Guard, GuardTracer
 from relay.capture.guards.functional_call import call_with
@@ -25,6 +25,7 @@ __all__ = [
     "BlockCall",
     "CaptureRequest",
     "Captured",
+    "EagerCall",
     "Guard",
     "GuardTracer",
     "Lowering",

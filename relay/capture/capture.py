@@ -22,6 +22,7 @@ import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -66,18 +67,18 @@ def capture(request: CaptureRequest) -> Captured:
     """Trace a segment and return its programs.
 
     A segment that cannot be traced, or that holds recurrent layers, runs eagerly instead: Python runs its module at
-    every visit. A warning names the reason. Devices that execute core graphs cannot do that.
+    every visit. A warning names the reason. For devices that execute core graphs the host does that, and only for code
+    outside of the layers.
 
     Raises CaptureError if the segment cannot be captured and cannot run eagerly either, or if its ops refuse the dtypes
-    of the inputs, and Unsupported if it would have to run eagerly under the core lowering.
+    of the inputs, and Unsupported if a layer would have to run eagerly under the core lowering.
     """
-    module, name = request.module, request.name
+    module: Any = request.module
+    name = request.name
     if getattr(module, "runs_eagerly", False):  # its trace has failed already
-        if request.lowering is Lowering.CORE:
-            raise Unsupported(
-                f"the {name} of the model would have to run eagerly, op by op. Use a device that executes PyTorch, "
-                "such as 'cpu' or 'cuda', or write the code with fixed shapes and control flow."
-            )
+        if module.where:
+            what = f"the code of {type(module.around.model).__name__} {module.where}"
+            _say_that_it_runs_eagerly(what, module.why, request.lowering is Lowering.CORE)
         return _run_eagerly(request)
     if request.lowering is Lowering.NATIVE and _is_recurrent(module):
         logger.info("layer %r holds recurrent layers, so it runs eagerly, with PyTorch's own kernels", name)
@@ -98,6 +99,9 @@ def capture(request: CaptureRequest) -> Captured:
         except Exception as second:
             raise explain_eager(second, name, why) from failure
         where = described_layer(name, request.ends_in_loss)
+        if request.lowering is Lowering.CORE and getattr(module, "outside_layers", False):
+            _say_that_it_runs_eagerly(where, why, True)
+            return captured
         if request.lowering is Lowering.CORE:
             raise Unsupported(
                 f"{where} would have to run eagerly, op by op, since {why}. Use a device that executes PyTorch, such "
@@ -118,6 +122,13 @@ def capture(request: CaptureRequest) -> Captured:
             correct_dropout_scale(traced.graph)
     extraction = Extraction(request, traced)
     return _cut(extraction, reads, request.ends_in_loss, name, request.gradient_orders, request.save, request.shown)
+
+
+def _say_that_it_runs_eagerly(what: str, why: str, on_host: bool) -> None:
+    """Warn that code outside of the layers runs eagerly, and on the host where the device takes graphs alone."""
+    where = "on the host, as the device takes graphs alone, and" if on_host else "op by op,"
+    cost = "slower, and its values cross the link" if on_host else "slower"
+    warnings.warn(f"{what} runs eagerly, {where} since {why}. Results are the same, but it is {cost}.", stacklevel=3)
 
 
 def _is_recurrent(module: nn.Module) -> bool:

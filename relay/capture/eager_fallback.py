@@ -164,11 +164,9 @@ def eager_programs(request: CaptureRequest) -> EagerPrograms:
             for leaf, version, names in zip(leaves, written, segment.parameters, strict=True):
                 if leaf._version != version:
                     raise changed_parameter(name, names[0])
-        layouts = EagerLayouts({}, {}, {}, {})
         wants = tuple(output.requires_grad and number not in request.unreached for number, output in enumerate(outputs))
-        if request.strides:
-            layouts = _layouts_of(values, leaves if training else (), outputs, wants, request)
-        elif training:
+        layouts = _layouts_of(values, leaves if training else (), outputs, wants, request)
+        if training and not request.keeps_strides:
             _try_backward(leaves, outputs, name)
     # Data may also decide which buffers a forward changes, so in training all of them are written back.
     changing = any(part.training and part._buffers for part in module.modules())
@@ -298,6 +296,8 @@ def _layouts_of(
     asking = [number for number, wanted in enumerate(wants) if wanted]
     taken = {number: request.seeds.get(number, outputs[number]) for number in asking}
     wanted = [number for number, value in enumerate(values) if value.requires_grad]
+    if not request.keeps_strides:
+        return EagerLayouts({}, {}, dict.fromkeys(asking, ()), dict.fromkeys(wanted if asking else [], ()))
     found: Sequence[torch.Tensor | None] = ()
     asked = [*(values[number] for number in wanted), *(leaf for leaf in leaves if leaf.requires_grad)]
     if asking and asked:

@@ -12,7 +12,7 @@ Invariant: run in order, the segments compute what the model computes, op for op
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any
 
@@ -34,7 +34,10 @@ from relay.graph.pytree import TensorTree, tensor_leaves
 from relay.models.huggingface import without_cache
 from relay.partition.batch_analysis import NotFollowed, TracedModel, follow_batch, plan_for
 from relay.partition.cut_head import cut_over_batch
-from relay.partition.eager_epilogue import Around, drop_after_layers, needed_outputs, refusal, with_eager_epilogue
+from relay.partition.eager.around import Around
+from relay.partition.eager.dry_run import DryRun
+from relay.partition.eager.epilogue import drop_after_layers, needed_outputs, refusal, with_eager_epilogue
+from relay.partition.eager.layer_arguments import partition_around, refusal_around
 from relay.partition.find_blocks import find_blocks, undisturbed
 from relay.partition.graph_split import cut_graph
 from relay.partition.list_over_batch import partition_list_over_batch
@@ -126,18 +129,22 @@ def partition_model(
     except (CaptureError, PartitionError) as failure:
         around = Around(model, blocks, skipped, states, batch, tree, compute)
         dry = around.dry_run() if over_batch is None and not isinstance(failure, KeepsState) else None
-        if dry is None or len(called) != len(dry.calls) or not (ends := needed_outputs(dry)):
+        if dry is None:
             raise
-        if refused := refusal(dry, loss_of):
-            logger.info("the code of %s after its last layer cannot run eagerly: %s", type(model).__name__, refused)
-            raise
-        guard_tracer = GuardTracer(batch)
-        traced = traced_for(batch, guard_tracer, ends)
-        drop_after_layers(traced.module.graph)
-        partition = cut_graph(traced.module, states, traced.calls, names, False, traced.result_tree)
         why = in_words(failure)
-        partition = with_eager_epilogue(partition, around, dry, loss_of, why)
-        plan = LossPlan(unknown=f"the code after its last layer runs eagerly ({why})") if whole else LossPlan()
+
+        def up_to_the_last_layer(ends: Sequence[tuple[int, int]]) -> Partition:
+            nonlocal guard_tracer
+            guard_tracer = GuardTracer(batch)
+            traced = traced_for(batch, guard_tracer, ends)
+            drop_after_layers(traced.module.graph)
+            return cut_graph(traced.module, states, traced.calls, names, False, traced.result_tree)
+
+        partition = _with_code_run_eagerly(around, dry, len(called) == len(dry.calls), names, up_to_the_last_layer, why)
+        if partition is None:
+            raise
+        where = "after the last layer" if len(called) == len(dry.calls) else "around the layers"
+        plan = LossPlan(unknown=f"the code {where} runs eagerly ({why})") if whole else LossPlan()
         partition.guards, partition.loss_plan, partition.reads = tuple(guard_tracer.guards), plan, reads
         return partition
     if counting:
@@ -175,6 +182,29 @@ def partition_model(
     partition = cut_graph(traced.module, states, traced.calls, names, traced.has_loss, traced.result_tree)
     partition.guards, partition.loss_plan, partition.reads = tuple(guard_tracer.guards), plan, reads
     return partition
+
+
+def _with_code_run_eagerly(
+    around: Around,
+    dry: DryRun,
+    reached_the_end: bool,
+    names: dict[int, str],
+    up_to_the_last_layer: Callable[[Sequence[tuple[int, int]]], Partition],
+    why: str,
+) -> Partition | None:
+    """The partition of a model whose code cannot be traced, if that code can run eagerly; else None.
+
+    If its trace `reached_the_end` of the layers only what follows runs eagerly, and all code around the layers if not.
+    """
+    ends = needed_outputs(dry)
+    refused = refusal(dry) if reached_the_end else refusal_around(dry)
+    if not refused and ends:
+        if reached_the_end:
+            return with_eager_epilogue(up_to_the_last_layer(ends), around, dry, loss_of, why)
+        return partition_around(around, dry, loss_of, names, why)
+    name = type(around.model).__name__
+    logger.info("the code of %s cannot run eagerly: %s", name, refused or "its results depend on no layer")
+    return None
 
 
 def loss_of(output: Any) -> torch.Tensor | None:

@@ -21,6 +21,8 @@ from relay.errors import PartitionError
 class GraphSegment(nn.Module):
     """A stage of a traced model as a module. It holds those of the model's parameters and buffers that it uses."""
 
+    outside_layers = True
+
     def __init__(self, graph: fx.Graph, states: Sequence[tuple[str, torch.Tensor]]) -> None:
         super().__init__()
         self.graph = fx.GraphModule(nn.Module(), graph)

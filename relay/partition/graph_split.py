@@ -68,6 +68,32 @@ class BlockSegment(nn.Module):
         return tuple(outputs[number] for number in self.used)
 
 
+def layer_segment(
+    before: Sequence[Segment], call: str, module: BlockSegment, sources: tuple[int, ...], names: Mapping[int, str]
+) -> Segment:
+    """The segment of a layer's call after those `before`, still without outputs. `names` are those of tensors by id."""
+
+    def names_of(members: Any) -> dict[str, str]:
+        return {own: names.get(id(one), f"{call}.{own.removeprefix('block.')}") for own, one in members}
+
+    count = sum(segment.name.split("#")[0] == call for segment in before)
+    alike = (
+        module.block, module.input_tree.spec, module.input_tree.constants, module.indices, module.used,
+        module.gradients, module.recorded,
+    )  # fmt: skip
+    return Segment(
+        len(before),
+        call if count == 0 else f"{call}#{count + 1}",
+        module,
+        sources,
+        (),
+        names_of(module.named_parameters(remove_duplicate=False)),
+        names_of(module.named_buffers(remove_duplicate=False)),
+        alike,
+        "layer",
+    )
+
+
 class GraphCut:
     """The cut of a traced model. The arguments are those of `cut_graph`.
 
@@ -228,31 +254,9 @@ class GraphCut:
         for number in used:
             outputs.append(self._new_value((node, number), node.meta["val"][number], index))
         module = BlockSegment(call, indices, used)
-        count = sum(1 for segment in self.segments if segment.name.split("#")[0] == call.name)
-        self._append(
-            Segment(
-                index,
-                call.name if count == 0 else f"{call.name}#{count + 1}",
-                module,
-                sources,
-                tuple(outputs),
-                self._names_of(module, f"{call.name}.", module.named_parameters(remove_duplicate=False)),
-                self._names_of(module, f"{call.name}.", module.named_buffers(remove_duplicate=False)),
-                (
-                    call.block,
-                    call.input_tree.spec,
-                    call.input_tree.constants,
-                    indices,
-                    tuple(used),
-                    call.gradients,
-                    call.recorded,
-                ),
-                "layer",
-            )
-        )
-
-    def _names_of(self, module: nn.Module, prefix: str, members: Any) -> dict[str, str]:
-        return {name: self.names.get(id(tensor), prefix + name.removeprefix("block.")) for name, tensor in members}
+        segment = layer_segment(self.segments, call.name, module, sources, self.names)
+        segment.outputs = tuple(outputs)
+        self._append(segment)
 
     def _add_stage(self, name: str, nodes: Sequence[fx.Node], last: bool) -> None:
         index = len(self.segments)

@@ -30,6 +30,8 @@ from relay.runtime.host_memory_check import Build, CountingHost, refuse_beyond, 
 from relay.runtime.lanes.lane import Lane, LaneOptions
 from relay.runtime.lanes.visit_plan import VisitPlan, in_turn, visits_of
 from relay.runtime.memory_plan import plans_for, programs_of, scalar_bytes, with_advice
+from relay.runtime.on_host.calls import STATE as VALUES_ON_HOST
+from relay.runtime.on_host.calls import HostKernel, runs_on_host
 from relay.runtime.schedule import PreparedStep, Scalars, Scheduler
 from relay.runtime.sparse_rows.sparse_rows import SparseRows
 from relay.runtime.stages import CompiledModel, changing_buffers, gradient_fields, wanted_of, whole_tensors
@@ -172,11 +174,14 @@ class Session:
         return in_turn(visits_of(compiled.stages, training), len(self.lanes))
 
     def _compile(self, model: CompiledModel, visits: VisitPlan) -> None:
-        """Make the kernels of the pass, each on its lane's device."""
+        """Make the kernels of the pass, each on its lane's device, or on the host what that cannot run."""
         for group in visits.groups:
-            for visit in group.visits:
-                for program in programs_of(model, visit):
-                    program.kernel = self.lanes[group.lane].device.compile(program.program)
+            device = self.lanes[group.lane].device
+            for program in (program for visit in group.visits for program in programs_of(model, visit)):
+                if not runs_on_host(program.program, device.info):
+                    program.kernel = device.compile(program.program)
+                elif program.kernel is None:
+                    program.kernel = HostKernel(program.program, self.host)
 
     def _held(self, lane: Lane) -> int:
         """Bytes that stash and scalars take on a lane's device."""
@@ -302,6 +307,8 @@ class Session:
         counting.ledger.add(STASH_STATE, torch.uint8, host_bytes(stash_plans))
         if tied := host_bytes(stash_plans, tied=True):
             counting.ledger.add(TIED_STATE, torch.uint8, tied)
+        if run_here := sum(model.bytes_on_host(self.device.info) for model in dict.fromkeys(compiled)):
+            counting.ledger.add(VALUES_ON_HOST, torch.uint8, run_here)
         refuse_beyond(
             capacity, counting.ledger, self._precision, self._state_dtype, self._stash_location, self.server.deferred,
             any(value.parts and not value.tied for value in first.partition.values), self.store.splits,

@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
+from hal.device import DeviceInfo
 from hal.program import Kernel, Program, Role
 from relay.capture import Captured
 from relay.data.index_domain import IndexChecks, Visit
 from relay.eps.regions import GradientField, Wanted
 from relay.partition.segments import Partition, PositionChunks, Segment
 from relay.runtime.gradient_presence import DerivedGradientPresence
+from relay.runtime.on_host.calls import bytes_on_host, runs_on_host
 from relay.runtime.sparse_rows.table import Table
 from relay.runtime.ties.touched_rows import TouchedRows
 
@@ -150,6 +152,11 @@ class CompiledModel:
                 segment = stage.segment
                 visits.append(Visit(segment.name, chosen.program, segment.inputs, segment.outputs))
         return IndexChecks(visits, self.partition.inputs)
+
+    def bytes_on_host(self, info: DeviceInfo) -> int:
+        """Bytes that the host needs for the programs that it runs."""
+        programs = [program.program for stage in self.stages for program in stage.programs]
+        return sum(bytes_on_host(program) for program in programs if runs_on_host(program, info))
 
     def signature(self) -> Any:
         """What must be equal for two micro-batches to take part in one step: the layers, their states and gradients."""

@@ -16,6 +16,7 @@ from hal.device import Device, Queue
 from hal.slot import SlotContent
 from relay.runtime.lanes.visit_plan import VisitPlan
 from relay.runtime.memory_plan import Requirement, requirement_of
+from relay.runtime.on_host.calls import HostCalls
 from relay.runtime.residency.choice import Residents, SlotBytes, candidates, choose
 from relay.runtime.residency.notice import note_residents
 from relay.runtime.residency.slots import Slots
@@ -73,7 +74,7 @@ class Lane:
     @functools.cached_property
     def compute(self) -> Queue:
         """Runs kernels."""
-        return self.device.queue("compute")
+        return HostCalls(self.device.queue("compute"))
 
     @functools.cached_property
     def load(self) -> Queue:

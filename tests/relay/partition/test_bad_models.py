@@ -177,10 +177,12 @@ def test_what_depends_on_data_between_layers_is_refused_with_the_op_and_what_to_
         def forward(self, inputs: Tensor) -> Output:
             return super().forward(inputs[inputs.sum(dim=1) > 0])
 
-    with pytest.raises(CaptureError, match="inside one of the repeated layers") as caught:
-        build(Selecting([Layer(), Layer()])).step({"inputs": list_batch()[0]})
-    assert "nonzero" in caught.value.op
-    assert caught.value.op in str(caught.value)
+    trainer = build(Selecting([Layer(), Layer()]))
+    with (
+        pytest.warns(UserWarning, match="nonzero.default makes its shapes"),
+        pytest.raises(CaptureError, match="must not depend on the data"),
+    ):
+        trainer.step({"inputs": list_batch()[0]})
 
 
 @pytest.mark.filterwarnings("ignore:layer")

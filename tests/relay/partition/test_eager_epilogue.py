@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import relay
-from hal.errors import Unsupported
 from relay.errors import CaptureError
 from tests.support import reference
 from tests.support.zoo.plain_models import Build, Output
@@ -219,9 +217,3 @@ class ChosenByDraw(Selected):
 def test_what_a_forward_of_its_own_would_draw_otherwise_is_refused(build: Build, make: type[Base]) -> None:
     with pytest.raises(CaptureError, match="depend on the data"):
         build(make(), microbatches=1).step(batches()[0])
-
-
-def test_a_device_that_does_not_run_pytorch_refuses_it_by_name() -> None:
-    trainer = relay.Trainer(Selected(), device="onnx:cpu", microbatches=1)
-    with trainer, pytest.raises(Unsupported, match=r"epilogue of the model would have to run eagerly"):
-        trainer.step(batches()[0])

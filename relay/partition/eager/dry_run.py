@@ -7,6 +7,7 @@ Tensors that share memory share labels, so writes in place are seen. Invariant: 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,17 +27,49 @@ from relay.graph.recorded_outputs import recorded_names
 from relay.models.huggingface import without_cache
 
 Labels = frozenset[tuple[str, Any]]
-"""What a tensor depends on: ("output", (call, number)), ("state", name), and ("draw", calls before it)."""
+"""What a tensor depends on: ("output", (call, number)), ("state", name), ("draw", (calls before it, its number))."""
+
+Origin = tuple[int, int]
+"""A tensor of a call, by the call's number and the tensor's number."""
+
+
+@dataclass(frozen=True, eq=False)
+class Argument:
+    """A tensor that a layer is given. `output` is the output of a layer that it is, `first` where it was given first.
+
+    `labels` are what it depends on, and what decides that it is given.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    output: Origin | None
+    first: Origin
+    labels: Labels
 
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """A call of a layer: its outputs' shapes and dtypes, how they are nested, and what is needed to repeat it."""
+    """A call of a layer: its outputs' shapes and dtypes, how they are nested, and what is needed to repeat it.
+
+    `gradients` tells whether it is outside of no_grad, `labels` what decides that it is called.
+    """
 
     name: str
+    block: nn.Module
+    forward: Callable[..., Any]
+    gradients: bool
+    arguments: tuple[Argument, ...]
+    input_tree: TensorTree
+    labels: Labels
     outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     output_tree: TensorTree
     changes: bool
+
+    @property
+    def described(self) -> Any:
+        """What must be equal in every run."""
+        given = [(one.shape, one.dtype, one.output, one.first) for one in self.arguments]
+        return self.name, self.gradients, given, self.outputs
 
     def returned(self, outputs: Sequence[torch.Tensor], args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
         """What the layer returns, given its output tensors; its arguments are changed as it changes them."""
@@ -54,8 +87,10 @@ class DryRun:
     calls: list[LayerCall] = field(default_factory=list)
     output: Any = None
     needed: Labels = frozenset()
-    changed: dict[str, tuple[bool, bool]] = field(default_factory=dict)
-    """Buffers that the code changes: before the last layer's call has ended, and after it."""
+    changed: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Buffers that the code changes, each with how many calls of layers had been made when it did."""
+    changed_by: dict[str, Labels] = field(default_factory=dict)
+    """What the new values of these buffers depend on."""
 
 
 @contextmanager
@@ -97,8 +132,8 @@ def dry_run(
     copies = [
         state.detach() if isinstance(state, nn.Parameter) else state.detach().clone() for state in states.values()
     ]
-    versions = [copy._version for copy in copies]
-    at_last_call = list(versions)
+    versions = [[copy._version for copy in copies]]
+    origins = _Origins(watch)
 
     def stand_in(name: str, block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with watch.paused():
@@ -107,8 +142,11 @@ def dry_run(
             with autocast(compute):
                 fakes = run_fake(observed, as_fake([tensor.detach() for tensor in tensors]), name)
             shapes = tuple((tuple(fake.shape), fake.dtype) for fake in fakes)
-            call = LayerCall(name, shapes, observed.output_tree, observed.changes)
             number = len(found.calls)
+            call = LayerCall(
+                name, block, forward, torch.is_grad_enabled(), origins.arguments(tensors, number), input_tree,
+                watch.control, shapes, observed.output_tree, observed.changes,
+            )  # fmt: skip
             found.calls.append(call)
             records.extend(recorded_names())
             if name in skipped:
@@ -117,10 +155,12 @@ def dry_run(
                 outputs = [_random(shape, dtype) for shape, dtype in shapes]
                 for index, output in enumerate(outputs):
                     watch.label(output, frozenset({("output", (number, index))}))
-            at_last_call[:] = [copy._version for copy in copies]
+                    origins.add(output, (number, index))
+            versions.append([copy._version for copy in copies])
             return call.returned(outputs, args, kwargs, tensors)
 
-    with torch.random.fork_rng(devices=()), torch.no_grad(), hooks_wait(), autocast(compute):
+    # Nothing here requires a gradient, so none is recorded; whether the model turns them off can be seen.
+    with torch.random.fork_rng(devices=()), torch.enable_grad(), hooks_wait(), autocast(compute):
         torch.manual_seed(seed)
         for name, copy in zip(states, copies, strict=True):
             watch.label(copy, frozenset({("state", name)}))
@@ -131,10 +171,43 @@ def dry_run(
         raise NotImplementedError(f"hooks within layers record {records[0]!r}")
     results, _ = tensor_leaves(found.output)
     found.needed = watch.control.union(*(watch.labels(result) for result in results))
-    for name, copy, before, middle in zip(states, copies, versions, at_last_call, strict=True):
-        if copy._version != before:
-            found.changed[name] = middle != before, copy._version != middle
+    versions.append([copy._version for copy in copies])
+    for name, copy, own in zip(states, copies, zip(*versions, strict=True), strict=True):
+        changes = tuple(done for done, (before, after) in enumerate(itertools.pairwise(own)) if before != after)
+        if changes:
+            found.changed[name], found.changed_by[name] = changes, watch.labels(copy)
     return found
+
+
+class _Origins:
+    """Which output of a layer a tensor is, or where it was first given to one, as long as nothing writes to it."""
+
+    def __init__(self, watch: _Watch) -> None:
+        self._watch = watch
+        self._outputs: dict[int, tuple[torch.Tensor, int, Origin]] = {}
+        self._given: dict[int, tuple[torch.Tensor, int, Origin]] = {}
+
+    def add(self, output: torch.Tensor, origin: Origin) -> None:
+        """Note an output of a layer."""
+        self._outputs[id(output)] = output, output._version, origin
+
+    def arguments(self, tensors: Sequence[torch.Tensor], call: int) -> tuple[Argument, ...]:
+        """The arguments of a layer."""
+        found = []
+        for number, tensor in enumerate(tensors):
+            output = self._known(self._outputs, tensor)
+            first = self._known(self._given, tensor)
+            if first is None:
+                first = call, number
+                self._given[id(tensor)] = tensor, tensor._version, first
+            labels = self._watch.labels(tensor) | self._watch.control
+            found.append(Argument(tuple(tensor.shape), tensor.dtype, output, first, labels))
+        return tuple(found)
+
+    @staticmethod
+    def _known(table: Mapping[int, tuple[torch.Tensor, int, Origin]], tensor: torch.Tensor) -> Origin | None:
+        entry = table.get(id(tensor))
+        return None if entry is None or tensor._version != entry[1] else entry[2]
 
 
 class _Observed(nn.Module):
@@ -166,6 +239,7 @@ class _Watch(TorchFunctionMode):
         self._labels: dict[int, Labels] = {}
         self._alive: list[torch.Tensor] = []
         self._paused = False
+        self._draws = 0
         self.control: Labels = frozenset()
 
     @contextmanager
@@ -199,7 +273,8 @@ class _Watch(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             labels: Labels = frozenset().union(*(self.labels(tensor) for tensor in taken))
             if not torch.equal(drawn, torch.get_rng_state()):
-                labels |= {("draw", len(self._found.calls))}
+                self._draws += 1
+                labels |= {("draw", (len(self._found.calls), self._draws))}
             made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             for tensor in made:
                 self.label(tensor, labels)
