@@ -118,6 +118,38 @@ class ModelChanged(RelayError):
         self.name = name
 
 
+class RanksDiffer(RelayError, ValueError):
+    """Processes that train together differ: in their model, their options, their software, or what they call.
+
+    It is raised on every rank. What to do: make what the message names equal on all ranks.
+    """
+
+
+class RankFailed(RelayError):
+    """Another process of the group failed. `rank` is its number; the message has its first cause.
+
+    What to do: correct that cause. Nothing of the step was applied, or later calls raise InconsistentState.
+    """
+
+    def __init__(self, rank: int, name: str, cause: str) -> None:
+        super().__init__(f"{name} failed: {cause}")
+        self.rank = rank
+
+
+class RankLost(RelayError):
+    """Another process of the group has ended, or cannot be reached. `rank` is its number.
+
+    What to do: start all ranks again, as `torchrun --max-restarts` does, and load the newest checkpoint.
+    """
+
+    def __init__(self, rank: int, name: str, reason: str) -> None:
+        super().__init__(
+            f"{name} has ended or cannot be reached, so the other ranks cannot go on: {reason} Start all ranks again "
+            "and load the newest checkpoint; torchrun --max-restarts starts them by itself."
+        )
+        self.rank = rank
+
+
 class VerificationError(RelayError):
     """A comparison with plain PyTorch that cannot be made for this model or these options. Nothing has changed.
 

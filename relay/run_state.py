@@ -30,6 +30,7 @@ from relay.checkpoint.saving import (
     start,
     states_of,
 )
+from relay.distributed.together import Together
 from relay.eps.joined_state import JoinedState
 from relay.eps.master_weights import to_master_weights
 from relay.eps.torch_form import RelayOptimizer
@@ -73,6 +74,7 @@ class RunState:
         grouping: Grouping,
         scale: LossScale | None,
         options: TrainOptions,
+        together: Together | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.options = options
@@ -89,6 +91,8 @@ class RunState:
         self._begun = False
         self._last_saved = ""
         self._process = os.getpid()
+        self._together = together
+        self._failed = False
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         refuse_copy(
@@ -123,6 +127,7 @@ class RunState:
 
     def _edit(self, within: str | None, change: Callable[[list[nn.Module]], list[nn.Module]]) -> None:
         self._check_usable()
+        self._refuse_among_ranks("editing the model's layers", "Edit the model before the trainer is built.")
         self.synchronize()
         before = names_by_tensor(self._model)
         modules = self._compiler.modules
@@ -240,6 +245,7 @@ class RunState:
         Raises CheckpointError, with the earlier checkpoint untouched, and InconsistentState.
         """
         self._check_usable()
+        self._refuse_among_ranks("save", "Save the weights with trainer.state_dict().")
         self.wait_saved()
         session = self._session
         if session.store.split:
@@ -277,6 +283,7 @@ class RunState:
         """
         refuse_in_child(self._process)
         self._check_open()
+        self._refuse_among_ranks("load", "Load the weights into the model before the trainer is built.")
         self._session.store.check(self._model)
         try:
             self.wait_saved()
@@ -368,6 +375,11 @@ class RunState:
         then = self._what_to_load() if broken else "Call trainer.reopen() and repeat the step."
         saved = f" The last checkpoint is {self._last_saved!r}." if self._last_saved and not broken else ""
         return DeviceLost(f"Device {self.device_name!r} was lost in step {self.steps + 1}: {lost} {left} {then}{saved}")
+
+    def _refuse_among_ranks(self, call: str, advice: str) -> None:
+        """Raise RelayError for a call that several processes cannot make."""
+        if self._together is not None:
+            raise RelayError(f"{call} is not possible with several processes. {advice}")
 
     def _what_to_load(self) -> str:
         if self._last_saved:

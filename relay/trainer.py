@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from time import perf_counter
 from typing import Any, cast
 
@@ -24,6 +25,10 @@ from torch import nn
 from hal.errors import DeviceLost, OutOfMemory
 from hal.host import Host
 from relay.data.batch_gradients import refuse_own_parameters
+from relay.distributed.compare_ranks import describe
+from relay.distributed.ranks import Ranks, local_device, ranks_of_this_run
+from relay.distributed.refusals import refuse_options
+from relay.distributed.together import Together, agree_on_construction
 from relay.eps.bind_optimizer import as_spec, bind
 from relay.eps.master_weights import (
     frozen_half,
@@ -93,10 +98,27 @@ class Trainer(RunState):
     ) -> None:
         if isinstance(options.get("device"), torch.device):
             options["device"] = str(options["device"])
+        ranks = ranks_of_this_run()
+        try:
+            self._build(model, loss, options, ranks)
+        except Exception as failure:
+            if ranks is not None:
+                agree_on_construction(ranks, None, failure)
+            raise
+
+    def _build(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        loss: Callable[..., torch.Tensor] | None,
+        options: dict[str, Any],
+        ranks: Ranks | None,
+    ) -> None:
         chosen = train_options("Trainer", options)
         warn_if_alone()
         modules = list_of_modules(model, loss)
         check_options(chosen, modules)
+        if ranks is not None:
+            refuse_options(chosen)
         compiler = ModelCompiler(
             model if isinstance(model, nn.Module) else None, modules, loss, chosen.microbatches,
             COMPUTE[chosen.precision], chosen.max_cached_programs, chosen.buckets, chosen.shared_inputs,
@@ -114,30 +136,34 @@ class Trainer(RunState):
             return split_into_groups(model, spec.param_groups(model, chosen.param_groups), defaults)
 
         groups, _ = grouping(whole)
+        together = None if ranks is None else Together(ranks, whole, spec, chosen.state_dtype)
         for name, parameter in whole.named_parameters():
             if parameter.requires_grad:
                 spec.check_dtype(name, master_dtype(whole, parameter, chosen.master_weights), chosen.state_dtype)
                 if splits:
                     refuse_unsplittable(name, parameter)
-        devices = open_devices(chosen.device, cast("int | None", chosen.capacity))
+        device = chosen.device if ranks is None else local_device(chosen.device)
+        devices = open_devices(device, cast("int | None", chosen.capacity))
         opened = devices[0]
         host = opened.host(cast("int | None", chosen.host_memory), cast("int | None", chosen.pinned_memory))
         clipping = Clipping(chosen.clip_grad_norm, chosen.clip_grad_value)
 
         def build(on: Host) -> tuple[LayerStore, ParameterServer]:
             store = LayerStore(on, splits)
-            bound = bind(spec, on, store, chosen.state_dtype)
+            part = None if together is None else together.owned(store)
+            bound = bind(spec, on, store, chosen.state_dtype, part=part)
             _, group_of = grouping(compiler.model)  # the model may have been edited by now
             order = [name for name, _ in compiler.model.named_parameters()]
-            return store, ParameterServer(opened, on, store, bound, group_of, order, clipping, scale is not None)
+            serve = ParameterServer if together is None else together.serve
+            return store, serve(opened, on, store, bound, group_of, order, clipping, scale is not None)
 
         store, server = build(host)
         session = Session(
             whole, devices, host, store, server, chosen.slots, chosen.stash, cast("int | None", chosen.capacity), build,
             chosen.precision, chosen.state_dtype, chosen.resident_layers, exact_ties=chosen.exact_ties,
-            sparse_rows=chosen.sparse_rows,
+            sparse_rows=chosen.sparse_rows if together is None else False,
         )  # fmt: skip
-        to_master_weights(whole, chosen.master_weights, chosen.precision)
+        to_master_weights(whole, chosen.master_weights, chosen.precision, stacklevel=5)
         self._frozen_half = frozen_half(whole, chosen.master_weights)
         store.adopt(whole)
         store.moved = compiler.held.follow
@@ -152,7 +178,8 @@ class Trainer(RunState):
             chosen.head_chunk_tokens, memory, chosen.slots, chosen.stash, chosen.microbatches, chosen.mlp_chunk_tokens
         )
         scheduled = RelayOptimizer(groups, defaults)
-        super().__init__(compiler, session, scheduled, grouping, scale, chosen)
+        super().__init__(compiler, session, scheduled, grouping, scale, chosen, together)
+        compiler.is_share = together is not None
         run = weakref.ref(self)  # the optimizer may outlive the trainer
 
         def ready() -> None:
@@ -162,7 +189,9 @@ class Trainer(RunState):
 
         _, group_of = grouping(whole)
         server.group(group_of)
-        scheduled.connect(lambda: compiler.model, server.optimizer, group_of, ready)
+        scheduled.connect(lambda: compiler.model, server.optimizer, group_of, ready, together is not None)
+        if together is not None:
+            together.refuse_differences(describe(whole, chosen, spec, groups))
         # The threads of a trainer's queues outlive a trainer that is dropped without close(). At the end of the
         # process they end by themselves (`hal.worker`).
         weakref.finalize(self, _close_quietly, session, os.getpid()).atexit = False
@@ -201,6 +230,8 @@ class Trainer(RunState):
         next call raises InconsistentState. Ctrl-C takes effect when the step has ended.
         """
         asked = step_arguments(batch, pieces, weights, outputs)
+        if active_layers is not None:
+            self._refuse_among_ranks("step with active_layers", "Leave it out.")
         try:
             return self._one_step(batch, active_layers, asked)
         except DeviceLost as lost:
@@ -218,20 +249,30 @@ class Trainer(RunState):
         if active_layers is not None and not session.knows_every_layer:
             # Every layer gets its memory in the store, laid out as it is without `active_layers`.
             session.take_over(self._prepare_batch(batch, **asked).compiled, self.param_groups, training=True)
-        prepared_batch = self._prepare_batch(batch, active_layers=active_layers, **asked)
-        pieces = prepared_batch.pieces
-        refuse_own_parameters(pieces.pieces, self._model)
-        session.knows_every_layer = True
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        prepared = self._allocated(prepared_batch, groups, training=True)
+
+        def prepare(given: Any) -> tuple[PreparedBatch, PreparedStep]:
+            batch = self._prepare_batch(given, active_layers=active_layers, **asked)
+            refuse_own_parameters(batch.pieces.pieces, self._model)
+            session.knows_every_layer = True
+            return batch, self._allocated(batch, groups, training=True)
+
+        shared = None
+        if self._together is None:
+            prepared_batch, prepared = prepare(batch)
+        else:
+            facts = {"step's number": self._step, "hyperparameters": repr(groups), "loss scale": self.loss_scale}
+            shared = self._together.agree_on_step(prepare, batch, facts)
+            prepared_batch, prepared = shared.batch, shared.prepared
         # With a dynamic loss scale a loss that is not finite is an overflow like any other, and the step is skipped.
         on_nonfinite = self.options.on_nonfinite if self._scale is None else "apply"
         reads = run_step.TrainingReads(prepared, prepared_batch.rows)
         scale = self.loss_scale
-        submitted = run_step.train_step(
-            session, prepared, prepared_batch.inputs, prepared_batch.weights, groups, self._seed, self._step, scale,
-            on_nonfinite, reads.submit,
-        )  # fmt: skip
+        with session.server.agreed_step(prepared.gradient_plans):
+            submitted = run_step.train_step(
+                session, prepared, prepared_batch.inputs, prepared_batch.weights, groups, self._seed, self._step,
+                scale, on_nonfinite, reads.submit, 0 if shared is None else shared.first,
+            )  # fmt: skip
         skipped = submitted.result.skipped
         self._step += 1
         if not skipped:
@@ -241,27 +282,38 @@ class Trainer(RunState):
         if not skipped:
             reads.pass_gradients_on(1.0 / scale, were_cut=asked["pieces"] is None)
         outputs: list[dict[str, Any] | None] = []
-        if asked["outputs"] and prepared.compiled[0].head is not None:
+        if asked["outputs"] and (prepared.compiled[0].head is not None or not prepared_batch.count):
             outputs = list(reads.outputs())
         elif asked["outputs"]:
             outputs = [None] * prepared_batch.count
             for number, found in zip(prepared_batch.numbers, reads.outputs(), strict=True):
                 outputs[number] = found
         session.guard.deliver_interrupts()
-        return run_step.metrics_of(session, submitted, pieces, start, outputs)
+        metrics = run_step.metrics_of(session, submitted, prepared_batch.pieces, start, outputs)
+        return metrics if shared is None else replace(metrics, tokens=shared.tokens)
 
     @refuse_renamed("Trainer.evaluate")
     @as_if_alone()
     def evaluate(self, batch: Any, active_layers: Sequence[int | str] | None = None) -> Metrics:
         """The loss of a batch, forward only, in eval mode; of the `active_layers` alone, if given. Nothing changes."""
         self._check_usable()
+        if active_layers is not None:
+            self._refuse_among_ranks("evaluate with active_layers", "Leave it out.")
         with in_eval_mode(self._model):
             start = perf_counter()
-            prepared_batch = self._prepare_batch(batch, training=False, active_layers=active_layers)
-            prepared = self._allocated(prepared_batch, self.param_groups, training=False)
-            inputs, weights = prepared_batch.inputs, prepared_batch.weights
-            submitted = run_step.forward(self._session, prepared, inputs, weights, self._seed, self._step)
-            return run_step.metrics_of(self._session, submitted, prepared_batch.pieces, start)
+
+            def prepare(given: Any) -> tuple[PreparedBatch, PreparedStep]:
+                batch = self._prepare_batch(given, training=False, active_layers=active_layers)
+                return batch, self._allocated(batch, self.param_groups, training=False)
+
+            def forward(batch: PreparedBatch, prepared: PreparedStep) -> Metrics:
+                inputs, weights = batch.inputs, batch.weights
+                submitted = run_step.forward(self._session, prepared, inputs, weights, self._seed, self._step)
+                return run_step.metrics_of(self._session, submitted, batch.pieces, start)
+
+            return (
+                forward(*prepare(batch)) if self._together is None else self._together.evaluate(prepare, forward, batch)
+            )
 
     @as_if_alone()
     def predict(self, batch: Any) -> Any:
@@ -298,6 +350,7 @@ class Trainer(RunState):
         compared, and OutOfMemory, with the bytes that are needed, if the host has too little.
         """
         self._check_usable()
+        self._refuse_among_ranks("verify", "Verify the run in one process.")
         return verify(self, self.step, batches, steps, learning_rate)
 
     @as_if_alone()
@@ -366,6 +419,7 @@ class Trainer(RunState):
         Raises InconsistentState if the step that was lost had been applied in part; then load a checkpoint.
         """
         refuse_in_child(self._process)
+        self._refuse_among_ranks("reopen", "Start all ranks again, and load the newest checkpoint.")
         session = self._session
         broken = session.guard.broken
         session.reopen(open_devices(self.options.device, session.capacity))
@@ -385,6 +439,8 @@ class Trainer(RunState):
             self.wait_saved()
             self.synchronize()
         finally:
+            if self._together is not None and not self._closed:
+                self._together.close(join=not self._failed and self._session.guard.broken is None)
             self._session.close()
             self._session.store.give_back()
             self._closed = True
@@ -392,7 +448,8 @@ class Trainer(RunState):
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        self._failed = self._failed or kind is not None
         self.close()
 
 

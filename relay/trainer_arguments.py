@@ -28,7 +28,7 @@ def check_options(chosen: TrainOptions, modules: Sequence[nn.Module] | None) -> 
         warnings.warn(
             f"loss_scale={chosen.loss_scale!r} has no effect with precision={chosen.precision!r}: only fp16 scales "
             "its loss.",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -184,6 +184,14 @@ def weigh(batch: Batch, plans: Sequence[LossPlan]) -> list[float]:
     return _shares(batch, [plan.share for plan in plans], "Every target of the batch is masked, so it has no loss.")
 
 
+def counts_of(batch: Batch, plans: Sequence[LossPlan]) -> list[float] | None:
+    """What each micro-batch counts in the loss of the batch; None if the loss is a sum, of which each counts fully."""
+    shares = [plan.share for plan in plans]
+    if shares[0] == SUM:
+        return None
+    return [_count(piece, share) for piece, share in zip(batch.pieces, shares, strict=True)]
+
+
 def _shares(batch: Batch, shares: Sequence[Share], problem: str) -> list[float]:
     if len(shares) == 1 or shares[0] == SUM:
         return [1.0] * len(shares)

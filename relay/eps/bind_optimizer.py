@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hal.host import Host
-from relay.eps.optimizer_state import BoundHostOptimizer, BoundOptimizer
+from relay.eps.optimizer_state import BoundHostOptimizer, BoundOptimizer, MasterWeights
 from relay.eps.store import LayerStore
 from relay.eps.tensor_states import BoundTensorOptimizer
 from relay.eps.torch_optimizer import TorchOptimizer
@@ -20,10 +20,18 @@ from relay.optim.optimizers import HostOptimizer
 from relay.optim.tensor_optimizer import TensorOptimizer
 
 
-def bind(optimizer: Any, host: Host, store: LayerStore, state_dtype: str, computes: bool = True) -> BoundOptimizer:
+def bind(
+    optimizer: Any,
+    host: Host,
+    store: LayerStore,
+    state_dtype: str,
+    computes: bool = True,
+    part: MasterWeights | None = None,
+) -> BoundOptimizer:
     """Bind an optimizer of `as_spec` to a host and a store.
 
-    `computes` is False if updates never run, so that nothing needs to be compiled. Raises ValueError for a state dtype
+    `computes` is False if updates never run, so that nothing needs to be compiled. `part` is what an optimizer that
+    works element by element sees instead of the store. Raises ValueError for a state dtype
     that the optimizer does not have.
     """
     if isinstance(optimizer, TorchOptimizer):
@@ -43,7 +51,7 @@ def bind(optimizer: Any, host: Host, store: LayerStore, state_dtype: str, comput
         raise ValueError(
             f"state_dtype={state_dtype!r} needs the fused optimizers, which are not here: {fused.reason()}"
         )
-    return BoundHostOptimizer(optimizer, host, store, state_dtype, computes)
+    return BoundHostOptimizer(optimizer, host, store if part is None else part, state_dtype, computes)
 
 
 def as_spec(optimizer: Any) -> Any:

@@ -35,11 +35,13 @@ def refuse_unsplittable(name: str, parameter: torch.Tensor) -> None:
         )
 
 
-def to_master_weights(model: nn.Module, master_weights: str, precision: str, split: Collection[int] = ()) -> None:
+def to_master_weights(
+    model: nn.Module, master_weights: str, precision: str, split: Collection[int] = (), stacklevel: int = 4
+) -> None:
     """Convert a model in half precision to float32 where `master_weights` asks for it, with a warning.
 
     A model of which only frozen parameters are in half precision stays as it is: they have no updates to lose. So do
-    tensors whose ids are in `split`: they are halves of float32 masters.
+    tensors whose ids are in `split`: they are halves of float32 masters. `stacklevel` is the warning's.
     """
     trained = [
         (name, parameter)
@@ -63,7 +65,7 @@ def to_master_weights(model: nn.Module, master_weights: str, precision: str, spl
     warnings.warn(
         f"The model is in {dtypes} ({trained[0][0]!r} and {len(trained) - 1} more parameters). It is float32 now, "
         f"since small updates are lost in half precision. {computes}master_weights='as_given' trains it as it is.",
-        stacklevel=4,
+        stacklevel=stacklevel,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from hal.host import Host
-from relay.eps.store import LayerStore
+from relay.eps.split_weights import SplitWeights
 from relay.optim import fused
 from relay.optim.int8_state import GROUP, Int8State, group_count
 from relay.optim.optimizers import HostOptimizer, State
@@ -36,6 +36,28 @@ HELD: dict[torch.dtype, tuple[torch.dtype, ...]] = {
     torch.uint8: (torch.uint8,),
 }
 """The dtypes of moments whose values a narrow dtype holds to the bit. A code of 8 bits has 3 of a bfloat16's 7."""
+
+
+class MasterWeights(Protocol):
+    """What an optimizer sees of the store (`relay.eps.store`), or of a part of it."""
+
+    @property
+    def split(self) -> SplitWeights:
+        """The names of the parameters whose masters are split."""
+
+    def __getitem__(self, name: str) -> torch.Tensor: ...
+
+    def master(self, name: str) -> torch.Tensor | SplitMaster: ...
+
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    def read(self, name: str) -> torch.Tensor: ...
+
+    def updated_from(self, name: str, updated: torch.Tensor) -> None: ...
+
+    def rounded(self, name: str) -> list[torch.Tensor]: ...
+
+    def round(self, name: str) -> None: ...
 
 
 class BoundOptimizer(Protocol):
@@ -99,7 +121,7 @@ class BoundHostOptimizer:
     """Each state of a layer is one flat region, in the layer's own order of parameters."""
 
     def __init__(
-        self, optimizer: HostOptimizer, host: Host, store: LayerStore, state_dtype: str, computes: bool = True
+        self, optimizer: HostOptimizer, host: Host, store: MasterWeights, state_dtype: str, computes: bool = True
     ) -> None:
         self._optimizer = optimizer
         self._host = host

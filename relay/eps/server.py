@@ -33,7 +33,7 @@ from relay.eps.gradient_plan import GradientPlan
 from relay.eps.optimizer_state import BoundOptimizer
 from relay.eps.rows import WholeGradients
 from relay.eps.snapshot import Snapshot
-from relay.eps.step_record import StepResult, SubmittedStep
+from relay.eps.step_record import StepAgreement, StepResult, SubmittedStep
 from relay.eps.store import LayerStore
 from relay.errors import GradientOverflow
 
@@ -49,7 +49,7 @@ class Clipping:
     value: float | None = None
 
 
-class ParameterServer:
+class ParameterServer(StepAgreement):
     """Takes gradients from slots and updates the store.
 
     Args:
@@ -91,6 +91,11 @@ class ParameterServer:
         self._turn = 0
 
     @property
+    def keeps_gradients(self) -> bool:
+        """Whether each gradient waits in host memory of its own for the end of the backward pass."""
+        return self.deferred
+
+    @property
     def keeps_narrow_gradients(self) -> bool:
         """Whether gradients that wait may be stored in the half precision that they were computed in.
 
@@ -103,9 +108,7 @@ class ParameterServer:
     ) -> None:
         """Allocate what a step needs: optimizer states, sums of tied gradients, and two stagings for gradients.
 
-        `contents` are what the slots hold.
-
-        What is there already is kept. Raises OutOfMemory.
+        `contents` are what the slots hold. What is there already is kept. Raises OutOfMemory.
         """
         for plan in plans:
             for index in plan.partial:
@@ -115,10 +118,10 @@ class ParameterServer:
                     flat = self._host.alloc(parameter.numel(), self.store.dtype(name), TIED_SUMS)
                     self._sums[name] = flat.view(parameter.shape)
             for number, indices in self._by_group(plan).items():
-                self.optimizer.allocate([plan.names[index] for index in indices], groups[number])
+                self.optimizer.allocate(self.owned([plan.names[index] for index in indices]), groups[number])
         largest = max((content.gradient_size for content in contents), default=0)
         copied = any(content.kept_gradients for content in contents)
-        in_transit = not self.deferred and not self._device.info.unified
+        in_transit = not self.keeps_gradients and not self._device.info.unified
         staged = in_transit or (copied and not self._device.info.unified)
         if staged and (not self._staging or self._staging[0].numel() < largest):
             for old in self._staging:
@@ -172,12 +175,7 @@ class ParameterServer:
             gradients = [*gradients, *(self._sums[name] for name in plan.names[len(gradients) :])]
             for index, rows in plan.rows.items():
                 gradients[index] = whole[index].fill(rows, gradients[index])
-            self._take_in(plan, gradients, unscale, submitted)
-            for kept, gradient in zip(content.kept_gradients, gradients, strict=False):
-                kept.copy_(gradient)
-            if not self.deferred:
-                factor = None if unscale == 1.0 else torch.tensor(unscale)
-                self._update(plan, gradients, groups, factor, submitted.result)
+            self._receive(plan, content, gradients, groups, unscale, submitted)
 
         # Host tasks run in order, so sums that other segments started are there.
         label = f"{'arrival' if self.deferred else 'update'} of {plan.name}"
@@ -198,8 +196,7 @@ class ParameterServer:
             self._staging_free[turn] = [done]
             if whole:
                 self._staging_free[1 - turn] = [done]
-        if not self.deferred:
-            self._note_update(plan, done, submitted)
+        self._arrived(plan, done, groups, unscale, submitted)
 
     def conclude(
         self,
@@ -264,10 +261,38 @@ class ParameterServer:
         """Forget the events of the stagings. Everything submitted must have ended."""
         self._staging_free = [[], []]
 
-    def _take_in(
-        self, plan: GradientPlan, gradients: Sequence[torch.Tensor], unscale: float, submitted: SubmittedStep
+    def _receive(
+        self,
+        plan: GradientPlan,
+        content: SlotContent,
+        gradients: Sequence[torch.Tensor],
+        groups: Sequence[Mapping[str, Any]],
+        unscale: float,
+        submitted: SubmittedStep,
     ) -> None:
-        """Sum the uses of tied parameters, clip by value, and take the norms of what is complete."""
+        """The host task of a segment whose gradients have arrived."""
+        self._join_uses(plan, gradients, submitted)
+        self._measure(plan, gradients, unscale, submitted)
+        for kept, gradient in zip(content.kept_gradients, gradients, strict=False):
+            kept.copy_(gradient)
+        if not self.deferred:
+            factor = None if unscale == 1.0 else torch.tensor(unscale)
+            self._update(plan, gradients, groups, factor, submitted.result)
+
+    def _arrived(
+        self,
+        plan: GradientPlan,
+        done: Event,
+        groups: Sequence[Mapping[str, Any]],
+        unscale: float,
+        submitted: SubmittedStep,
+    ) -> None:
+        """Called when the host task of a segment, which ends with `done`, has been submitted."""
+        if not self.deferred:
+            self._note_update(plan, done, submitted)
+
+    def _join_uses(self, plan: GradientPlan, gradients: Sequence[torch.Tensor], submitted: SubmittedStep) -> None:
+        """Sum the uses of tied parameters, and note which parameters have a gradient."""
         result = submitted.result
         with torch.no_grad():
             for index in plan.partial:
@@ -287,6 +312,13 @@ class ParameterServer:
             reached = None if plan.presence is None else plan.presence.reached()
             own = plan.names[: len(plan.names) - plan.late]
             result.reached.update(name for index, name in enumerate(own) if reached is None or index in reached)
+
+    def _measure(
+        self, plan: GradientPlan, gradients: Sequence[torch.Tensor], unscale: float, submitted: SubmittedStep
+    ) -> None:
+        """Clip by value, and take the norms of what is complete."""
+        result = submitted.result
+        with torch.no_grad():
             for index in plan.updates:
                 if self._clipping.value is not None:
                     # Clipping makes infinities finite, so an overflow has to be noticed before it.

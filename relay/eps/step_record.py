@@ -1,17 +1,23 @@
-"""The two records of a pass over the model: what it submitted, and what came of it.
+"""The two records of a pass over the model (what it submitted, what came of it), and what its end depends on.
 
 `SubmittedStep` holds the events, which other threads complete. `StepResult` holds values that host tasks write; read
-them once `SubmittedStep.required` has ended. They do no work themselves. Invariant: `StepResult.updating` is True
-before the first parameter changes, so a step that failed while it is False has changed nothing.
+them once `SubmittedStep.required` has ended. They do no work themselves. `StepAgreement` is what a step has to agree on
+with other processes: nothing, where one process trains alone. `relay.eps.server` extends it, and `relay.distributed`
+extends that for several processes. Invariant: `StepResult.updating` is True before the first parameter changes, so a
+step that failed while it is False has changed nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from hal.event import Event
+from relay.eps.gradient_plan import GradientPlan
 
 
 @dataclass
@@ -78,3 +84,44 @@ class SubmittedStep:
         """
         first = [event for event in (self.verdict, self.decision) if event is not None]
         return [*first, *self.loads, *self.compute, *self.reads, *self.drains, *self.arrivals]
+
+
+class StepAgreement:
+    """The agreement of one process with itself.
+
+    Within `agreed_step`, a step calls `agree_on_loss` and `end_step` once each and in this order, unless submitting
+    fails before.
+    """
+
+    def owned(self, names: Sequence[str]) -> Sequence[str]:
+        """Those of the parameters whose optimizer states this process holds."""
+        return names
+
+    @contextmanager
+    def agreed_step(self, plans: Sequence[GradientPlan]) -> Iterator[None]:
+        """A context in which a training step with these plans is prepared, submitted and ended."""
+        yield
+
+    def agree_on_loss(
+        self, checked: Event | None, losses: Callable[[], list[float]], number: int, submitted: SubmittedStep
+    ) -> Event:
+        """The event after which a step may be applied.
+
+        `checked` is the check of the losses of this process (None: it has none), `losses` gives them weighted once it
+        has ended, and `number` is the step's.
+        """
+        assert checked is not None
+        return checked
+
+    def whole_loss(self, losses: Sequence[float]) -> float:
+        """The loss of the whole batch, from the weighted losses of this process, once the step has ended."""
+        return sum(losses)
+
+    def collect_nothing(
+        self, plan: GradientPlan, groups: Sequence[Mapping[str, Any]], unscale: float, submitted: SubmittedStep
+    ) -> None:
+        """A segment for which this process has no micro-batch: no gradient arrives, and nothing is updated."""
+
+    def end_step(self, error: BaseException | None, submitted: SubmittedStep) -> BaseException | None:
+        """Called when all of a step has ended, with its error. Returns the error that the step raises."""
+        return error

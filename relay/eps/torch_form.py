@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from relay.eps.optimizer_state import BoundOptimizer
+from relay.errors import RelayError
 from relay.optim.int8_state import Int8State
 from relay.processes import refuse_copy
 
@@ -39,12 +40,15 @@ class RelayOptimizer(torch.optim.Optimizer):
         states: BoundOptimizer,
         group_of: dict[str, int],
         ready: Callable[[], None],
+        is_part: bool = False,
     ) -> None:
         """Read and write these states from now on.
 
         `model` gives the model as it is; `group_of` is each parameter's group by name, changed here when groups are
-        added; `ready` waits for updates, and raises where the states may not be used.
+        added; `ready` waits for updates, and raises where the states may not be used. `is_part` is set where this
+        process holds a part of the states.
         """
+        self._is_part = is_part
         self._model, self._states, self._group_of, self._ready = model, states, group_of, ready
         self._given = len(self.param_groups)
         self._connected = True
@@ -56,6 +60,7 @@ class RelayOptimizer(torch.optim.Optimizer):
         """The state of each parameter that has been updated, as `torch.optim` has it."""
         found: defaultdict[torch.Tensor, State] = defaultdict(dict)
         if self._connected:
+            self._refuse_part("state")
             self._ready()
             for name, parameter in self._model().named_parameters():
                 if state := in_torch_form(self._states.state(name), parameter):
@@ -78,6 +83,7 @@ class RelayOptimizer(torch.optim.Optimizer):
         """
         if not self._connected:
             raise RuntimeError("This optimizer has no states: use that of a trainer, trainer.optimizer.")
+        self._refuse_part("load_state_dict")
         self._list_unfrozen()
         names = {id(parameter): name for name, parameter in self._model().named_parameters()}
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
@@ -98,6 +104,14 @@ class RelayOptimizer(torch.optim.Optimizer):
                 group.setdefault(key, value)
         for name, state in states.items():
             self._states.restore(name, state)
+
+    def _refuse_part(self, call: str) -> None:
+        """Raise RelayError where this process holds a part of the states."""
+        if self._is_part:
+            raise RelayError(
+                f"optimizer.{call} is not possible with several processes: each holds a part of the states. Use "
+                "trainer.save(folder) and trainer.load(folder), which write and read all of them."
+            )
 
     def _list_unfrozen(self) -> None:
         """List parameters that have been unfrozen since, which are updated with the group that they were given."""

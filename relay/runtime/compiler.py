@@ -19,7 +19,17 @@ from relay.capture.guards.executed_code import collected_code
 from relay.capture.guards.held_tensors import HeldTensors, watching
 from relay.data.buckets import Buckets
 from relay.data.loss_weight import SUM, LossPlan, StatedCount
-from relay.data.microbatches import Batch, Piece, check_weights, first_of, join, take_apart, weigh, with_whole_values
+from relay.data.microbatches import (
+    Batch,
+    Piece,
+    check_weights,
+    counts_of,
+    first_of,
+    join,
+    take_apart,
+    weigh,
+    with_whole_values,
+)
 from relay.errors import BatchError, PartitionError
 from relay.partition import list_as_model
 from relay.partition.edit_layers import chosen_layers, layer_names
@@ -38,7 +48,9 @@ class PreparedBatch:
     """A batch in micro-batches, what each counts in the mean loss, and the compiled model for each.
 
     Micro-batches that count nothing are left out: these are numbers `numbers` of `count`. With a head over the whole
-    batch there is one weight, that of the batch.
+    batch there is one weight, that of the batch. Where the batch is the share of one of several processes, `counts` are
+    what the micro-batches count, from which the weights follow once all processes know them (None: the weights are
+    final).
     """
 
     pieces: Batch
@@ -46,6 +58,7 @@ class PreparedBatch:
     compiled: list[CompiledModel]
     numbers: list[int]
     count: int
+    counts: list[float] | None = None
 
     @property
     def rows(self) -> list[Piece]:
@@ -90,6 +103,8 @@ class ModelCompiler(ShapeCompiler):
         self.held = HeldTensors(lambda: self.model)
         self._loss_weight = loss_weight
         self._warned = False
+        self.is_share = False
+        """Whether batches are one process's share of a larger batch, so that each micro-batch counts for a part."""
 
     def use(self, modules: list[nn.Module]) -> Callable[[], None]:
         """Use another list of modules from now on. Returns a function that undoes it."""
@@ -160,6 +175,8 @@ class ModelCompiler(ShapeCompiler):
             return PreparedBatch(given, stated, compiled, list(numbers), count)
         plans = self._plans(compiled)
         self._check_loss(plans, count)
+        if self.is_share:
+            return self._as_share(given, compiled, plans)
         shares = weigh(given, plans)
         given = with_whole_values(given, plans)
         counting = [number for number in numbers if shares[number] != 0]  # the mean of nothing is undefined
@@ -169,6 +186,27 @@ class ModelCompiler(ShapeCompiler):
             [compiled[number] for number in counting],
             counting,
             count,
+        )
+
+    def _as_share(self, given: Batch, compiled: Sequence[CompiledModel], plans: Sequence[LossPlan]) -> PreparedBatch:
+        """A batch that is the share of one process. Its weights are final where the loss is a sum."""
+        if any(plan.is_rewritten for plan in plans):
+            raise PartitionError(
+                "The loss has several terms that count differently, or takes a value of the whole batch such as the "
+                "number of its targets. Several processes cannot train it yet. Train it in one process, or give "
+                "loss_weight=, a function of a micro-batch."
+            )
+        counts = counts_of(given, plans)
+        weights = [1.0] * len(compiled) if counts is None else counts
+        numbers = [number for number, weight in enumerate(weights) if weight != 0]  # the mean of nothing is undefined
+        kept = numbers or [0]  # the model is compiled, even if nothing is to run
+        return PreparedBatch(
+            replace(given, pieces=[given.pieces[number] for number in kept]),
+            [weights[number] for number in kept],
+            [compiled[number] for number in kept],
+            kept,
+            len(compiled),
+            None if counts is None else [counts[number] for number in kept],
         )
 
     def prepare_outputs(self, batch: Any) -> PreparedBatch:
@@ -190,7 +228,7 @@ class ModelCompiler(ShapeCompiler):
 
     def _may_go_over(self, given: Batch) -> bool:
         """Whether the head may run over the whole batch."""
-        return self._loss_over != "microbatch" and given.whole is not None
+        return self._loss_over != "microbatch" and given.whole is not None and not self.is_share
 
     def _prepare_over_batch(
         self,
@@ -253,6 +291,7 @@ class ModelCompiler(ShapeCompiler):
 
     def _check_loss(self, plans: Sequence[LossPlan], microbatches: int, over_batch: bool = False) -> None:
         """Refuse a loss that micro-batches cannot make, and warn once of one that cannot be followed."""
+        microbatches = max(microbatches, 2) if self.is_share else microbatches  # others have more
         self._warned = check_loss(type(self.model).__name__, plans, microbatches, self._warned, over_batch)
 
     def take_apart(self, batch: Any, needs_targets: bool) -> Batch:
@@ -291,7 +330,7 @@ class ModelCompiler(ShapeCompiler):
         """
         state = state or self._code.current()
         piece, whole = batch.pieces[number], None
-        if len(batch.pieces) > 1 and follow and self._loss_weight is None:
+        if (len(batch.pieces) > 1 or self.is_share) and follow and self._loss_weight is None:
             whole = batch.whole or piece.doubled()
         key = (piece.signature(), whole and whole.signature(), training, results, active, state, outputs, head)
         compiled = self.cache.find(key, piece.tensors, whole.tensors if whole else ())

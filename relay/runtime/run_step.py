@@ -7,6 +7,7 @@ from one pass to the next: step counts, loss scales and hyperparameters are the 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
@@ -38,6 +39,7 @@ def train_step(
     scale: float,
     on_nonfinite: str,
     read_back: Callable[[SubmittedStep], None] | None = None,
+    first_microbatch: int = 0,
 ) -> SubmittedStep:
     """Run a training step.
 
@@ -54,12 +56,15 @@ def train_step(
         on_nonfinite: what a loss that is NaN or infinite does. "stop" applies nothing and raises NonFiniteLoss, "skip"
             applies nothing and logs a warning, "log" applies the step and logs a warning, "apply" applies it.
         read_back: called when the kernels are submitted; it submits reads of further results.
+        first_microbatch: the number of the first micro-batch in the whole batch.
 
     Returns:
         The submitted step, which has ended except for deferred updates.
     """
-    _check_indices(prepared, inputs)
     count = len(weights)
+    if not count:
+        return _step_without_work(session, prepared, groups, number, 1.0 / scale, on_nonfinite)
+    _check_indices(prepared, inputs)
     turn, scalars = prepared.turn, prepared.scalars
     _reset_peaks(prepared)
     dtype = prepared.compiled[0].loss_dtype
@@ -75,7 +80,8 @@ def train_step(
             if on_nonfinite in ("stop", "skip") and not bool(torch.isfinite(losses_on_host).all()):
                 raise NonFiniteLoss(float((losses_on_host * weights_on_host).sum()), number)
 
-        return session.host.run(check, [read], "check of the loss")
+        checked = session.host.run(check, [read], "check of the loss")
+        return session.server.agree_on_loss(checked, lambda: weighted(losses_on_host, weights), number, submitted)
 
     first: list[Event] = []
     inputs, touched = with_touched_rows(prepared.compiled, session.rows.choose(prepared.compiled, inputs))
@@ -85,20 +91,52 @@ def train_step(
             first += session.rows.gather(prepared.compiled[0])
             submitted.touched_rows = touched
             _write_inputs(prepared, inputs)
-            step = TrainingStep(prepared, seed, number, session.trace, first[0], submit_verdict, groups, 1.0 / scale)
+            step = TrainingStep(
+                prepared, seed, number, session.trace, first[0], submit_verdict, groups, 1.0 / scale,
+                first=first_microbatch,
+            )  # fmt: skip
             prepared.scheduler.train(step, submitted)
             if read_back is not None:
                 read_back(submitted)
     except NonFiniteLoss as problem:
-        if on_nonfinite == "stop":
-            raise
-        logger.warning("%s The batch is skipped.", problem)
-        submitted.result.loss, submitted.result.skipped = problem.loss, True
-        return submitted
+        return _skipped(problem, submitted, on_nonfinite)
     session.guard.note_updates(submitted)
-    submitted.result.loss = _weighted(losses_on_host, weights)
-    if on_nonfinite == "log" and not bool(torch.isfinite(losses_on_host).all()):
+    submitted.result.loss = session.server.whole_loss(weighted(losses_on_host, weights))
+    if on_nonfinite == "log" and not math.isfinite(submitted.result.loss):
         logger.warning("The loss of step %d is %s; the step is applied all the same.", number, submitted.result.loss)
+    return submitted
+
+
+def _step_without_work(
+    session: Session,
+    prepared: PreparedStep,
+    groups: Sequence[Mapping[str, Any]],
+    number: int,
+    unscale: float,
+    on_nonfinite: str,
+) -> SubmittedStep:
+    """A training step in which this process has no micro-batch: others have, and it updates what it owns."""
+    server = session.server
+    try:
+        with session.guard.running(prepared, []) as submitted:
+            submitted.verdict = server.agree_on_loss(None, list, number, submitted)
+            for plan in reversed(prepared.gradient_plans):
+                if plan.names:
+                    server.collect_nothing(plan, groups, unscale, submitted)
+            server.conclude(prepared.gradient_plans, [], groups, unscale, submitted)
+    except NonFiniteLoss as problem:
+        return _skipped(problem, submitted, on_nonfinite)
+    session.guard.note_updates(submitted)
+    submitted.result.loss = server.whole_loss([])
+    return submitted
+
+
+def _skipped(problem: NonFiniteLoss, submitted: SubmittedStep, on_nonfinite: str) -> SubmittedStep:
+    """A step whose loss is not finite, with nothing applied. Raises the problem unless such steps are skipped."""
+    if on_nonfinite == "stop":
+        raise problem
+    logger.warning("%s The batch is skipped.", problem)
+    submitted.result.loss, submitted.result.skipped = problem.loss, True
     return submitted
 
 
@@ -159,7 +197,7 @@ class TrainingReads:
                 name: output.tree.fill([tensors[number] for number in output.numbers])
                 for name, output in model.partition.named_outputs.items()
             }
-            for model, tensors in zip(self._prepared.rows, self._results, strict=True)
+            for model, tensors in zip(self._prepared.rows, self._results, strict=False)  # none if nothing ran
             if head is None or model is head
         ]
 
@@ -185,10 +223,12 @@ def forward(
     number: int,
     read_back: Callable[[SubmittedStep], None] | None = None,
 ) -> SubmittedStep:
-    """Run a forward pass alone. The loss is the mean over the batch, or 0 where the model has none.
+    """Run a forward pass alone, if there are micro-batches. The loss is the batch's mean, or 0 where there is none.
 
     `read_back` is called when the kernels are submitted; it submits reads of further results.
     """
+    if not weights:
+        return SubmittedStep()  # this process has no micro-batch
     _check_indices(prepared, inputs)
     compiled = prepared.compiled
     _reset_peaks(prepared)
@@ -207,7 +247,7 @@ def forward(
             read_back(submitted)
     session.guard.deliver_interrupts()
     if has_loss:
-        submitted.result.loss = _weighted(losses_on_host, weights)
+        submitted.result.loss = sum(weighted(losses_on_host, weights))
     return submitted
 
 
@@ -304,6 +344,6 @@ def _join(rows: Sequence[torch.Tensor], sizes: Sequence[int], weights: Sequence[
     return rows[0]
 
 
-def _weighted(losses: torch.Tensor, weights: Sequence[float]) -> float:
-    """The mean loss of the batch: each micro-batch's part rounded to its own dtype, as plain training would have it."""
-    return sum(float(loss * weight) for loss, weight in zip(losses, weights, strict=True))
+def weighted(losses: torch.Tensor, weights: Sequence[float]) -> list[float]:
+    """The parts of the batch's loss: each micro-batch's, rounded to its own dtype as plain training would have it."""
+    return [float(loss * weight) for loss, weight in zip(losses, weights, strict=True)]

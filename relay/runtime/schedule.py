@@ -12,7 +12,7 @@ slot, the stash and the server, where the memory is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -92,12 +92,16 @@ class PreparedStep:
 
 @dataclass(eq=False)
 class ForwardPass:
-    """A forward pass. `seed` and `number` (of the step) go into every random key; `trace` records calls, if given."""
+    """A forward pass. `seed` and `number` (of the step) go into every random key; `trace` records calls, if given.
+
+    `first` is the number of its first micro-batch in the whole batch.
+    """
 
     prepared: PreparedStep
     seed: int
     number: int
     trace: Trace | None
+    first: int = field(default=0, kw_only=True)
 
 
 @dataclass(eq=False)
@@ -333,7 +337,7 @@ class Scheduler:
             waits += access.waits
         key = None
         if program.program.draws:
-            key = RandomKey(step.seed, step.number, stage.segment.layer_index, microbatch)
+            key = RandomKey(step.seed, step.number, stage.segment.layer_index, step.first + microbatch)
         call = KernelCall(program.kernel, inputs, outputs, program.first if microbatch == 0 else program.later, key)
         calls = [call] if program.chunks is None else chunk_calls(program, call, accesses, microbatch == 0)
         for call in calls:

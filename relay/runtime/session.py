@@ -329,7 +329,7 @@ class Session:
         if microbatches == 1 and self._native and self.server.keeps_narrow_gradients:
             narrow = narrow_gradients(compiled, self._gradient_plans(compiled))
         return [
-            store.content(stage.segment.name, group, gradients, self.server.deferred, of_stage)
+            store.content(stage.segment.name, group, gradients, self.server.keeps_gradients, of_stage)
             for stage, group, gradients, of_stage in zip(compiled.stages, wanted, fields, narrow, strict=True)
         ]
 

@@ -83,6 +83,8 @@ class StepGuard:
                 if error is not None:
                     # If submitting failed, some of what was submitted may be noted nowhere.
                     self._drain_queues(prepared)
+                error = self._server.end_step(error, submitted)
+                if error is not None:
                     wait_all(submitted.updates)
             except KeyboardInterrupt as given_up:  # Ctrl-C twice: the pass is abandoned while it runs
                 self.broken = given_up

@@ -35,6 +35,7 @@ LAYERS = (
     {"models"},
     {"partition"},
     {"runtime"},
+    {"distributed"},
     {"run_state", "simulation", "trainer_arguments"},
     {"verification"},
     {"trainer"},

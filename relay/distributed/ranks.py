@@ -1,0 +1,87 @@
+"""The ranks of a run: the process group that the user's script made, and the channels between its processes.
+
+`torch.distributed` must be initialised before the trainer is built, by the script or by the command; nothing here
+starts processes. Invariant: every rank makes the same channels in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from torch import distributed
+
+from relay.distributed.channel import Channel
+from relay.errors import RankLost
+
+_LOST = "relay/first rank lost"
+
+
+class Ranks:
+    """All processes that train together, seen from one of them.
+
+    Attributes:
+        rank, count: this process, and how many there are.
+        control: the channel of small records.
+        bulk: the channel of gradients and weights.
+    """
+
+    def __init__(self) -> None:
+        self.rank = distributed.get_rank()
+        self.count = distributed.get_world_size()
+        self._names = [f"rank {rank}" for rank in range(self.count)]
+        self._groups: list[Any] = [distributed.new_group(backend="gloo") for _ in range(2)]
+        self.control = Channel(self._groups[0], "control messages", self._lost)
+        self.bulk = Channel(self._groups[1], "gradients and weights", self._lost)
+        hosts = self.control.gather_now({"host": socket.gethostname(), "process": os.getpid()})
+        self._names = [
+            f"rank {rank} of {self.count} (process {one['process']} on {one['host']})" for rank, one in enumerate(hosts)
+        ]
+
+    def name(self, rank: int) -> str:
+        """A rank in words, with its process and host."""
+        return self._names[rank]
+
+    def _lost(self, rank: int, reason: str) -> RankLost:
+        """The error for a rank that cannot be reached: the first such rank that any of the others has noticed.
+
+        A rank that ends because another one has ended is not the cause.
+        """
+        with suppress(Exception):  # the store may have ended with the rank that held it
+            store = distributed.distributed_c10d._get_default_store()
+            store.set_timeout(timedelta(seconds=5))
+            rank = int(store.compare_set(_LOST, "", str(rank)))
+        return RankLost(rank, self.name(rank), reason)
+
+    def close(self) -> None:
+        """End the channels, when all that was submitted has ended."""
+        self.control.close()
+        self.bulk.close()
+        for group in self._groups:
+            with suppress(Exception):  # a group that has lost a rank, or that the script has destroyed already
+                distributed.destroy_process_group(group)
+
+
+def ranks_of_this_run() -> Ranks | None:
+    """The ranks, where a process group of several processes has been initialised; None for a process alone.
+
+    It is called by all ranks at once.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+        return None
+    return Ranks()
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that logs and saves: rank 0, or a process alone."""
+    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+
+
+def local_device(device: str | Sequence[str]) -> str | Sequence[str]:
+    """The device of this process: a name without a number gets that of LOCAL_RANK, which torchrun sets."""
+    number = os.environ.get("LOCAL_RANK", "")
+    return f"{device}:{number}" if device in ("cuda", "cupy", "opencl") and number.isdecimal() else device

@@ -1,0 +1,247 @@
+"""The passes of a trainer whose process is one rank of several: what the ranks agree on before and after each pass.
+
+Before a training step or an evaluation every rank sends one small record: what it calls, the error that it met while it
+prepared, and what its micro-batches count. So each knows the weights of its losses, an error on one rank is raised on
+all, and ranks without a batch take part with none. An evaluation that only some ranks call is joined by the others with
+an empty share. What is sent during a step is the server's (`relay.distributed.parameter_server`). Invariant: ranks that
+call different things get an error on all ranks, and never wait for each other.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from hal.device import Device
+from hal.host import Host
+from relay.data.microbatches import Batch, count_tokens
+from relay.distributed.compare_ranks import refuse_differences
+from relay.distributed.empty_share import is_empty, stand_in
+from relay.distributed.ownership import OwnedWeights, Ownership, works_by_element
+from relay.distributed.parameter_server import RankParameterServer
+from relay.distributed.ranks import Ranks
+from relay.distributed.refusals import refuse_changing_buffers
+from relay.eps.optimizer_state import BoundOptimizer
+from relay.eps.server import Clipping
+from relay.eps.store import LayerStore
+from relay.errors import BatchError, RankFailed, RankLost, RanksDiffer, RelayError
+from relay.metrics import Metrics
+from relay.runtime.compiler import PreparedBatch
+from relay.runtime.schedule import PreparedStep
+
+Prepare = Callable[[Any], tuple[PreparedBatch, PreparedStep]]
+
+TRAIN, EVALUATE, SAVE, CLOSE = "step", "evaluate", "save", "close"
+
+
+@dataclass
+class SharedPass:
+    """A pass that all ranks have agreed on.
+
+    Attributes:
+        batch: this rank's share, with its weights in the whole batch; without micro-batches if it has none.
+        prepared: what it runs on.
+        first: the number of its first micro-batch in the whole batch.
+        tokens: those of the whole batch.
+    """
+
+    batch: PreparedBatch
+    prepared: PreparedStep
+    first: int
+    tokens: int
+
+
+class Together:
+    """The agreements of one rank with the others."""
+
+    def __init__(self, ranks: Ranks, model: nn.Module, optimizer: Any, state_dtype: str) -> None:
+        self.ranks = ranks
+        self._sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        whole = not works_by_element(optimizer, state_dtype)
+        self.ownership = Ownership(self._sizes, ranks.rank, ranks.count, whole)
+        self._names = [ranks.name(rank) for rank in range(ranks.count)]
+
+    def owned(self, store: LayerStore) -> OwnedWeights | None:
+        """What the optimizer sees of a store, if parameters are cut."""
+        return None if self.ownership.whole else OwnedWeights(store, self.ownership)
+
+    def serve(
+        self,
+        device: Device,
+        host: Host,
+        store: LayerStore,
+        optimizer: BoundOptimizer,
+        group_of: Mapping[str, int],
+        order: Sequence[str],
+        clipping: Clipping,
+        scaled: bool,
+    ) -> RankParameterServer:
+        """The server of this rank."""
+        return RankParameterServer(
+            device, host, store, optimizer, group_of, order, clipping, scaled, self.ranks, self.ownership, self._sizes
+        )
+
+    # -- before a pass ----------------------------------------------------------------------------------------
+
+    def agree_on_step(self, prepare: Prepare, batch: Any, facts: Mapping[str, Any]) -> SharedPass:
+        """Prepare a training step, and agree on it. `facts` must be equal on all ranks, such as the learning rate."""
+        return self._agree(TRAIN, prepare, batch, facts)
+
+    def _agree(self, call: str, prepare: Prepare, batch: Any, facts: Mapping[str, Any]) -> SharedPass:
+        error: Exception | None = None
+        made: tuple[PreparedBatch, PreparedStep] | None = None
+        record: dict[str, Any] = {"call": call, "error": None, "microbatches": 0, "counts": [], "tokens": 0}
+        empty = False
+        try:
+            empty = is_empty(batch)
+            made = prepare(stand_in(batch) if empty else batch)
+            given, prepared = made
+            refuse_changing_buffers(prepared.saved_buffers)
+            record["facts"] = {**facts, "parameters of the segments": _digest(prepared)} if call == TRAIN else {}
+            record["sum"] = given.counts is None
+            if not empty and (given.counts is None or any(given.counts)):
+                record["microbatches"] = len(given.weights)
+                record["counts"] = given.counts
+                record["tokens"] = count_tokens(given.pieces)
+        except Exception as failure:
+            error = failure
+            record["error"] = _text(failure)
+        records = self._exchange(record, error)
+        if made is None:
+            raise RelayError("The ranks did not agree.")  # not reached: an error of this rank was raised
+        given, prepared = made
+        if call == TRAIN:
+            self._refuse_other_facts(records)
+        first = sum(each["microbatches"] for each in records[: self.ranks.rank])
+        shared = replace(given, weights=self._weights(given, records, record["microbatches"]))
+        if not record["microbatches"]:
+            shared = replace(shared, pieces=Batch([]), weights=[], numbers=[], count=0)
+        return SharedPass(shared, prepared, first, sum(each["tokens"] for each in records))
+
+    def agree_on_save(self, error: BaseException | None = None) -> None:
+        """Agree that all ranks save a checkpoint now. `error` is what kept this rank from it."""
+        self._exchange({"call": SAVE, "error": None if error is None else _text(error)}, error)
+
+    def _exchange(self, record: dict[str, Any], error: BaseException | None) -> list[dict[str, Any]]:
+        """The records of all ranks, which call the same and have no error."""
+        while True:
+            records: list[dict[str, Any]] = self.ranks.control.gather_now(record)
+            evaluating = [each["call"] == EVALUATE for each in records]
+            if record["call"] == EVALUATE or not any(evaluating):
+                break
+            self._join_evaluation(records)
+        if error is not None:
+            raise error
+        apart = record["call"] == EVALUATE  # ranks that call something else have joined with nothing
+        joined = [{**each, **_NOTHING} if apart and each["call"] != EVALUATE else each for each in records]
+        for rank, each in enumerate(joined):
+            if each["error"] is not None:
+                raise RankFailed(rank, self._names[rank], each["error"])
+            if each["call"] != record["call"] and not apart:
+                raise RanksDiffer(
+                    f"{self._names[self.ranks.rank]} calls {record['call']}, and {self._names[rank]} calls "
+                    f"{each['call']}. All ranks must make the same number of steps, and save and close after the same "
+                    "step. A rank that has no samples left gives a batch of no samples: tensors of length 0."
+                )
+        return joined
+
+    def _weights(self, given: PreparedBatch, records: Sequence[Mapping[str, Any]], count: int) -> list[float]:
+        problem = _problem(records)
+        if problem is not None:
+            raise problem
+        if given.counts is None:
+            return given.weights
+        total = sum(one for each in records for one in each["counts"] or [])
+        return [one / total for one in given.counts] if count else []
+
+    def _refuse_other_facts(self, records: Sequence[Mapping[str, Any]]) -> None:
+        for rank, each in enumerate(records):
+            for name, value in records[0]["facts"].items():
+                if each["facts"][name] != value:
+                    raise RanksDiffer(
+                        f"The ranks differ in the {name} of this step: {self._names[0]} has {value}, "
+                        f"{self._names[rank]} has {each['facts'][name]}. Give every rank the same."
+                    )
+
+    # -- evaluations ------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, prepare: Prepare, forward: Callable[[PreparedBatch, PreparedStep], Metrics], batch: Any
+    ) -> Metrics:
+        """Evaluate a batch of which every rank has a share. Ranks that do not evaluate now take part without one."""
+        shared = self._agree(EVALUATE, prepare, batch, {})
+        error: BaseException | None = None
+        metrics: Metrics | None = None
+        try:
+            metrics = forward(shared.batch, shared.prepared)
+        except BaseException as failure:
+            error = failure
+        loss = 0.0 if metrics is None else metrics.loss
+        records = self.ranks.control.gather_now({"loss": loss, "error": None if error is None else _text(error)})
+        if error is not None or metrics is None:
+            raise error or RelayError("The evaluation gave nothing.")
+        for rank, each in enumerate(records):
+            if each["error"] is not None:
+                raise RankFailed(rank, self._names[rank], each["error"])
+        return replace(metrics, loss=sum(each["loss"] for each in records), tokens=shared.tokens)
+
+    def _join_evaluation(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Take part in an evaluation of others, without a batch."""
+        evaluating = [each for each in records if each["call"] == EVALUATE]
+        if not any(each["error"] for each in evaluating) and _problem(evaluating) is None:
+            self.ranks.control.gather_now({"loss": 0.0, "error": None})
+
+    # -- the whole run ----------------------------------------------------------------------------------------
+
+    def refuse_differences(self, record: Mapping[str, Any]) -> None:
+        """Compare what all ranks have built. Raises RanksDiffer on every rank."""
+        refuse_differences([each["built"] for each in agree_on_construction(self.ranks, record, None)], self._names)
+
+    def close(self, join: bool) -> None:
+        """End the channels. With `join`, first take part in what the others still evaluate, until all close."""
+        if join:
+            with suppress(RankLost, RanksDiffer, RankFailed):
+                self._exchange({"call": CLOSE, "error": None}, None)
+        self.ranks.close()
+
+
+_NOTHING: dict[str, Any] = {"error": None, "microbatches": 0, "counts": [], "tokens": 0, "sum": False}
+"""What a rank brings that takes part with nothing."""
+
+
+def _problem(records: Sequence[Mapping[str, Any]]) -> RelayError | None:
+    """Why the shares of these ranks make no batch, or None."""
+    working = [each for each in records if each["microbatches"]]
+    if not working:
+        return BatchError("The batch has no samples on any rank, or all of its targets are masked: it has no loss.")
+    if len({each["sum"] for each in working}) > 1:
+        return RanksDiffer("The loss is a sum on some ranks and a mean on others. Give every rank the same weights=.")
+    return None
+
+
+def agree_on_construction(
+    ranks: Ranks, record: Mapping[str, Any] | None, error: BaseException | None
+) -> list[dict[str, Any]]:
+    """The records of all ranks when their trainers are built. Raises RankFailed if one could not be built."""
+    records: list[dict[str, Any]] = ranks.control.gather_now(
+        {"built": record, "error": None if error is None else _text(error)}
+    )
+    for rank, each in enumerate(records):
+        if error is None and each["error"] is not None:
+            raise RankFailed(rank, ranks.name(rank), each["error"])
+    return records
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _digest(prepared: PreparedStep) -> str:
+    """What must be equal on all ranks for their messages to match: which parameters each segment updates."""
+    plans = [[plan.names[index] for index in plan.updates] for plan in prepared.gradient_plans]
+    return f"{sum(map(len, plans))} parameters in {len(plans)} segments, {zlib.crc32(repr(plans).encode()):08x}"
