@@ -48,7 +48,9 @@ def add_adapters(model: nn.Module, own: FinetuneOptions, task: str, base: str) -
 def load_adapters(model: nn.Module, folder: Path) -> Any:
     """The model with the adapters of a folder, to be trained on."""
     try:
-        return _peft().PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft's own use of transformers
+            return _peft().PeftModel.from_pretrained(model, str(folder), is_trainable=True)
     except (ValueError, RuntimeError, OSError, KeyError) as wrong:
         reason = " ".join(str(wrong).split())[:300]
         raise RelayError(f"The adapters in {folder} do not fit {type(model).__name__}: {reason}") from wrong

@@ -134,7 +134,7 @@ def open_tokenizer(model: ModelFolder) -> Any:
 
 
 def longest_row(model: ModelFolder, tokenizer: Any, given: int | None) -> int:
-    """The most tokens of a row. Raises ValueError for more than the model has positions."""
+    """The most tokens of a row. Raises RelayError for more than the model has positions."""
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and "roberta" in config.model_type:
@@ -145,7 +145,7 @@ def longest_row(model: ModelFolder, tokenizer: Any, given: int | None) -> int:
     if given is None:
         return LONGEST if limit is None else min(LONGEST, limit)
     if limit is not None and given > limit:
-        raise ValueError(
+        raise RelayError(
             f"seq={given} is longer than the {limit} positions of {model.given}. Give --seq {limit} or less."
         )
     return given

@@ -84,6 +84,8 @@ def _read(given: str, cache: str | None) -> DataFile:
     kind = FORMATS.get(path.suffix.lower())
     if kind is None:
         raise DataError(f"Files that end in {path.suffix!r} cannot be read, but {', '.join(FORMATS)} can.", file=given)
+    if not path.stat().st_size:
+        raise DataError("The file holds no rows.", file=given)
     extra: dict[str, Any] = {"sample_by": "document"} if kind == "text" else {}
     extra |= {"sep": "\t"} if path.suffix.lower() == ".tsv" else {}
     try:

@@ -20,19 +20,14 @@ from examples.documentation_chats import (
     train_tokenizer,
     write_jsonl,
 )
-from relay.finetuning.data.prepare import find_labelling, prepare_data, read
 from relay.finetuning.finetune import finetune
-from relay.finetuning.model_folder import AUTO, open_folder
-from relay.finetuning.options import settings_of
-from relay.finetuning.schedule import learning_rate
 from tests.support import reference
 from tests.support.command_line import only_object, relay
+from tests.support.plain_finetuning import QUICK, plain
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-QUICK: dict[str, Any] = {"fit": False, "samples": 0, "device": "cpu", "batch": 4, "microbatches": 2, "lr": 1e-2}
 
 
 @pytest.fixture(scope="module")
@@ -70,42 +65,6 @@ def tune(place: Path, tmp_path: Path) -> Callable[..., tuple[dict[str, Any], lis
 
 def losses(seen: list[dict[str, Any]]) -> list[float]:
     return [figures["loss"] for figures in seen if "loss" in figures]
-
-
-def plain(folder: Path, data: Path, cache: Path, steps: int, **options: Any) -> tuple[list[float], torch.nn.Module]:
-    """The same batches trained by transformers and torch.optim, with the whole model in memory."""
-    settings = settings_of({"cache": str(cache), **QUICK, **options})
-    source, files = open_folder(str(folder)), read([str(data)], str(cache))
-    labelling = find_labelling(files, source, settings)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    batches = prepare_data(files, labelling, tokenizer, 256, source.vocabulary, 0, settings).training
-    model = getattr(transformers, AUTO[labelling.task]).from_pretrained(folder, dtype=torch.float32).train()
-    model.config.use_cache = False
-    decays = [[one for one in model.parameters() if one.ndim > 1], [one for one in model.parameters() if one.ndim < 2]]
-    groups = [{"params": group, "weight_decay": decay} for group, decay in zip(decays, (0.01, 0.0), strict=True)]
-    optimizer = torch.optim.AdamW(groups, lr=0.0, fused=True)
-    found = []
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps, settings.own.lr or 0.0, "cosine", 0.03)
-        batch = batches.batch(step)
-        pieces = reference.cut(batch, 2)
-        counts = [
-            int((piece["labels"][..., 1:] if labelling.task == "causal" else piece["labels"]).ne(-100).sum())
-            for piece in pieces
-        ]
-        if labelling.task == "regression":
-            counts = [len(piece["labels"]) for piece in pieces]
-        total = 0.0
-        for piece, count in zip(pieces, counts, strict=True):
-            loss = model(**piece).loss * (count / sum(counts))
-            loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(total)
-    return found, model
 
 
 def test_one_command_tunes_a_folder_on_chats_and_transformers_loads_the_result(
