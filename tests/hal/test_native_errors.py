@@ -49,6 +49,7 @@ def test_a_step_on_a_device_that_fails_raises_a_named_error(fault: str) -> None:
 
 
 @pytest.mark.parametrize("fault", ["CompileRaises", "RunExits", "CloseRaises", "DeviceIsLost"])
+@pytest.mark.sample("RunExits", "DeviceIsLost")
 def test_the_command_ends_with_one_line(fault: str, tmp_path: Path) -> None:
     sizes = ["--layers", "2", "--hidden", "16", "--heads", "2", "--seq", "16", "--steps", "1", "--no-sample"]
     result = CliRunner().invoke(cli.main, ["train", "--device", fault, "--out", str(tmp_path / "run"), *sizes])

@@ -11,6 +11,7 @@ from tests.support.zoo.plain_models import Build, gpt, regression, same_perceptr
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
+@pytest.mark.sample("cpu:discrete")
 def test_evaluate_gives_the_loss_in_eval_mode_and_changes_nothing(build: Build, device: str) -> None:
     model, plain = gpt(3, dropout=0.5), gpt(3, dropout=0.5)
     batch, other = reference.text_batches(2)

@@ -272,6 +272,7 @@ def test_the_gradient_norm_is_that_of_the_plain_gradients(build: Build, device: 
 
 
 @pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.sample("host")
 def test_batches_may_change_their_shape_from_step_to_step(build: Build, stash: str) -> None:
     model, plain = gpt(3), gpt(3)
     shapes = [(8, 12), (10, 12), (5, 7), (4, 1), (8, 12), (11, 3)]

@@ -76,6 +76,7 @@ def test_with_and_without_a_mask_ten_steps_are_equal_to_the_last_bit(build: Buil
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
+@pytest.mark.sample("cpu:discrete")
 def test_ten_steps_of_a_list_of_convolutions_with_batchnorm_are_equal(build: Build, device: str) -> None:
     torch.manual_seed(0)
     ours = convolutions(0.0)

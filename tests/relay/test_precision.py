@@ -129,6 +129,7 @@ def sent(model: nn.Module, wide: Callable[[str], bool]) -> int:
 
 
 @pytest.mark.parametrize("precision", MIXED)
+@pytest.mark.sample("bf16")
 def test_weights_used_only_rounded_cross_the_link_in_two_bytes_and_norms_and_embeddings_in_four(
     build: Build, precision: str
 ) -> None:

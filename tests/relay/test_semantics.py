@@ -55,6 +55,7 @@ def by_label(trainer: relay.Trainer) -> dict[str, int]:
 
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
 @BOTH
+@pytest.mark.sample("cpu:discrete")
 def test_lora_by_peft_trains_the_adapters_alone_and_costs_only_them(build: Build, device: str) -> None:
     from peft import LoraConfig, get_peft_model
 
@@ -141,6 +142,7 @@ def test_every_parameter_keeps_its_dtype(build: Build, device: str) -> None:
 
 
 @pytest.mark.parametrize("parametrization", [parametrizations.weight_norm, parametrizations.orthogonal])
+@pytest.mark.sample("weight_norm")
 def test_parametrized_weights_train_as_in_pytorch(build: Build, parametrization: Callable[..., nn.Module]) -> None:
     def block() -> nn.Module:
         made = Block()
@@ -351,6 +353,7 @@ def test_switching_between_train_and_eval_uses_the_right_program(build: Build) -
 
 
 @pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.sample("1")
 def test_lengths_may_vary_with_a_bounded_number_of_programs(build: Build, programs: int) -> None:
     lengths = [5, 3, 5, 7, 3, 2, 5]
     given = [batches(1, rows=8, length=length)[0] for length in lengths]

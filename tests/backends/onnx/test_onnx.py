@@ -316,6 +316,7 @@ def test_probing_finds_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.sample("bf16")
 def test_half_precision_training_follows_the_cpu(precision: str) -> None:
     ours = small_models.relayed("gpt", "adamw", 5, "onnx:cpu", precision=precision)
     theirs = small_models.relayed("gpt", "adamw", 5, "cpu:discrete", precision=precision)

@@ -18,16 +18,18 @@ from tests.support.stubs import broken_backends
 
 ROOT = Path(__file__).parents[3]
 DEVICES: dict[str, list[str]] = {
-    "cpu": [],
-    "cpu:discrete": ["--samples", "1"],
     "numpy": [],
-    "onnx:cpu": [],
-    "sim": ["--samples", "1"],
-    # Each new kernel takes the driver's compiler a tenth of a second; tests/backends/opencl runs each op once.
-    "opencl": ["--only", "not test_ops"],
+    # Training on these is tested by itself, and each new kernel takes OpenCL's compiler a tenth of a second.
+    "cpu:discrete": ["--samples", "1", "--only", "not test_training"],
+    "onnx:cpu": ["--samples", "1", "--only", "not test_training"],
+    "opencl": ["--only", "not test_ops and not test_training"],
 }
 THOROUGH: dict[str, list[str]] = {
+    "cpu": [],
+    "cpu:discrete": ["--samples", "1"],
     "numpy:float64": [],
+    "onnx:cpu": [],
+    "sim": ["--samples", "1"],
     "sim:generic,order=late,poison=on": ["--only", "not test_ops"],
     "sim:t4": ["--only", "not test_ops"],
     # Each op once, in float32, int64 and bool.
@@ -64,7 +66,7 @@ def test_a_device_conforms_and_every_known_gap_still_fails(device: str, options:
     wrong = [(test["test"], test["reason"]) for test in found["tests"] if test["outcome"] == "failed"]
     assert (result.returncode, wrong) == (0, []), result.stderr[-2000:]
     assert found["conforms"]
-    assert found["passed"] > (100 if options else 500)
+    assert found["passed"] > (70 if options else 500)
     assert all(test["reason"] for test in found["tests"] if test["outcome"] in ("known gap", "skipped"))
     allowed = {"float64 is not in DeviceInfo.compute"} if device in WITHOUT_FLOAT64 else set()
     skipped = {test["reason"].removeprefix("torch.") for test in found["tests"] if test["outcome"] == "skipped"}

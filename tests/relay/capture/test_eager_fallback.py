@@ -133,6 +133,7 @@ def test_torch_optimizers_leave_experts_without_a_gradient_alone_too(build: Buil
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.sample("2")
 def test_what_a_refused_step_reached_is_forgotten_when_it_is_repeated(build: Build, microbatches: int) -> None:
     ours, plain = pair(lambda: Whole(Routed))
     decaying = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.5, fused=True)

@@ -146,6 +146,7 @@ def test_frozen_parameters_do_not_count_in_the_norm(build: Build) -> None:
 
 @pytest.mark.parametrize("clipping", CLIPPINGS)
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
+@pytest.mark.sample(4)
 def test_a_loss_that_is_not_finite_leaves_everything_and_training_goes_on(
     build: Build, device: str, clipping: str
 ) -> None:

@@ -36,6 +36,7 @@ def test_an_overflow_under_a_fixed_scale_is_an_error_that_names_the_layer() -> N
 
 
 @pytest.mark.parametrize("word", ["fixed", "dynamic"])
+@pytest.mark.sample("fixed")
 def test_every_word_that_simulate_and_plan_use_is_one_that_the_trainer_takes(word: str) -> None:
     """And what they suggest where a run does not fit: their own advice, taken."""
     shape: dict[str, Any] = {"layers": 62, "hidden": 8192, "device": "v100-sxm2-16gb", "precision": "fp16"}

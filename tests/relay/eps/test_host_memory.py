@@ -118,6 +118,7 @@ def test_a_refusal_does_not_advise_what_is_already_so(build: Build) -> None:
 
 
 @pytest.mark.parametrize(("advised", "instead"), [({"state_dtype": "int8"}, {}), ({}, {"precision": "bf16"})])
+@pytest.mark.sample("advised0-instead0")
 def test_what_is_advised_does_reduce_it(build: Build, advised: dict[str, Any], instead: dict[str, Any]) -> None:
     batch = reference.text_batches(1)[0]
     needs = []
@@ -188,6 +189,7 @@ on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="read
 @needs_mlock
 @on_linux
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1.0, "precision": "bf16", "stash": "host"}])
+@pytest.mark.sample("options1")
 def test_page_locked_memory_is_what_crosses_the_link_to_the_byte_and_is_given_back_with_the_trainer(
     options: dict[str, Any],
 ) -> None:

@@ -29,6 +29,7 @@ def average_of(model: nn.Module) -> torch.optim.swa_utils.AveragedModel:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
+@pytest.mark.sample("cpu:discrete")
 def test_averages_of_weights_and_generated_text_are_those_of_plain_pytorch_after_each_clipped_step(
     build: Build, device: str
 ) -> None:
@@ -74,6 +75,7 @@ def test_tensors_of_the_model_are_those_of_after_the_step_as_soon_as_it_returns(
 
 
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": NORM}, {"precision": "bf16"}], ids=str)
+@pytest.mark.sample(2)
 def test_weights_written_between_steps_are_trained_on(build: Build, options: dict[str, Any]) -> None:
     model, plain = gpt(), gpt()
     stepper = reference.adamw(list(plain.parameters()))

@@ -167,6 +167,7 @@ def test_muon_is_torchs_muon_and_adamw_to_the_bit(build: Build, kind: str) -> No
 
 
 @pytest.mark.parametrize("masters", ["fp32", "split"])
+@pytest.mark.sample("split")
 def test_muon_in_bf16_with_clipping_is_plain_training(build: Build, masters: str) -> None:
     if masters == "split" and not fused.available():
         pytest.skip(fused.reason())

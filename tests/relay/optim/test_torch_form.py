@@ -149,6 +149,7 @@ def test_before_the_first_step_there_is_no_state(build: Build) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.sample("0")
 def test_a_state_of_another_optimizer_or_of_other_shapes_is_refused_and_nothing_changes(
     build: Build, steps: int
 ) -> None:

@@ -159,6 +159,7 @@ def test_host_memory_is_the_same_whichever_layers_meet_in_a_slot_of_a_clipped_st
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
+@pytest.mark.sample("cpu:discrete")
 def test_a_weight_shared_by_layers_that_meet_or_do_not_is_clipped_as_in_pytorch(build: Build, device: str) -> None:
     """Its gradient has a place for each use: how many there are depends on who shares a slot with whom."""
     model, plain = pair(5)

@@ -61,6 +61,7 @@ class Nested(nn.Module):
     ],
     ids=["ModuleList", "Sequential", "nested"],
 )
+@pytest.mark.sample("nested")
 def test_repeated_layers_are_found_where_they_are(
     build: Build, make: Callable[[], nn.Module], names: list[str]
 ) -> None:

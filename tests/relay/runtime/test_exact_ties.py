@@ -86,6 +86,7 @@ class First(Between):
 
 @pytest.mark.parametrize("model", [Between, First])
 @pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.sample(3)
 def test_two_uses_in_one_segment_are_added_one_after_the_other(
     build: Build, model: type[Stack], microbatches: int
 ) -> None:
@@ -93,6 +94,7 @@ def test_two_uses_in_one_segment_are_added_one_after_the_other(
 
 
 @pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.sample("host")
 def test_pieces_of_their_own_shapes_with_evaluations_between_are_equal(build: Build, stash: str) -> None:
     model, plain = gpt(2, tied=True), gpt(2, tied=True)
     shapes = [(3, 12), (2, 7), (4, 5)]
@@ -118,6 +120,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", ROWS.values(), ids=ROWS)
+@pytest.mark.sample("bf16, clipped")
 def test_only_rows_that_the_batch_looks_up_are_kept_of_a_large_embedding(build: Build, options: Any) -> None:
     model, plain = wide(2), wide(2)
     given = reference.text_batches(3, vocabulary=2048)

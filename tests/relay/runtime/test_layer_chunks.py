@@ -101,6 +101,7 @@ def test_chunks_of_a_layer_equal_plain_pytorch_over_the_same_chunks_to_the_bit(
 @pytest.mark.parametrize(
     "device", ["numpy", "sim", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("opencl:0", "onnx:cpu"))]
 )
+@pytest.mark.sample("numpy")
 def test_every_device_runs_layers_in_chunks(device: str) -> None:
     require(device)
     torch.manual_seed(0)

@@ -158,6 +158,7 @@ def test_buffers_change_once_and_in_order(build: Build, options: dict[str, Any],
 
 
 @pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[3]], ids=str)
+@pytest.mark.sample(2)
 def test_layers_sit_out_come_and_go(build: Build, options: dict[str, Any]) -> None:
     batches = reference.text_batches(4)
 

@@ -52,6 +52,7 @@ def peaks(build: Build, layers: int, steps: int = 2, **options: Any) -> int:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
+@pytest.mark.sample("cpu:discrete")
 def test_with_the_stash_on_the_host_the_device_peak_is_the_same_for_any_depth(build: Build, device: str) -> None:
     found = {layers: peaks(build, layers, stash="host", device=device) for layers in (4, 12, 48)}
     assert len(set(found.values())) == 1, found

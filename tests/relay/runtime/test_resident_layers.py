@@ -234,6 +234,7 @@ def test_all_layers_resident_take_the_time_of_one_transfer_of_the_weights_a_step
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.sample("bf16")
 def test_weights_that_the_user_changes_between_steps_are_sent_again(build: Build, precision: str) -> None:
     def run(resident: int) -> dict[str, Tensor]:
         model = gpt()

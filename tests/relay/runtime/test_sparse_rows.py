@@ -141,6 +141,7 @@ def test_what_crosses_the_link_is_the_rows_and_the_simulator_counts_the_same() -
 
 
 @pytest.mark.parametrize("option", ["auto", True])
+@pytest.mark.sample("True")
 def test_a_table_of_which_no_part_is_left_out_is_sent_whole(option: str | bool) -> None:
     """Of 600 indices there may be 600 different ones: there is room for a power of two, so for more than 1,000."""
     for samples, expected in ((100, 0), (60, 512 if option is True else 0), (25, 256)):

@@ -48,6 +48,7 @@ def test_twelve_layers_of_the_model_of_relay_train_are_equal_over_twenty_steps(b
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
+@pytest.mark.sample("cpu:discrete")
 def test_without_exact_ties_gradients_of_both_uses_are_summed_to_rounding(build: Build, device: str) -> None:
     model, plain = gpt(3, tied=True), gpt(3, tied=True)
     before = reference.copy_of(model.state_dict())
@@ -114,6 +115,7 @@ def test_tied_weights_in_any_form_are_equal(build: Build, where: str, way: str) 
 
 
 @pytest.mark.parametrize("where", TIES)
+@pytest.mark.sample(3)
 def test_without_exact_ties_weights_in_any_form_get_the_gradients_of_all_uses(build: Build, where: str) -> None:
     torch.manual_seed(0)
     ours = Tied(where)

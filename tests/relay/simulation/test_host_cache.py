@@ -24,6 +24,7 @@ CHOICES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.sample("fp32")
 def test_a_run_with_a_shared_host_state_gives_the_figures_of_a_run_alone(precision: str) -> None:
     common: dict[str, Any] = {"device": "t4", "batch": 7, "microbatches": 2, "seq": 16, "precision": precision}
     host_cache = HostCache()

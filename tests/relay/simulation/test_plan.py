@@ -145,6 +145,7 @@ def test_a_plan_for_a_model_that_train_does_not_build_says_so(
 
 
 @pytest.mark.parametrize("file", ["--plan", ""])
+@pytest.mark.sample("--plan")
 def test_a_plan_that_train_is_told_to_overrule_says_so_and_a_damaged_one_is_refused(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

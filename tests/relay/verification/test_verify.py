@@ -69,6 +69,7 @@ def test_a_gpt_with_dropout_is_equal_to_plain_pytorch_to_the_bit(build: Build, s
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.sample("fp32")
 def test_tied_weights_are_compared_to_the_bit_unless_their_order_is_given_up(build: Build, precision: str) -> None:
     found = build(gpt(layers=2, tied=True, dropout=0.1), precision=precision).verify(text())
     assert found.equal, str(found)
@@ -102,6 +103,7 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("block", [Dropping, Recurrent])
+@pytest.mark.sample("Dropping")
 def test_other_draws_and_layers_that_run_eagerly_are_given_the_relays_numbers(
     build: Build, block: Callable[[], nn.Module]
 ) -> None:
@@ -129,6 +131,7 @@ def test_a_buffer_that_views_a_parameter_follows_it_in_plain_pytorch_too(build: 
 
 
 @pytest.mark.parametrize("device", ["numpy", "opencl"])
+@pytest.mark.sample("numpy")
 def test_a_device_without_pytorch_is_compared_with_the_cpu_to_rounding(build: Build, device: str) -> None:
     devices.require(device)
     trainer = build(gpt(layers=2, dropout=0.1), device=device, microbatches=2)

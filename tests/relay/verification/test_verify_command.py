@@ -41,6 +41,7 @@ def test_a_verified_run_prints_what_was_compared_and_trains_as_an_unverified_one
 
 
 @pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.sample("True")
 def test_a_difference_ends_the_command_with_1_before_training(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
 ) -> None:

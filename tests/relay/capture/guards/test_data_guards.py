@@ -112,6 +112,7 @@ def test_branches_that_the_batch_decides_are_taken_as_in_pytorch(
 
 
 @pytest.mark.parametrize("microbatches", [1, 3, 4])
+@pytest.mark.sample("3")
 def test_a_number_that_the_batch_decides_is_that_of_the_whole_batch_in_every_micro_batch(
     build: Build, microbatches: int
 ) -> None:
