@@ -133,7 +133,7 @@ def run(device: str, only: str | None, verify_known_gaps: bool, output: Any, sam
     arguments = [*folders, "--device", device, "-q", "--no-header", "--tb=short", "--no-summary"]
     # Without the configuration, the plugins and the cache of the project in the current folder.
     arguments += ["-c", os.devnull, "--rootdir", str(Path(folders[0]).parent.parent), "-p", "no:cacheprovider"]
-    arguments += ["-p", "hal.conformance.plugin", "-p", "no:xdist"]
+    arguments += ["-p", "hal.conformance.plugin", "-p", "no:xdist", "-p", "no:hypothesispytest"]
     arguments += ["-k", only] if only else []
     arguments += ["--verify-known-gaps"] if verify_known_gaps else []
     arguments += ["--samples", str(samples)] if samples else []

@@ -20,7 +20,7 @@ STEPS = 20
 @functools.cache
 def plainly_trained(whole: bool) -> tuple[list[float], dict[str, Tensor]]:
     model = gpt(12)
-    batches = reference.text_batches(STEPS)
+    batches = reference.text_batches(STEPS, batch=10)
     if whole:
         losses = reference.train(model, batches)
         return losses, reference.state_of(model)
@@ -47,7 +47,7 @@ def test_twenty_adamw_steps_of_a_gpt_with_a_ragged_last_piece_are_equal_to_the_l
     whole = form == "whole"
     losses, state = plainly_trained(whole)
     options = {"stash": stash, "slots": slots, "device": device, "microbatches": 4}
-    batches = reference.text_batches(STEPS)  # 10 sequences: pieces of 3, 3, 3 and 1
+    batches = reference.text_batches(STEPS, batch=10)  # 10 sequences: pieces of 3, 3, 3 and 1
     if whole:
         trainer = build(gpt(12), **options)
         ours = [trainer.step(batch).loss for batch in batches]
@@ -62,7 +62,7 @@ def test_twenty_adamw_steps_of_a_gpt_with_a_ragged_last_piece_are_equal_to_the_l
 
 
 def masked_batches(steps: int) -> list[dict[str, Tensor]]:
-    batches = reference.text_batches(steps)
+    batches = reference.text_batches(steps, batch=10)
     for batch in batches:
         for row in range(len(batch["labels"])):
             batch["labels"][row, : (5 * row) % 12] = reference.IGNORED  # another number in each piece

@@ -134,7 +134,7 @@ def cases() -> list[Any]:
 @pytest.mark.sample(2)
 def test_the_relay_is_plain_pytorch(build: Callable[..., relay.Trainer], case: Case) -> None:
     model, plain = gpt(case["tied"]), gpt(case["tied"])
-    batches = reference.text_batches(STEPS)
+    batches = reference.text_batches(STEPS, batch=10)
     stepper = plain_optimizer(plain, case["optimizer"], case["groups"])
     whole = case["form"] == "whole"
     first_states: list[dict[str, Tensor]] = []

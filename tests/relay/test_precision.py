@@ -20,7 +20,7 @@ MIXED = ["bf16", "fp16"]
 @functools.cache
 def plainly_trained(whole: bool, precision: str) -> tuple[list[float], dict[str, Tensor]]:
     model = gpt()
-    batches = reference.text_batches(STEPS)
+    batches = reference.text_batches(STEPS, batch=10)
     if whole:
         return mixed_reference.train(model, batches, precision=precision).losses, reference.state_of(model)
     modules, pairs = model.as_list(), reference.as_pairs(batches)
@@ -38,7 +38,7 @@ def test_mixed_precision_with_a_ragged_last_piece_is_autocast_to_the_last_bit(
 ) -> None:
     losses, state = plainly_trained(form == "whole", precision)
     options = {"precision": precision, "stash": stash, "device": device, "microbatches": 4}
-    batches = reference.text_batches(STEPS)  # 10 sequences: pieces of 3, 3, 3 and 1
+    batches = reference.text_batches(STEPS, batch=10)  # 10 sequences: pieces of 3, 3, 3 and 1
     if form == "whole":
         trainer = build(gpt(), **options)
         found = [trainer.step(batch).loss for batch in batches]
@@ -162,7 +162,7 @@ def test_a_training_step_sends_half_the_bytes_of_fp32_for_linear_layers(build: B
 @pytest.mark.sample("cpu:discrete-bf16")
 def test_tied_embeddings_are_equal(build: Build, device: str, precision: str) -> None:
     model, plain = gpt(tied=True), gpt(tied=True)
-    batches = reference.text_batches(STEPS)
+    batches = reference.text_batches(STEPS, batch=10)
     losses = mixed_reference.train(plain, batches, precision=precision).losses
     trainer = build(model, precision=precision, device=device)
     assert [trainer.step(batch).loss for batch in batches] == losses
@@ -223,7 +223,7 @@ def test_evaluate_and_predict_compute_as_autocast_does(build: Build, device: str
 def test_evaluating_between_steps_leaves_the_training_as_it_is(build: Build) -> None:
     losses, state = plainly_trained(True, "bf16")
     trainer = build(gpt(), precision="bf16", device="cpu:discrete")
-    batches = reference.text_batches(STEPS)
+    batches = reference.text_batches(STEPS, batch=10)
     found = []
     for batch in batches:
         trainer.evaluate(batches[0])

@@ -147,7 +147,7 @@ def stepped(trainer: relay.Trainer, batches: list[Any], **options: Any) -> Seen:
 
 def on_text(trainer: relay.Trainer) -> Seen:
     """10 sequences in pieces of 3, 3, 3 and 1."""
-    return stepped(trainer, reference.text_batches(STEPS))
+    return stepped(trainer, reference.text_batches(STEPS, batch=10))
 
 
 def on_vectors(trainer: relay.Trainer) -> Seen:
