@@ -40,7 +40,7 @@ test-full: $(DEV_READY)
 		$(BIN)/python -m pytest -n $(JOBS) -m "" --adversary $$order || exit 1; \
 	done
 	$(BIN)/python -m pytest -n $(JOBS) -m exhaustive
-	RELAY_FULL_SWEEP=1 $(BIN)/python -m pytest -n $(JOBS) -m "" tests/relay/capture/sweep tests/relay/checkpoint/test_damage.py
+	RELAY_FULL_SWEEP=1 $(BIN)/python -m pytest -n $(JOBS) -m "" tests/relay/capture/sweep tests/relay/checkpoint
 	RELAY_FULL_MATRIX=$(CASES) $(BIN)/python -m pytest -n $(JOBS) -m "" tests/relay/test_parity_matrix.py tests/relay/test_family_matrix.py
 
 lint: $(DEV_READY)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hal.slot import aligned
+from hal.slot.layout import aligned
 from relay.distributed.ownership import Ownership
 
 OK, FAILED = 0, 1

@@ -23,7 +23,8 @@ import torch
 from hal.device import Device, Queue
 from hal.event import Event
 from hal.host import Host
-from hal.slot import DeviceSlot, SlotContent
+from hal.slot.device_slot import DeviceSlot
+from hal.slot.layout import SlotContent
 from relay.distributed.block_norms import block_norms
 from relay.distributed.exchange_memory import ExchangeMemory
 from relay.distributed.messages import FAILED, OK, lay_out_messages, sum_in_rank_order, write_head

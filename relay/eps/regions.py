@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hal.host import Host
-from hal.slot import Field, SlotContent, aligned, lay_out
+from hal.slot.layout import Field, SlotContent, aligned, lay_out
 from relay.eps.split_weights import remainder_bytes
 
 WEIGHTS = "weights"

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from hal.host import Host
-from hal.slot import Field, lay_out
+from hal.slot.layout import Field, lay_out
 from relay.eps.regions import GRADIENTS
 
 ROWS = "rows in transit"

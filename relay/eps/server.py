@@ -28,7 +28,8 @@ import torch
 from hal.device import Device, Queue
 from hal.event import Event
 from hal.host import Host, HostWork
-from hal.slot import DeviceSlot, SlotContent
+from hal.slot.device_slot import DeviceSlot
+from hal.slot.layout import SlotContent
 from relay.eps.gradient_plan import GradientPlan
 from relay.eps.optimizer_state import BoundOptimizer
 from relay.eps.rows import WholeGradients

@@ -23,7 +23,7 @@ from torch import nn
 from hal.event import Event
 from hal.host import Host
 from hal.page_lock import give_back_free_memory
-from hal.slot import SlotContent, lay_out
+from hal.slot.layout import SlotContent, lay_out
 from relay.eps.aliases import Alias, find_aliases
 from relay.eps.regions import (
     ROUNDED,

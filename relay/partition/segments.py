@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hal.slot import Field
+from hal.slot.layout import Field
 from relay.capture.guards.attribute_reads import Reads
 from relay.capture.guards.data_guards import Guard
 from relay.capture.memory_order import Order, stored_shape

@@ -14,7 +14,7 @@ from torch import nn
 
 from hal.errors import OutOfMemory
 from hal.host import Host, Ledger
-from hal.slot import SlotContent
+from hal.slot.layout import SlotContent
 from hal.worker import Worker
 from relay.eps.gradient_plan import GradientPlan
 from relay.eps.regions import Wanted

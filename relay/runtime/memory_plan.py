@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hal.errors import OutOfMemory
 from hal.program import Role
-from hal.slot import lay_out
+from hal.slot.layout import lay_out
 from hal.spec.units import format_size
 from relay.partition.segments import Value
 from relay.runtime.lanes.visit_plan import VisitKey, VisitPlan, visits_of

@@ -20,7 +20,7 @@ import torch
 from hal.device import Buffer, KernelCall, View
 from hal.event import Event
 from hal.random import RandomKey
-from hal.slot import SlotContent
+from hal.slot.layout import SlotContent
 from relay.eps.gradient_plan import GradientPlan
 from relay.eps.server import ParameterServer
 from relay.eps.step_record import SubmittedStep

@@ -19,7 +19,7 @@ from torch import nn
 from hal.device import NATIVE, Buffer, Device, View
 from hal.errors import HalError, OutOfMemory
 from hal.host import Host
-from hal.slot import SlotContent
+from hal.slot.layout import SlotContent
 from relay.eps.gradient_plan import GradientPlan
 from relay.eps.regions import GRADIENTS, Wanted
 from relay.eps.server import ParameterServer

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from hal.errors import OutOfMemory
 from hal.registry import open as open_device
-from hal.slot import ALIGNMENT, DeviceSlot, SlotState, lay_out
+from hal.slot.device_slot import DeviceSlot, SlotState
+from hal.slot.layout import ALIGNMENT, lay_out
 from tests.support.slot_bench import FEATURES, SHAPES, SIZE, Bench, content_of, expected_output, same_gradients
 
 # **** layout ****

@@ -18,7 +18,7 @@ from hal.device import Device, Queue, View
 from hal.errors import HalError
 from hal.event import Event
 from hal.host import Host
-from hal.slot import SlotContent
+from hal.slot.layout import SlotContent
 from tests.support.slot_bench import FEATURES, SIZE, Bench, content_of, expected_output, same_gradients
 
 # **** hazards, by results ****

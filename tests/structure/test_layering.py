@@ -201,7 +201,7 @@ def unexplained(root: Path) -> list[str]:
 
 
 RULES: dict[Callable[[Path], object], dict[str, str]] = {
-    wrong_between_packages: {"hal/slot.py": "from relay.eps import store\n"},
+    wrong_between_packages: {"hal/device.py": "from relay.eps import store\n"},
     wrong_vendors: {"relay/runtime/stash.py": "from torch import cuda\n"},
     wrong_in_relay: {"relay/eps/store.py": "def late():\n    from relay.runtime import stash\n"},
     circles: {"hal/a.py": "from hal import b\n", "hal/b.py": "from hal.a import c\n"},

@@ -15,7 +15,8 @@ from hal.device import KernelCall, View
 from hal.event import Event
 from hal.host import Host
 from hal.registry import open as open_device
-from hal.slot import DeviceSlot, SlotContent, lay_out
+from hal.slot.device_slot import DeviceSlot
+from hal.slot.layout import SlotContent, lay_out
 from relay.capture import CaptureRequest, capture
 
 PATIENCE = 60  # seconds until a test that hangs is a failure

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from hal.program import Program, Role
-from hal.slot import lay_out
+from hal.slot.layout import lay_out
 from relay.capture import Captured, ObservedGradientPresence
 from relay.errors import PartitionError
 from relay.partition.segments import Partition, Segment, Value

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hal.device import Device, Queue
-from hal.slot import SlotContent
+from hal.slot.layout import SlotContent
 from relay.runtime.lanes.visit_plan import VisitPlan
 from relay.runtime.memory_plan import Requirement, requirement_of
 from relay.runtime.on_host.calls import HostCalls

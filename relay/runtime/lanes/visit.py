@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hal.slot import DeviceSlot, GradientRegion, SlotContent
+from hal.slot.device_slot import DeviceSlot, GradientRegion
+from hal.slot.layout import SlotContent
 from relay.runtime.lanes.lane import Lane
 from relay.runtime.residency.slots import ResidentSlot
 from relay.runtime.stages import Stage, StageProgram

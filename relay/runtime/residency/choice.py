@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hal.slot import SlotContent
+from hal.slot.layout import SlotContent
 from relay.runtime.stages import CompiledModel, changing_buffers
 
 MARGIN = 0.05

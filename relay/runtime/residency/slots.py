@@ -14,7 +14,8 @@ from collections.abc import Collection, Sequence
 
 from hal.device import Device, Queue
 from hal.event import Event
-from hal.slot import DeviceSlot, GradientRegion, SlotContent
+from hal.slot.device_slot import DeviceSlot, GradientRegion
+from hal.slot.layout import SlotContent
 
 
 class SlotRing:

@@ -25,7 +25,7 @@ import torch
 from hal.device import Buffer, Device, Queue, View
 from hal.event import Event
 from hal.host import Host
-from hal.slot import Field
+from hal.slot.layout import Field
 from relay.partition.segments import Value
 from relay.runtime.stash.plan import STASH_STATE, TIED_STATE, CellKind, Key, StashPlan, rings_of
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hal.slot import aligned
+from hal.slot.layout import aligned
 
 STASH_STATE = "stash of boundary activations"
 TIED_STATE = "tied gradients of each micro-batch"

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hal.program import Port, Program, Role
-from hal.slot import lay_out
+from hal.slot.layout import lay_out
 from hal.spec.units import format_size
 from relay.errors import PartitionError
 from relay.partition.segments import Value

@@ -18,7 +18,7 @@ import relay
 from hal import registry
 from hal.errors import OutOfMemory
 from hal.page_lock import LockedMemory, Mlock
-from hal.slot import DeviceSlot
+from hal.slot.device_slot import DeviceSlot
 from relay.eps import regions, store
 from relay.models import GPT
 from tests.support import matrix, reference

@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-import hal.slot
 import relay.eps.server
+from hal.slot import device_slot
 from relay.runtime import run_step, schedule
 from relay.runtime.stash import memory as stash
 from tests.relay.runtime.test_adversaries import ORDERS, UNIFIED
@@ -49,32 +49,32 @@ ON_DEVICES: dict[str, Any] = {"scenario": "activations on the device"}
 MUTATIONS = {
     # the slot
     "a load for the updates of its layer": Mutation(
-        hal.slot, "DeviceSlot", "load", "[*wait, *self._loaded", "[*self._loaded", DEFERRED
+        device_slot, "DeviceSlot", "load", "[*wait, *self._loaded", "[*self._loaded", DEFERRED
     ),
     "a load for the kernels that read what it overwrites": Mutation(
-        hal.slot, "DeviceSlot", "load", ", *self._readers]", "]"
+        device_slot, "DeviceSlot", "load", ", *self._readers]", "]"
     ),
-    "a kernel for its layer's load": Mutation(hal.slot, "DeviceSlot", "run", "[*self._loaded, *wait]", "[*wait]"),
+    "a kernel for its layer's load": Mutation(device_slot, "DeviceSlot", "run", "[*self._loaded, *wait]", "[*wait]"),
     "a kernel for what its caller says": Mutation(
-        hal.slot, "DeviceSlot", "run", "[*self._loaded, *wait]", "[*self._loaded]"
+        device_slot, "DeviceSlot", "run", "[*self._loaded, *wait]", "[*self._loaded]"
     ),
     "a kernel for the drain of the gradients before": Mutation(
-        hal.slot, "DeviceSlot", "run", "waits += self.region.drained", "pass"
+        device_slot, "DeviceSlot", "run", "waits += self.region.drained", "pass"
     ),
     "a drain for the kernels that write the gradients": Mutation(
-        hal.slot, "DeviceSlot", "drain", "*self.region.writers, *self._readers, ", ""
+        device_slot, "DeviceSlot", "drain", "*self.region.writers, *self._readers, ", ""
     ),
     "a drain for what its caller says": Mutation(
-        hal.slot, "DeviceSlot", "drain", ", *wait]", "]", "one slot, one micro-batch"
+        device_slot, "DeviceSlot", "drain", ", *wait]", "]", "one slot, one micro-batch"
     ),
     "buffers sent home for the kernels that change them": Mutation(
-        hal.slot, "DeviceSlot", "send", "*self._readers", "", "running statistics"
+        device_slot, "DeviceSlot", "send", "*self._readers", "", "running statistics"
     ),
     "a load for buffers on their way home": Mutation(
-        hal.slot, "DeviceSlot", "send", "self._readers += sent", "pass", "running statistics"
+        device_slot, "DeviceSlot", "send", "self._readers += sent", "pass", "running statistics"
     ),
     "gradients in place for who reads them": Mutation(
-        hal.slot, "DeviceSlot", "hold_gradients", "list(events)", "[]", unified=True
+        device_slot, "DeviceSlot", "hold_gradients", "list(events)", "[]", unified=True
     ),
     # the stash
     "a reader of an activation for its writer": Mutation(
