@@ -123,7 +123,7 @@ ROWS: dict[str, dict[str, Any]] = {
 @pytest.mark.sample("bf16, clipped")
 def test_only_rows_that_the_batch_looks_up_are_kept_of_a_large_embedding(build: Build, options: Any) -> None:
     model, plain = wide(2), wide(2)
-    given = reference.text_batches(3, vocabulary=2048)
+    given = reference.text_batches(3, batch=10, vocabulary=2048)
     found = mixed_reference.train(
         plain, given, 10, precision=options.get("precision", "fp32"), clip_norm=options.get("clip_grad_norm")
     )
@@ -179,7 +179,7 @@ def test_rows_looked_up_in_several_segments_are_added_in_order(build: Build, pad
 
 
 def test_a_token_outside_of_the_vocabulary_is_refused_as_ever(build: Build) -> None:
-    batch = reference.text_batches(1)[0]
+    batch = reference.text_batches(1, batch=10)[0]
     batch["input_ids"][0, 0] = 2048
     trainer = build(wide())
     with pytest.raises(IndexError, match="2048"):
@@ -193,7 +193,7 @@ def test_what_is_kept_is_one_gradient_for_each_micro_batch_on_the_device(build: 
     def peak(**options: Any) -> int:
         return build(gpt(2, tied=True), device="cpu:discrete", slots=1, **options).step(batch).device_peak_bytes
 
-    batch = reference.text_batches(1)[0]
+    batch = reference.text_batches(1, batch=10)[0]
     one = 64 * 16 * 4
     # The head, the largest segment, returns that gradient as a value then, and not in the slot.
     assert peak() - peak(exact_ties=False) in (4 * one, 3 * one)
@@ -202,7 +202,7 @@ def test_what_is_kept_is_one_gradient_for_each_micro_batch_on_the_device(build: 
 def test_more_than_all_else_is_given_up_once_by_name_and_true_keeps_it(
     build: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
-    given = reference.text_batches(2)
+    given = reference.text_batches(2, batch=10)
     plain = narrow()
     losses = reference.train(plain, given, 10)
     with caplog.at_level(logging.WARNING, "relay"):
@@ -222,7 +222,7 @@ def test_more_than_all_else_is_given_up_once_by_name_and_true_keeps_it(
 
 
 def test_a_device_without_room_gives_it_up_and_true_is_refused_with_what_would_fit(build: Build) -> None:
-    batch = reference.text_batches(1)[0]
+    batch = reference.text_batches(1, batch=10)[0]
     needed = build(wide(), device="cpu:discrete", exact_ties=False).step(batch).device_peak_bytes
     given_up = build(wide(), device="cpu:discrete", capacity=needed + 1000)
     assert given_up.step(batch).device_peak_bytes == needed
@@ -232,7 +232,7 @@ def test_a_device_without_room_gives_it_up_and_true_is_refused_with_what_would_f
 
 
 def test_a_host_without_room_gives_it_up(build: Build) -> None:
-    batch = reference.text_batches(1)[0]
+    batch = reference.text_batches(1, batch=10)[0]
     settings: dict[str, Any] = {"stash": "host", "device": "cpu:discrete"}
     needed = build(wide(), exact_ties=False, **settings).step(batch).host_bytes
     assert build(wide(), host_memory=needed, **settings).step(batch).host_bytes <= needed
@@ -272,7 +272,7 @@ def test_a_layer_that_runs_eagerly_is_named_and_true_is_refused(build: Build, ca
 def test_devices_that_do_not_run_pytorch_agree_to_rounding(build: Build, device: str) -> None:
     if device != "numpy":
         pytest.importorskip({"opencl": "pyopencl", "onnx:cpu": "onnxruntime"}[device])
-    given = reference.text_batches(2)
+    given = reference.text_batches(2, batch=10)
     plain = gpt(1, tied=True)
     losses = reference.train(plain, given, 3)
     model = gpt(1, tied=True)

@@ -31,7 +31,7 @@ mse = nn.functional.mse_loss
 
 
 def text(steps: int = 3) -> list[dict[str, Tensor]]:
-    return reference.text_batches(steps)  # 10 sequences: pieces of 3, 3, 3 and 1
+    return reference.text_batches(steps)
 
 
 # **** what is equal ****

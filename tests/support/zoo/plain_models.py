@@ -63,8 +63,8 @@ class Stack(nn.Module):
         return output(self.last(value), targets)
 
 
-def batches(steps: int = 4, rows: int = 10, length: int = 5) -> list[dict[str, Tensor]]:
-    """Inputs and targets of shape (rows, length, WIDTH)."""
+def batches(steps: int = 4, rows: int = 12, length: int = 5) -> list[dict[str, Tensor]]:
+    """Inputs and targets of shape (rows, length, WIDTH). 12 rows are two, three or four micro-batches of one shape."""
     generator = torch.Generator().manual_seed(3)
     return [
         {name: torch.randn(rows, length, WIDTH, generator=generator) for name in ("inputs", "targets")}
@@ -104,7 +104,7 @@ def same_perceptrons(middle: Callable[[], nn.Module] = nn.Identity) -> tuple[lis
     return perceptron(middle), perceptron(middle)
 
 
-def regression(batch: int = 10, seed: int = 1) -> tuple[Tensor, Tensor]:
+def regression(batch: int = 12, seed: int = 1) -> tuple[Tensor, Tensor]:
     """Inputs (batch, 6) and targets (batch, 3)."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(batch, 6, generator=generator), torch.randn(batch, 3, generator=generator)
