@@ -20,9 +20,9 @@ from hal.ops import OPS
 from hal.program import Program
 from hal.random import RandomKey
 from relay.capture import CaptureRequest, Lowering, capture
-from tests.support import core_cases, reference
+from tests.support import reference
 from tests.support.function_programs import Of, core
-from tests.support.zoo import small_models
+from tests.support.zoo import core_modules, small_models
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed: pip install 'layer-relay[onnx]'")
 onnx = pytest.importorskip("onnx", reason="onnx is not installed: pip install 'layer-relay[onnx]'")
@@ -139,15 +139,15 @@ MODULES += ["lookups", "scattered", "lstm", "batch norm of images", "integers"]
 
 @pytest.mark.parametrize("which", MODULES)
 def test_modules_have_the_outputs_and_gradients_of_autograd(which: str) -> None:
-    module, inputs = core_cases.module_of(which)
+    module, inputs = core_modules.module_of(which)
     core_programs = capture(CaptureRequest(module, inputs, which, lowering=Lowering.CORE))
     native = capture(CaptureRequest(module, inputs, which, strides=False))
-    given = core_cases.given_to(module, core_programs, inputs)
+    given = core_modules.given_to(module, core_programs, inputs)
     pairs = [(core_programs.forward, native.forward), (core_programs.backward, native.backward)]
     for ours, theirs in pairs:
         assert ours is not None
         assert theirs is not None
-        core_cases.assert_alike(core_cases.run("onnx:cpu", ours, given), core_cases.run("cpu", theirs, given))
+        core_modules.assert_alike(core_modules.run("onnx:cpu", ours, given), core_modules.run("cpu", theirs, given))
 
 
 # **** randomness ****

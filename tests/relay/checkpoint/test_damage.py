@@ -21,7 +21,7 @@ import relay
 from relay.checkpoint import manifest as manifests
 from relay.checkpoint.format import Checkpoint
 from relay.errors import CheckpointError
-from tests.support.forged_values import examples, values
+from tests.relay.checkpoint.test_forged_values import examples, values
 
 
 def layers() -> list[nn.Module]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,32 @@ import click
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from relay.checkpoint import plain_values
 from relay.cli.train import _from_file, train
 from relay.data.resumable import PositionError, ResumableBatches
-from tests.support.forged_values import examples, scalars, values
+
+EXAMPLES = settings(
+    deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+
+
+def examples(thorough: int) -> settings:
+    """So many in `make test-full`, a fifth of them in `make test`."""
+    return settings(EXAMPLES, max_examples=thorough if os.environ.get("RELAY_FULL_SWEEP") == "1" else thorough // 5)
+
+
+scalars = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8)
+names = st.sampled_from(
+    ["!tensor", "!dict", "!tuple", "!array", "!float", "!bytes", "!counter", "shape", "a", "0.weight"]
+)
+values = st.recursive(
+    scalars | st.sampled_from(["F32", "U8", "float32", "AAAA", "nan", 0, 1, 2**40]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names | st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
 
 plain = st.recursive(
     scalars

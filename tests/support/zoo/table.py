@@ -2,7 +2,7 @@
 
 Tests take their cases from here with `cases`; the classes are in the files beside. A new odd model is a class there and
 a row here. Models with nothing odd about them, which a test spoils in one way (`unspoiled`, `plain_models`), and single
-modules of which only the core lowering is tested (`tests/support/core_cases.py`) are not in it. Invariant: names are
+modules of which only the core lowering is tested (`tests/support/core_modules.py`) are not in it. Invariant: names are
 unique within a group, and every row has something to tell that is odd.
 """
 

@@ -18,8 +18,8 @@ from hal.random import keep_mask
 from relay.capture import CaptureRequest, Lowering, capture
 from relay.models import GPT
 from tests.support import reference
-from tests.support.core_cases import CASES, CHIP, KEY, Of, assert_alike, given_to, module_of, real, run
 from tests.support.zoo import small_models
+from tests.support.zoo.core_modules import CASES, CHIP, KEY, Of, assert_alike, given_to, module_of, real, run
 
 aten = torch.ops.aten
 

@@ -15,8 +15,9 @@ from hal.errors import Unsupported
 from hal.ops import check
 from relay.capture import Captured, CaptureRequest, Lowering, capture
 from relay.errors import CaptureError
-from tests.support import core_cases, devices
-from tests.support.core_cases import Of, real, whole
+from tests.support import devices
+from tests.support.zoo import core_modules
+from tests.support.zoo.core_modules import Of, real, whole
 
 CUBE = real(2, 3, 5, 6, 4)
 IMAGE = real(2, 3, 7, 9)
@@ -215,14 +216,14 @@ def test_values_and_gradients_on_numpy_are_pytorchs(case: str) -> None:
     for tensor in [*inputs, *module.parameters()]:
         tensor.grad = None
     (expected,) = module(*inputs)
-    given = core_cases.given_to(module, core, inputs)
+    given = core_modules.given_to(module, core, inputs)
     assert core.backward is not None
     (seed,) = [port for port in core.backward.inputs if port.role.value == "seed"]
-    expected.backward(core_cases.given_to(module, core, inputs)[seed.role][seed.index])
+    expected.backward(core_modules.given_to(module, core, inputs)[seed.role][seed.index])
     wanted = {"value gradient": [x.grad for x in inputs], "parameter gradient": [p.grad for p in module.parameters()]}
-    found = core_cases.run("numpy", core.forward, given)
+    found = core_modules.run("numpy", core.forward, given)
     torch.testing.assert_close(found[-1], expected.detach(), rtol=2e-5, atol=2e-6, equal_nan=True)
-    gradients = core_cases.run("numpy", core.backward, given)
+    gradients = core_modules.run("numpy", core.backward, given)
     for port, gradient in zip(core.backward.outputs, gradients, strict=True):
         theirs = wanted[port.role.value][port.index]
         torch.testing.assert_close(gradient, theirs, rtol=5e-5, atol=5e-6, equal_nan=True)
@@ -245,11 +246,11 @@ def test_other_core_devices_give_what_numpy_gives(case: str, name: str) -> None:
     function, inputs = CASES[case]
     module = Of(function)
     core = capture(CaptureRequest(module, inputs, case, lowering=Lowering.CORE))
-    given = core_cases.given_to(module, core, inputs)
+    given = core_modules.given_to(module, core, inputs)
     for program in (core.forward, core.backward):
         assert program is not None
         for ours, theirs in zip(
-            core_cases.run(name, program, given), core_cases.run("numpy", program, given), strict=True
+            core_modules.run(name, program, given), core_modules.run("numpy", program, given), strict=True
         ):
             torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
 
@@ -289,10 +290,10 @@ def captured_at_odd_numbers(case: str) -> tuple[nn.Module, Captured, list[Tensor
 def test_nan_infinities_and_overflow_come_out_as_in_pytorch(case: str, name: str) -> None:
     devices.require(name)
     module, core, inputs = captured_at_odd_numbers(case)
-    given = core_cases.given_to(module, core, inputs)
+    given = core_modules.given_to(module, core, inputs)
     (expected,) = module(*inputs)
     torch.testing.assert_close(
-        core_cases.run(name, core.forward, given)[-1], expected.detach(), rtol=2e-5, atol=2e-6, equal_nan=True
+        core_modules.run(name, core.forward, given)[-1], expected.detach(), rtol=2e-5, atol=2e-6, equal_nan=True
     )
 
 
@@ -301,8 +302,8 @@ def test_the_gradient_of_a_median_goes_to_the_first_nan() -> None:
     core = capture(CaptureRequest(Of(lambda x: x.median(1)[0]), [x], "median", lowering=Lowering.CORE))
     assert core.backward is not None
     x.median(1)[0].sum().backward()
-    given = core_cases.given_to(Of(lambda x: x.median(1)[0]), core, [x])
-    (gradient,) = core_cases.run("numpy", core.backward, given)
+    given = core_modules.given_to(Of(lambda x: x.median(1)[0]), core, [x])
+    (gradient,) = core_modules.run("numpy", core.backward, given)
     assert x.grad is not None
     assert torch.equal(gradient != 0, x.grad != 0)
 
@@ -315,7 +316,7 @@ def margins(x: Tensor) -> Tensor:
 def test_what_pytorch_takes_apart_wrongly_is_refused() -> None:
     program = capture(CaptureRequest(Of(margins), [INSIDE], "margins", lowering=Lowering.CORE)).forward
     with pytest.raises(Unsupported, match="multilabel_margin_loss_forward"):
-        check(program, core_cases.CHIP)
+        check(program, core_modules.CHIP)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +334,7 @@ def test_what_has_no_core_form_is_refused_by_name_before_it_runs(function: Calla
         core = capture(CaptureRequest(Of(function), [INSIDE], "odd", lowering=Lowering.CORE))
         for program in (core.forward, core.backward):
             assert program is not None
-            check(program, core_cases.CHIP)
+            check(program, core_modules.CHIP)
 
     with pytest.raises((Unsupported, CaptureError), match=op) as refused:
         compile_both()
@@ -344,9 +345,9 @@ def test_what_pytorch_takes_apart_wrongly_is_right_where_pytorch_runs_it() -> No
     captured = capture(CaptureRequest(Of(margins), [INSIDE], "margins"))
     expected = margins(INSIDE)
     (gradient,) = torch.autograd.grad(expected, INSIDE)
-    given = core_cases.given_to(nn.Identity(), captured, [INSIDE])
+    given = core_modules.given_to(nn.Identity(), captured, [INSIDE])
     assert captured.backward is not None
     (seed,) = [port for port in captured.backward.inputs if port.role.value == "seed"]
     given[seed.role] = [torch.ones(seed.shape)]
-    assert torch.equal(core_cases.run("cpu", captured.forward, given)[-1], expected.detach())
-    assert torch.equal(core_cases.run("cpu", captured.backward, given)[0], gradient)
+    assert torch.equal(core_modules.run("cpu", captured.forward, given)[-1], expected.detach())
+    assert torch.equal(core_modules.run("cpu", captured.backward, given)[0], gradient)
