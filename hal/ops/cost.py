@@ -86,8 +86,8 @@ def scratch_of(node: fx.Node) -> int:
         return 0
     arguments = _fused_arguments(node)
     rows, classes = arguments["input"].meta["val"], len(arguments["linear_weight"].meta["val"])
-    chunk: int = min(len(rows), arguments["batch_chunk_size"])
-    return chunk * classes * arguments["acc_dtype"].itemsize
+    chunk = min(len(rows), int(arguments["batch_chunk_size"]))
+    return chunk * classes * int(arguments["acc_dtype"].itemsize)
 
 
 def _fused_arguments(node: fx.Node) -> dict[str, Any]:

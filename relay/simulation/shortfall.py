@@ -12,9 +12,10 @@ from typing import Any
 
 from hal.spec import Machine
 from hal.spec.units import format_size
+from relay.errors import PartitionError
 from relay.simulation.host_cache import HostCache
 from relay.simulation.meta_model import MetaModel
-from relay.simulation.simulated_step import Memory, RunShape, SimulatedRun
+from relay.simulation.simulated_step import WORKSPACE, Memory, RunShape, SimulatedRun
 from relay.simulation.transformer_shape import ModelShape
 
 
@@ -44,10 +45,70 @@ def shortfalls(memory: Memory, device: int, host: int, unified: bool) -> tuple[s
 
 
 def suggestions(
-    shape: ModelShape | MetaModel, run: RunShape, described: Machine, device: int, host: int, host_cache: HostCache
+    prepared: SimulatedRun,
+    shape: ModelShape | MetaModel,
+    described: Machine,
+    device: int,
+    host: int,
+    host_cache: HostCache,
 ) -> tuple[str, ...]:
-    """The smallest changes of options that fit, three at most: single ones where they suffice, else combinations."""
-    changes: list[dict[str, Any]] = []
+    """The smallest changes of options that fit, three at most: single ones where they suffice, else combinations.
+
+    `prepared` is the run that does not fit. Each change is followed by the memory that it needs.
+    """
+    run = prepared.run
+    unified = described.device.unified
+    room = None if unified else device
+    found: list[dict[str, Any]] = []
+    texts: list[str] = []
+    known: list[tuple[dict[str, Any], Memory]] = [({}, prepared.memory())]
+    for change in sorted(_changes(run), key=len):
+        if any(all(change.get(key) == value for key, value in other.items()) for other in found):
+            continue  # a part of this change already fits
+        if found and len(change) > len(found[0]) and _cuts(change):
+            continue  # each has programs of its own to capture
+        if _cuts(change) and not any(
+            _cuts_may_help(memory, device, host, unified)
+            for other, memory in known
+            if other == {key: value for key, value in change.items() if key not in CUTS}
+        ):
+            continue
+        try:
+            prepared = SimulatedRun(shape, replace(run, **change), described, host_cache, room)
+        except PartitionError:  # the loss is not that of micro-batches
+            continue
+        memory, taken = prepared.memory(), prepared.run
+        prepared.close()
+        known.append((change, memory))
+        if not shortfalls(memory, device, host, unified):
+            found.append(change)
+            chosen = {key: getattr(taken, key) if value == "auto" else value for key, value in change.items()}
+            options = " with ".join(f"{key}={value}" for key, value in chosen.items() if value is not None)
+            needs = f"device {format_size(memory.device_total)}, host {format_size(memory.host_total)}"
+            texts.append(f"{options} ({needs})")
+        if len(found) == 3:
+            break
+    return tuple(texts)
+
+
+CUTS = ("head_chunk_tokens", "mlp_chunk_tokens", "loss_over")
+"""Options that reduce the workspace of kernels and nothing else."""
+LAYER_CHUNK, MOST_CHUNKS = 4096, 8
+"""Positions of a chunk of a layer at least, and chunks of a micro-batch at most: capture grows with them."""
+
+
+def _cuts(change: dict[str, Any]) -> bool:
+    return any(key in change for key in CUTS)
+
+
+def _cuts_may_help(memory: Memory, device: int, host: int, unified: bool) -> bool:
+    """Whether a run would fit if its kernels needed no workspace."""
+    without = replace(memory, device={**memory.device, WORKSPACE: 0})
+    return not shortfalls(without, device, host, unified)
+
+
+def _changes(run: RunShape) -> list[dict[str, Any]]:
+    """The options to try, one mapping for each try."""
     state_dtypes: list[dict[str, Any]] = [{}, *({"state_dtype": kind} for kind in ("bf16", "int8"))]
     if run.precision == "bf16":
         state_dtypes[1:1] = [{"master_weights": "split"}]
@@ -62,23 +123,23 @@ def suggestions(
     segment_choices: list[dict[str, Any]] = [{}]
     if any(getattr(run, key) != value for key, value in smallest.items()):
         segment_choices.append(smallest)
-    for loss_scale, segment in itertools.product(loss_scales, segment_choices):
-        for state in state_dtypes:
-            for memory_choice in memory_choices:
-                together = {**loss_scale, **segment, **state, **memory_choice}
-                change = {key: value for key, value in together.items() if getattr(run, key) != value}
-                if change and change not in changes:
-                    changes.append(change)
-    found: list[dict[str, Any]] = []
-    for change in sorted(changes, key=len):
-        if any(all(change.get(key) == value for key, value in other.items()) for other in found):
-            continue  # a part of this change already fits
-        room = None if described.device.unified else device
-        prepared = SimulatedRun(shape, replace(run, **change), described, host_cache, room)
-        memory = prepared.memory()
-        prepared.close()
-        if not shortfalls(memory, device, host, described.device.unified):
-            found.append(change)
-        if len(found) == 3:
-            break
-    return tuple(" with ".join(f"{key}={value}" for key, value in change.items()) for change in found)
+    changes: list[dict[str, Any]] = []
+    for parts in itertools.product(loss_scales, segment_choices, state_dtypes, memory_choices, _cut_choices(run)):
+        together = {key: value for part in parts for key, value in part.items()}
+        change = {key: value for key, value in together.items() if getattr(run, key) != value}
+        if change and change not in changes:
+            changes.append(change)
+    return changes
+
+
+def _cut_choices(run: RunShape) -> list[dict[str, Any]]:
+    """The cuts of the head and of layers to try: none first."""
+    tokens = max(run.pieces()) * run.seq
+    choices: list[dict[str, Any]] = [{}]
+    if run.head_chunk_tokens is None:
+        choices.append({"head_chunk_tokens": "auto"})
+    if run.mlp_chunk_tokens is None and tokens > LAYER_CHUNK:  # logits mostly take more, so the head comes first
+        choices.append(choices[-1] | {"mlp_chunk_tokens": max(LAYER_CHUNK, -(-tokens // MOST_CHUNKS))})
+    if run.loss_over == "batch":
+        choices = [{}, *({"loss_over": "microbatch", **one} for one in choices)]
+    return choices

@@ -153,9 +153,9 @@ def simulate(
         if record:
             prepared.record()
         step = prepared.step()
-    prepared.close()
     suggests = bool(missing) and must_fit is not None
-    would_fit = suggestions(shape, wanted, described, *limits, host_cache) if suggests else ()
+    would_fit = suggestions(prepared, shape, described, *limits, host_cache) if suggests else ()
+    prepared.close()
     gains: dict[str, float] = {}
     if step is not None and sensitivity:
         gains = _sensitivity(shape, wanted, described, step.timeline.now, host_cache, room)

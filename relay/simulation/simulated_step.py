@@ -44,6 +44,7 @@ from relay.simulation.transformer_shape import ModelShape, ShapeError
 from relay.simulation.whole_batch import compiled_models
 
 UNLIMITED = 10**18
+WORKSPACE = "workspace of kernels"
 
 
 _ALLOWED = {**OPTIONS, **STEP_OPTIONS}
@@ -261,7 +262,7 @@ class SimulatedRun:
             "stash of activations": device_bytes(plans) - saved_bytes(plans) - tied_bytes(plans),
             "saved tensors for backward": saved_bytes(plans),
             TIED_STATE: tied_bytes(plans),
-            "workspace of kernels": max(kernel_workspace(compiled) for compiled in set(self._prepared.compiled)),
+            WORKSPACE: max(kernel_workspace(compiled) for compiled in set(self._prepared.compiled)),
         }
         peak = self._device.memory().peak
         rows["scalars and rounding"] = peak - sum(rows.values())

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import relay
 from hal import spec
+from hal.spec.units import format_size
 from relay.models import GPT
 from relay.simulation.simulate import SENSITIVE
 from relay.simulation.transformer_shape import ModelShape
@@ -169,6 +170,16 @@ FIFTY: dict[str, Any] = {
     "layers": 62, "hidden": 8192, "device": "v100-sxm2-16gb", "host_memory": "512GB", "loss_scale": "fixed",
 }  # fmt: skip
 FIFTY |= {"stash": "host", "microbatches": 8}
+
+
+def test_a_run_whose_logits_do_not_fit_is_told_the_chunks_that_would_and_their_memory() -> None:
+    options = {"layers": 2, "hidden": 64, "heads": 2, "vocabulary": 65536, "precision": "fp32", "capacity": "300MB"}
+    options |= {"batch": 1, "microbatches": 1, "seq": 2048, "device": "generic"}
+    with pytest.raises(relay.DoesNotFit, match=r"would fit: head_chunk_tokens=128 \(device [\d.]+ MB, host") as caught:
+        relay.simulate(**options)
+    first = caught.value.simulation.suggestions[0]
+    found = relay.simulate(**options, head_chunk_tokens=128)
+    assert f"device {format_size(found.memory.device_total)}, host {format_size(found.memory.host_total)}" in first
 
 
 def test_fifty_billion_parameters_with_fp32_adam_are_refused_with_the_ledger_and_what_would_fit() -> None:
