@@ -32,7 +32,7 @@ from relay.data.microbatches import Piece
 from relay.errors import CaptureError, PartitionError
 from relay.graph.pytree import TensorTree, tensor_leaves
 from relay.models.huggingface import without_cache
-from relay.partition.batch_analysis import NotFollowed, TracedModel, follow_batch, plan_for
+from relay.partition.batch_analysis import NotFollowed, TracedModel, WholeTrace, follow_batch, plan_for
 from relay.partition.cut_head import cut_over_batch
 from relay.partition.eager.around import Around
 from relay.partition.eager.dry_run import DryRun
@@ -59,6 +59,7 @@ def partition_model(
     whole: Piece | None = None,
     size: int = 0,
     over_batch: WantedOutputs | None = None,
+    whole_trace: WholeTrace | None = None,
 ) -> Partition:
     """Cut a whole model into segments.
 
@@ -66,6 +67,7 @@ def partition_model(
     With `active`, the names of some of its repeated blocks, the other blocks return their first argument unchanged.
     If `batch` is a micro-batch of `size` samples, `whole` is the batch that it is cut from. With `over_batch`, what
     comes after the last layer is a head over the `whole` batch, which computes these outputs besides the loss.
+    `whole_trace` keeps the trace of the `whole` batch for other micro-batches of it.
 
     Raises PartitionError if the model cannot be cut, and CaptureError if it cannot be traced.
     """
@@ -160,12 +162,13 @@ def partition_model(
             f"{type(model).__name__} did not call any of its repeated layers ({', '.join(list(blocks)[:3])}, ...) for "
             "this batch. Pass the model as a list of modules, with loss=."
         )
+    trace_whole = (whole_trace or WholeTrace()).once(traced_for, (active, model.training), reads)
     if over_batch is not None:
         assert whole is not None
         name = type(model).__name__
         try:
             with undisturbed(model):  # traces that the model never sees
-                followed = follow_batch(traced, guard_tracer.answers, traced_for, whole, size, states)
+                followed = follow_batch(traced, guard_tracer.answers, trace_whole, whole, size, states)
         except NotFollowed as why:
             raise PartitionError(
                 f"{name} cannot be run with a head over the whole batch: {why}. Use microbatches=1, or "
@@ -178,7 +181,7 @@ def partition_model(
     plan = LossPlan()
     if whole is not None:
         with undisturbed(model):  # the whole batch is traced, which the model never sees
-            plan, _ = plan_for(traced, guard_tracer.answers, traced_for, whole, size, states)
+            plan, _ = plan_for(traced, guard_tracer.answers, trace_whole, whole, size, states)
     partition = cut_graph(traced.module, states, traced.calls, names, traced.has_loss, traced.result_tree)
     partition.guards, partition.loss_plan, partition.reads = tuple(guard_tracer.guards), plan, reads
     return partition

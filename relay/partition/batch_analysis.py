@@ -8,7 +8,7 @@ itself must then be computed in the same way with either. Nothing is cut or capt
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from relay.capture import BLOCK, BlockCall, GuardTracer
+from relay.capture.guards.attribute_reads import Reads
 from relay.capture.guards.data_guards import Guard
 from relay.data.loss_weight import LossPlan
 from relay.data.microbatches import Piece
@@ -43,6 +44,51 @@ class TracedModel:
         """What the trace returns."""
         found: list[fx.Node] = list(next(iter(reversed(self.module.graph.nodes))).args[0])
         return found
+
+    def copy(self) -> TracedModel:
+        """The same with a graph of its own, which may be changed."""
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(self.module.graph, {}))
+        return replace(self, module=fx.GraphModule(self.module, graph))
+
+
+Trace = Callable[[Sequence[torch.Tensor], GuardTracer], TracedModel]
+"""Traces a model for a batch, and asks the tracer for what the model asks of the batch."""
+
+
+class WholeTrace:
+    """The trace of a whole batch, which is made once for all kinds of its micro-batches.
+
+    It is kept until the next batch, or `clear`.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the batch."""
+        self._of: tuple[Sequence[torch.Tensor], object] = ((), None)
+        self._traced: TracedModel | None = None
+        self._tracer = GuardTracer(())
+        self._reads: Reads = {}
+
+    def once(self, trace: Trace, active: object, reads: Reads) -> Trace:
+        """The function `trace`, which calls it once for a batch with these layers `active`.
+
+        `trace` adds the attributes that the model's code reads to `reads`.
+        """
+
+        def traced(tensors: Sequence[torch.Tensor], tracer: GuardTracer) -> TracedModel:
+            if tracer.repeats:
+                return trace(tensors, tracer)
+            if self._traced is None or self._of[0] is not tensors or self._of[1] != active:
+                self._traced, self._of, self._tracer = trace(tensors, tracer), (tensors, active), tracer
+                self._reads = dict(reads)
+            tracer.guards, tracer.answers = list(self._tracer.guards), list(self._tracer.answers)
+            reads.update(self._reads)
+            return self._traced.copy()
+
+        return traced
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +118,7 @@ class NotFollowed(Exception):
 def follow_batch(
     small: TracedModel,
     answers: Sequence[Any],
-    trace: Callable[[Sequence[torch.Tensor], GuardTracer], TracedModel],
+    trace: Trace,
     whole: Piece,
     size: int,
     states: Mapping[str, torch.Tensor],
@@ -108,7 +154,7 @@ def follow_batch(
 def plan_for(
     small: TracedModel,
     answers: Sequence[Any],
-    trace: Callable[[Sequence[torch.Tensor], GuardTracer], TracedModel],
+    trace: Trace,
     whole: Piece,
     size: int,
     states: Mapping[str, torch.Tensor],

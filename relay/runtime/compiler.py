@@ -137,6 +137,20 @@ class ModelCompiler(ShapeCompiler):
         `weights` are what the pieces count, if the loss is not to decide it; `outputs` the names of those to return.
         Raises BatchError, PartitionError or CaptureError.
         """
+        try:
+            return self._prepared(batch, training, active_layers, pieces, weights, outputs)
+        finally:
+            self._whole_trace.clear()
+
+    def _prepared(
+        self,
+        batch: Any,
+        training: bool,
+        active_layers: Sequence[int | str] | None,
+        pieces: Sequence[Any] | None,
+        weights: Sequence[float] | None,
+        outputs: Sequence[str],
+    ) -> PreparedBatch:
         chosen = None
         if active_layers is not None:
             chosen = chosen_layers(layer_names(self.model, self.modules or []), active_layers)
@@ -211,6 +225,12 @@ class ModelCompiler(ShapeCompiler):
 
     def prepare_outputs(self, batch: Any) -> PreparedBatch:
         """The same for a forward pass in eval mode that returns the model's outputs. The batch needs no targets."""
+        try:
+            return self._prepared_outputs(batch)
+        finally:
+            self._whole_trace.clear()
+
+    def _prepared_outputs(self, batch: Any) -> PreparedBatch:
         pieces = self.take_apart(batch, needs_targets=False)
         count = len(pieces.pieces)
         if count > 1 and self._loss_weight is None:

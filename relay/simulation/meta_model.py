@@ -8,6 +8,7 @@ changed.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from relay.capture.fake_tensors import FakeMode, copy_with_fakes, fake_mode, fak
 from relay.data.microbatches import Piece
 from relay.graph.pytree import tensor_leaves
 from relay.partition import partition_model
+from relay.partition.batch_analysis import WholeTrace
 from relay.partition.capture_cache import Captures
 from relay.partition.find_blocks import find_blocks
 from relay.partition.merge_layers import merge_layers
@@ -110,11 +112,12 @@ class MetaModel:
             mode = fake_mode(allow_real_inputs=True)
             module = copy_with_fakes(self.module, mode)
             whole = self._piece(sum(sizes), mode) if len(sizes) > 1 else None
+            cut = functools.partial(self._partitions, module, mode, sizes, compute, whole, WholeTrace())
             with mode:
                 over_batch = WantedOutputs() if whole is not None and loss_over == "batch" else None
-                made = self._partitions(module, mode, sizes, compute, whole, over_batch)
+                made = cut(over_batch)
                 if made[0].loss_plan.problem is not None and loss_over == "auto":
-                    made = self._partitions(module, mode, sizes, compute, whole, WantedOutputs())
+                    made = cut(WantedOutputs())
             check_loss(type(self.module).__name__, [one.loss_plan for one in made], len(sizes), True)
             if made[0].head is not None:
                 return mode, made  # what is built from it is noted in the head too, so it is traced anew each time
@@ -137,13 +140,16 @@ class MetaModel:
         sizes: tuple[int, ...],
         compute: torch.dtype,
         whole: Piece | None,
+        whole_trace: WholeTrace,
         over_batch: WantedOutputs | None,
     ) -> list[Partition]:
         """The partition of each micro-batch; those of one size are one object."""
         made: dict[int, Partition] = {}
         for size in dict.fromkeys(sizes):
             piece = self._piece(size, mode)
-            partition = partition_model(module, piece.tensors, piece.tree, compute, None, whole, size, over_batch)
+            partition = partition_model(
+                module, piece.tensors, piece.tree, compute, None, whole, size, over_batch, whole_trace
+            )
             if not partition.has_loss:
                 name = type(self.module).__name__
                 raise ShapeError(f"{name} returns no .loss for this example. Does the example hold labels?")

@@ -67,13 +67,15 @@ class GuardTracer(TorchFunctionMode):
 
     `batch` are the real tensors of the batch. If they are fake or on the meta device, no value is computed.
 
-    `answers` are all values that were read. If those of another trace are `repeated`, the code reads them again.
+    `answers` are all values that were read. If those of another trace are `repeated`, the code reads them again, and
+    `repeats` is True.
     """
 
     def __init__(self, batch: Sequence[torch.Tensor], repeated: Sequence[Any] = ()) -> None:
         super().__init__()
         self.guards: list[Guard] = []
         self.answers: list[Any] = []
+        self.repeats = bool(repeated)
         self._repeated = iter(repeated)
         self._batch = list(batch)
         # Tensors without memory have no values.

@@ -21,6 +21,7 @@ from relay.capture.guards.bypasses import bypassed
 from relay.capture.guards.unsupported import watching_draws
 from relay.data.microbatches import Batch, Piece
 from relay.partition import list_as_model, partition_list, partition_list_over_batch, partition_model
+from relay.partition.batch_analysis import WholeTrace
 from relay.partition.capture_cache import Captures
 from relay.partition.find_blocks import undisturbed
 from relay.partition.merge_layers import merge_layers
@@ -69,6 +70,7 @@ class ShapeCompiler:
         self._loss_over = loss_over
         self._presences: dict[str, ObservedGradientPresence] = {}
         self._captures = Captures()
+        self._whole_trace = WholeTrace()
 
     @property
     def whole(self) -> bool:
@@ -155,7 +157,7 @@ class ShapeCompiler:
             tensors[number] = tensors[number].detach().requires_grad_()
         if self.modules is None:
             partition = partition_model(
-                self.model, tensors, piece.tree, self._compute, active, whole, piece.size, over_batch
+                self.model, tensors, piece.tree, self._compute, active, whole, piece.size, over_batch, self._whole_trace
             )
         else:
             inputs, targets = tensors[: piece.input_count], tensors[piece.input_count :]
