@@ -32,7 +32,8 @@ class NotATable(Exception):
 class IndexExpression:
     """Indices as the program computes them from the segment's inputs.
 
-    Two expressions with one `key` have equal values. `values` are the numbers of the inputs that it takes.
+    Two expressions with one `key` have equal values. `values` are the numbers of the inputs that it takes, and
+    `constants` the tensors that the program holds.
     """
 
     key: str
@@ -41,6 +42,7 @@ class IndexExpression:
     values: tuple[int, ...]
     nodes: tuple[fx.Node, ...]
     numbers: Mapping[fx.Node, int]
+    constants: Mapping[str, torch.Tensor]
 
     def compute(self, inputs: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """The indices, on the host, from the inputs by number as they are stored."""
@@ -48,6 +50,9 @@ class IndexExpression:
         for node in self.nodes:
             if node.op == "placeholder":
                 known[node] = inputs[self.numbers[node]]
+                continue
+            if node.op == "get_attr":
+                known[node] = self.constants[str(node.target)].cpu()
                 continue
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), known.__getitem__)
             if "device" in kwargs:  # the program's own
@@ -75,7 +80,7 @@ def find_lookups(program: Program, parameter: int, of_batch: Collection[int]) ->
     found: dict[str, IndexExpression] = {}
 
     def add(node: Any) -> None:
-        expression = _expression(node, ports, of_batch)
+        expression = _expression(node, ports, of_batch, program.constants)
         found.setdefault(expression.key, expression)
 
     for table in tables:
@@ -130,7 +135,7 @@ def over_rows(
     new_ports += [port for port in program.inputs if port.role is Role.SEED]
 
     def renumber(node: fx.Node, parameter: int) -> None:
-        key = _expression(node.args[1], ports, of_batch).key
+        key = _expression(node.args[1], ports, of_batch, program.constants).key
         copies[node].update_arg(1, new[(parameter, key)])
 
     for table, port in ports.items():
@@ -208,7 +213,9 @@ def _backwards_of(program: Program, parameter: int) -> list[fx.Node]:
     return [node for node in _sum_of(program, parameter) if node.target is _BACKWARD]
 
 
-def _expression(node: Any, ports: Mapping[fx.Node, Port], of_batch: Collection[int]) -> IndexExpression:
+def _expression(
+    node: Any, ports: Mapping[fx.Node, Port], of_batch: Collection[int], constants: Mapping[str, torch.Tensor]
+) -> IndexExpression:
     """The indices that a node computes, if they follow from the batch. Raises NotATable."""
     order: dict[fx.Node, str] = {}
     numbers: dict[fx.Node, int] = {}
@@ -222,6 +229,8 @@ def _expression(node: Any, ports: Mapping[fx.Node, Port], of_batch: Collection[i
                 raise NotATable("its indices do not follow from the batch alone")
             numbers[one] = port.index
             text = f"value {port.index}"
+        elif one.op == "get_attr":
+            text = f"constant {constants[str(one.target)].tolist()}"
         elif one.op == "call_function" and isinstance(one.target, torch._ops.OpOverload):
             if torch.Tag.nondeterministic_seeded in one.target.tags:
                 raise NotATable("its indices are drawn at random")
@@ -237,5 +246,5 @@ def _expression(node: Any, ports: Mapping[fx.Node, Port], of_batch: Collection[i
     key = visit(node)
     value = node.meta["val"]
     return IndexExpression(
-        key, tuple(value.shape), value.dtype, tuple(sorted(set(numbers.values()))), tuple(order), numbers
+        key, tuple(value.shape), value.dtype, tuple(sorted(set(numbers.values()))), tuple(order), numbers, constants
     )

@@ -44,7 +44,12 @@ def wide(layers: int = 1) -> GPT:
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 @pytest.mark.parametrize(
     "name",
-    ["albert", "bart", "bloom", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("opt", "distilbert"))],
+    [
+        "albert",
+        "bart",
+        "bloom",
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("opt", "distilbert", "t5-tied")),
+    ],
 )
 @pytest.mark.sample("bloom")
 def test_architectures_that_tie_their_weights_are_equal_in_three_micro_batches(build: Build, name: str) -> None:
@@ -176,6 +181,35 @@ def test_rows_looked_up_in_several_segments_are_added_in_order(build: Build, pad
     trainer = check(build, functools.partial(Looked, padding), given, microbatches=3, exact_ties=True, stash="host")
     rows = {state: size for state, _, size in trainer.ledger.rows()}
     assert rows[KEPT] == 3 * 60 * WIDTH * 4  # three times the 20 tokens of a batch
+
+
+class Shifted(nn.Module):
+    """One matrix used three times, as T5 does: for the inputs, for the labels behind a start token, and as the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(200, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 200, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Output:
+        before = labels.new_zeros(labels.shape)
+        before[:, 1:] = labels[:, :-1].clone()
+        before[:, 0] = 7
+        value = self.words(ids) + self.words(before.masked_fill(before == -100, 0))
+        for layer in self.layers:
+            value = layer(value)
+        scores = self.head(value)
+        return Output(nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten()), scores)
+
+
+def test_rows_are_looked_up_by_labels_behind_a_start_token(build: Build) -> None:
+    generator = torch.Generator().manual_seed(2)
+    given = [{name: torch.randint(0, 200, (5, 4), generator=generator) for name in ("ids", "labels")} for _ in range(3)]
+    trainer = check(build, Shifted, given, microbatches=3, exact_ties=True, stash="host")
+    rows = {state: size for state, _, size in trainer.ledger.rows()}
+    assert rows[KEPT] == 3 * 40 * WIDTH * 4  # a row for each of the 20 inputs and 20 labels of a batch
 
 
 def test_a_token_outside_of_the_vocabulary_is_refused_as_ever(build: Build) -> None:
