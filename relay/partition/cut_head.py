@@ -58,6 +58,9 @@ def cut_over_batch(
     for traced in (small, large):
         _keep_results(traced, [*range(first), *(number + first for number in kept)], len(states))
     ours, whole = (GraphCut(traced.module, states, traced.calls, names, traced.has_loss) for traced in (small, large))
+    together = _taking_together(followed, whole)
+    whole.move_to_head(together)
+    ours.move_to_head([followed.pair.small_of[node] for node in together])
     partition, of_whole = ours.partition(small.result_tree), whole.partition(large.result_tree)
     if [segment.name for segment in partition.segments] != [segment.name for segment in of_whole.segments]:
         raise PartitionError(
@@ -101,15 +104,44 @@ def cut_over_batch(
     return partition, unknown
 
 
-def _norm_between_layers(followed: Followed, whole: GraphCut) -> str | None:
-    """A BatchNorm in training that the model computes before its last layer and outside of layers, in words.
+def _is_batch_norm(node: fx.Node) -> bool:
+    """Whether a node is a BatchNorm in training."""
+    return "batch_norm" in str(node.target) and any(argument is True for argument in node.args[:6])
 
-    After the last layer it would take the whole batch's statistics; here it takes those of each micro-batch.
+
+def _taking_together(followed: Followed, whole: GraphCut) -> list[fx.Node]:
+    """Ops of the whole batch that take its samples together, those of a BatchNorm in training among them.
+
+    They run in the head where no layer depends on them, wherever the model calls them.
+    """
+    names = {name: node for node, (name, _) in whole.state_nodes.items()}
+    found = [*followed.flow.substituted, *(node for node, _ in followed.flow.literals)]
+    counts: set[fx.Node | None] = set()
+    for node, label in followed.flow.labels.items():
+        labels = label if isinstance(label, tuple) else (label,)
+        if any(one.kind is Kind.MIXED for one in labels):
+            found.append(node)
+        elif _is_batch_norm(node):
+            found.append(node)
+            owners = [
+                whole.state_nodes[one][0].rpartition(".")[0] for one in node.all_input_nodes if one in whole.state_nodes
+            ]
+            counts.update(names.get(f"{owner}.num_batches_tracked") for owner in owners)
+    changes = [node for node in whole.stage if written_by(node) in counts - {None}]
+    return [*found, *changes]
+
+
+def _norm_between_layers(followed: Followed, whole: GraphCut) -> str | None:
+    """A BatchNorm in training between two layers that a later layer depends on, in words.
+
+    In the head it would take the whole batch's statistics; here it takes those of each micro-batch.
     """
     for node in followed.large.module.graph.nodes:
         between = 0 < whole.stage.get(node, 0) < whole.last_stage
-        if between and "batch_norm" in str(node.target) and any(argument is True for argument in node.args[:6]):
-            return followed.where(Cause(name_of(node), "runs for each micro-batch, since another layer follows", node))
+        if between and _is_batch_norm(node):
+            return followed.where(
+                Cause(name_of(node), "runs for each micro-batch, since a later layer depends on it", node)
+            )
     return None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -201,6 +201,26 @@ class GraphCut:
                     "place after the layer has run, so the recompute would read the changed tensor. Clone the tensor "
                     "before changing it."
                 )
+
+    def move_to_head(self, nodes: Collection[fx.Node]) -> None:
+        """Move those nodes that no layer depends on to the last stage, with all that is computed from them."""
+        graph = self.traced.graph
+        reaching: set[fx.Node] = set()  # what a layer depends on
+        for node in reversed(graph.nodes):
+            if any(user.target is BLOCK or user in reaching for user in node.users):
+                reaching.add(node)
+        moved = {node for node in nodes if node in self.stage and node not in reaching}
+        count = -1
+        while count < len(moved):
+            count = len(moved)
+            for node in self.stage:
+                if any(source in moved for source in node.all_input_nodes):
+                    moved.add(node)
+            for group in self.alias_groups:
+                if any(member in moved for member in group):
+                    moved.update(member for member in group if member in self.stage)
+        if not moved & reaching:
+            self.stage.update(dict.fromkeys(moved, self.last_stage))
 
     def _stage_of_input(self, node: fx.Node) -> int:
         if node in self.item:

@@ -252,25 +252,46 @@ def test_the_simulator_knows_the_memory_to_the_byte(build: Build, stash: str, lo
 
 
 class NormBetweenTowers(nn.Module):
-    """A BatchNorm of the first tower's output: it comes before the second tower's layers."""
+    """A BatchNorm of the first tower's output, and a mean over the batch, before the second tower's layers.
 
-    def __init__(self) -> None:
+    With `taken` that tower takes the result.
+    """
+
+    def __init__(self, taken: bool) -> None:
         super().__init__()
         torch.manual_seed(2)
         self.first, self.second = nn.Linear(5, 8), nn.Linear(5, 8)
-        self.norm = nn.BatchNorm1d(8)
+        self.norm, self.taken = nn.BatchNorm1d(8), taken
         self.images, self.texts = (nn.ModuleList(nn.Linear(8, 8) for _ in range(2)) for _ in range(2))
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
         x, y = self.first(x), self.second(y)
         for layer in self.images:
             x = layer(x).tanh()
+        x = self.norm(x)
+        if self.taken:
+            y = y + x
+        else:
+            x = x - 0.5 * x.amax(0)
         for layer in self.texts:
             y = layer(y).tanh()
-        return SimpleNamespace(loss=F.cross_entropy(self.norm(x) @ y.T, torch.arange(len(x))))
+        return SimpleNamespace(loss=F.cross_entropy(x @ y.T, torch.arange(len(x))))
 
 
-def test_a_batchnorm_between_two_towers_is_said_to_run_for_each_micro_batch(build: Build) -> None:
-    trainer = build(NormBetweenTowers(), microbatches=2)
-    with pytest.warns(UserWarning, match="batch_norm .*runs for each micro-batch, since another layer follows"):
+@pytest.mark.parametrize("microbatches", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_what_takes_samples_together_between_two_towers_runs_in_the_head(build: Build, microbatches: int) -> None:
+    batch = {"x": torch.randn(6, 5), "y": torch.randn(6, 5)}
+    model, plain = NormBetweenTowers(False), NormBetweenTowers(False)
+    plain(**batch).loss.backward()
+    before = {name: one.detach().clone() for name, one in model.named_parameters()}
+    build(model, microbatches=microbatches, optimizer=relay.SGD(lr=RATE)).step(batch)
+    assert_like({name: (before[name] - one.detach()) / RATE for name, one in model.named_parameters()}, plain, 1e-6)
+    torch.testing.assert_close(model.norm.running_var, plain.norm.running_var)
+    assert model.norm.num_batches_tracked == 1
+
+
+def test_a_batchnorm_that_a_later_layer_depends_on_is_said_to_run_for_each_micro_batch(build: Build) -> None:
+    trainer = build(NormBetweenTowers(True), microbatches=2)
+    expected = r"batch_norm after layer 'images.1' runs for each micro-batch, since a later layer depends on it"
+    with pytest.warns(UserWarning, match=expected):
         trainer.step({"x": torch.randn(6, 5), "y": torch.randn(6, 5)})
