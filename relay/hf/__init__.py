@@ -13,13 +13,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from relay.hf.mixin import RelayMixin
     from relay.hf.trainers import RelayTrainer
+    from relay.hf.trl_trainers import RelayDPOTrainer, RelayRewardTrainer, RelaySFTTrainer
 
 _HOMES = {
+    "RelayDPOTrainer": "relay.hf.trl_trainers",
     "RelayMixin": "relay.hf.mixin",
+    "RelayRewardTrainer": "relay.hf.trl_trainers",
+    "RelaySFTTrainer": "relay.hf.trl_trainers",
     "RelayTrainer": "relay.hf.trainers",
 }
 
-__all__ = ["RelayMixin", "RelayTrainer"]
+__all__ = ["RelayDPOTrainer", "RelayMixin", "RelayRewardTrainer", "RelaySFTTrainer", "RelayTrainer"]
 
 
 def __getattr__(name: str) -> Any:

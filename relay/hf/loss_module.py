@@ -7,11 +7,13 @@ noticed before the next step. Invariant: the loss is what `compute_loss` returns
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -70,22 +72,40 @@ class LossModule(nn.Module):
             if name == "args":
                 plain = {key: value for key, value in vars(trainer.args).items() if isinstance(value, PLAIN)}
                 self.watched.setdefault("args", {}).update(plain)
-            elif name in vars(trainer) or is_data(getattr_static(type(trainer), name, None)):
+            elif name in vars(trainer) or is_data(inspect.getattr_static(type(trainer), name, None)):
                 self.watched[name] = getattr(trainer, name)
 
 
 def mentioned_by(kind: type, method: str) -> frozenset[str]:
-    """The names in the code of a method, and of the methods of the class that it calls."""
+    """The attributes of itself that a method reads, and those that methods read which it calls."""
     found: set[str] = set()
     waiting = [method]
     while waiting:
         name = waiting.pop()
         for base in kind.__mro__:
-            code = getattr(vars(base).get(name), "__code__", None)
-            for used in names_in(code) - found if code is not None else ():
+            function = vars(base).get(name)
+            for used in own_attributes(function) - found if inspect.isfunction(function) else ():
                 found.add(used)
                 waiting.append(used)
     return frozenset(found)
+
+
+def own_attributes(function: Any) -> set[str]:
+    """The names that a method reads as attributes of its first argument, or of `super()`."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError):  # typed into an interpreter: every name counts
+        return set(names_in(function.__code__))
+    own = function.__code__.co_varnames[:1]
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and (
+            (isinstance(node.value, ast.Name) and node.value.id in own)
+            or (isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "super")
+        )
+    }
 
 
 @contextmanager

@@ -22,7 +22,9 @@ from hal.errors import OutOfMemory
 from relay.eps.bind_optimizer import as_spec
 from relay.hf.loss_module import COUNT, WITHOUT_LOSS, LossModule, widened
 from relay.hf.optimizer import LoopOptimizer, arguments_of, choose, full_groups
+from relay.hf.pairs import cut_pairs, join_pairs, join_rows, on_host
 from relay.hf.refusals import check_arguments, check_class, check_model, check_options
+from relay.hf.trl_loss import PACKING, TrlLoss, kind_of
 from relay.metrics import Metrics
 from relay.models.save_pretrained import save_pretrained
 from relay.trainer import Trainer as LayerTrainer
@@ -62,6 +64,7 @@ class RelayMixin(Trainer):
         self._relay_pending: list[dict[str, Any]] = []
         self._relay_losses: LossModule | None = None
         self._relay_shapes: set[Any] = set()
+        self._relay_pairs = 0
         super().__init__(*args, **kwargs)
 
     # -- before training --------------------------------------------------------------------------------------
@@ -113,6 +116,8 @@ class RelayMixin(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Make the relay's trainer, and the optimizer that the loop holds."""
+        if getattr(self.model, "is_activation_checkpointing", False):  # layers are recomputed in any case
+            cast(Any, self.model).activation_checkpointing_disable()
         if self.relay_trainer is not None and self.optimizer is None:  # model_init has made another model
             self.relay_trainer.close()
             self.relay_trainer = None
@@ -137,7 +142,11 @@ class RelayMixin(Trainer):
             spec = choose(cls, kwargs, options.get("state_dtype", "fp32") != "fp32")
         groups = [dict(group) for group in given.param_groups] if given is not None else self._decay_groups()
         known = {"params", *as_spec(spec).defaults()}
-        self._relay_losses = LossModule(self._library_model, self) if self._computes_own_loss() else None
+        kind = kind_of(type(self))
+        if kind is not None:
+            self._relay_losses = TrlLoss(self._library_model, self, kind)
+        elif self._computes_own_loss():
+            self._relay_losses = LossModule(self._library_model, self)
         half = any(parameter.dtype in HALF for parameter in self._library_model.parameters())
         options = {
             "device": "cpu" if self.args.device.type == "cpu" else str(self.args.device),
@@ -145,6 +154,9 @@ class RelayMixin(Trainer):
             "master_weights": "as_given" if half else "fp32",
             **options,
         }
+        if isinstance(self._relay_losses, TrlLoss) and kind != "sft":
+            self._relay_losses.pieces = self._relay_pairs = options["microbatches"]
+            options["microbatches"] = 1  # a batch of pairs is cut here
         trainer = LayerTrainer(
             self._relay_losses or self._library_model,
             optimizer=spec,
@@ -222,6 +234,8 @@ class RelayMixin(Trainer):
         """A batch as the relay's trainer takes it, with the number of items where the loss takes one."""
         self._ready_relay()
         batch = dict(self._prepare_inputs(dict(inputs)))
+        if "flash" not in str(getattr(getattr(self.model, "config", None), "_attn_implementation", "")):
+            batch = {name: one for name, one in batch.items() if name not in PACKING}
         if count is not None and (self._relay_losses is not None or self.model_accepts_loss_kwargs):
             batch[COUNT] = self._prepare_input(torch.as_tensor(count))
         return batch
@@ -232,29 +246,37 @@ class RelayMixin(Trainer):
             return bool(self.loss_is_scaled_for_ga)
         return bool(self.model_accepts_loss_kwargs and count is not None) or self.compute_loss_func is not None
 
-    def _relay_step(self, pieces: list[dict[str, Any]], weight: float) -> list[torch.Tensor]:
+    def _relay_step(self, batches: list[dict[str, Any]], weight: float) -> list[torch.Tensor]:
         """One step on the batches, each with this weight. Returns the loss of each, before the weight."""
-        relay = self._ready_relay()
-        self._watch_shapes(pieces)
+        relay, losses = self._ready_relay(), self._relay_losses
+        names: list[str] = []
+        if isinstance(losses, TrlLoss):
+            names = losses.output_names()
+            batches = [losses.with_reference(relay, batch) for batch in batches]
         try:
             if relay.options.microbatches > 1:  # there is one batch, and it is cut
-                metrics = relay.step(pieces[0], outputs=self._relay_outputs())
-                losses = [torch.tensor(metrics.loss)]
+                metrics = relay.step(batches[0], outputs=names)
+                outputs = [{"loss": torch.tensor(metrics.loss), **join_rows(metrics.outputs)}]
             else:
-                names = ["loss", *self._relay_outputs()]
-                metrics = relay.step(pieces=pieces, weights=[weight] * len(pieces), outputs=names)
-                losses = [found["loss"].cpu() for found in metrics.outputs if found is not None]
+                pieces, shares = batches, [1.0] * len(batches)
+                if self._relay_pairs > 1:
+                    pieces, shares = cut_pairs(batches[0], self._relay_pairs)
+                self._watch_shapes(pieces)
+                weights = [weight * share for share in shares]
+                metrics = relay.step(pieces=pieces, weights=weights, outputs=["loss", *names])
+                outputs = [found for found in metrics.outputs if found is not None]
+                if self._relay_pairs > 1:
+                    outputs = [join_pairs(outputs, shares)]
         except OutOfMemory as failure:
             if not self.args.auto_find_batch_size:
                 raise
             raise RuntimeError(f"{failure} The device is out of memory.") from failure  # what the search looks for
         self.relay_metrics = metrics
         self._loop_optimizer.step_was_skipped = metrics.skipped
-        return losses
-
-    def _relay_outputs(self) -> list[str]:
-        """The outputs of the training forward that metrics are computed from."""
-        return []
+        if isinstance(losses, TrlLoss):
+            for batch, found in zip(batches, outputs, strict=True):
+                losses.record(batch, on_host(found))
+        return [found["loss"].cpu() for found in outputs]
 
     def _watch_shapes(self, pieces: list[dict[str, Any]]) -> None:
         """Say once that batches of many shapes are compiled one by one."""
@@ -288,18 +310,22 @@ class RelayMixin(Trainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """The loss, outputs and labels of a batch, through the relay."""
+        relay = self._ready_relay()
+        if isinstance(self._relay_losses, TrlLoss):
+            batch = self._relay_batch(inputs, None)
+            found, logits, labels = self._relay_losses.predict(relay, batch, prediction_loss_only)
+            return found.to(self.args.device), logits, labels
         named = [inputs.get(name) for name in self.label_names]
         has_labels = bool(named) and all(label is not None for label in named)
         returns_loss = inputs.get("return_loss")
         returns_loss = self.can_return_loss if returns_loss is None else returns_loss
         has_loss = has_labels or (not self.label_names and returns_loss)
-        labels: Any = None
+        labels = None
         if has_loss:
             labels = nested_detach(tuple(self._prepare_input(label) for label in named))
             labels = labels[0] if len(labels) == 1 else labels
         if ignore_keys is None:
             ignore_keys = getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", ["cache"])
-        relay = self._ready_relay()
         count = self._get_num_items_in_batch([inputs], self.args.device) if has_loss else None
         batch = self._relay_batch(inputs, count)
         if has_loss and prediction_loss_only:
