@@ -19,7 +19,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.support.sampling import mark_what_is_not_sampled
+from tests.support.matrix import mark_what_is_not_sampled
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,7 +1,12 @@
-"""Products of options: how many of their combinations a run of the tests tries.
+"""How many of the cases of a test a run tries: products of options, and samples of any other cases.
 
 As it comes, a matrix tries a few combinations that hold every pair of values. RELAY_FULL_MATRIX=1 (make test-full)
 tries them all; any other number that many of them, drawn at random by a fixed seed, for an estimate.
+
+`@pytest.mark.sample` names the cases of a test that `make test` runs: `sample(3)` stands for one case in three, the
+first included, `sample("cpu-fp32", "numpy")` for the cases with these ids. The others are marked exhaustive, and
+`make test-full` runs them. A sample has one or two cases of each kind, those that differ most. Where a command line
+names cases by their ids, these run. Invariant: of every test with a sample at least one case runs in `make test`.
 """
 
 from __future__ import annotations
@@ -74,3 +79,32 @@ def every(options: Mapping[str, Sequence[Any]], size: int) -> set[tuple[tuple[st
         for names in itertools.combinations(options, size)
         for values in itertools.product(*(options[name] for name in names))
     }
+
+
+# **** samples ****
+
+
+def mark_what_is_not_sampled(items: Sequence[pytest.Item]) -> None:
+    """Mark the cases exhaustive that are in no sample."""
+    tests: dict[tuple[Any, ...], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample") is not None:
+            tests.setdefault((item.path, item.parent, getattr(item, "originalname", item.name)), []).append(item)
+    for cases in tests.values():
+        sample = cases[0].get_closest_marker("sample")
+        assert sample is not None
+        chosen = _chosen(cases, sample.args)
+        for item in cases:
+            if item not in chosen:
+                item.add_marker(pytest.mark.exhaustive)
+
+
+def _chosen(cases: Sequence[pytest.Item], sample: tuple[Any, ...]) -> Sequence[pytest.Item]:
+    if len(sample) == 1 and isinstance(sample[0], int):
+        return cases[:: sample[0]]
+    named = [item for item in cases if _id_of(item) in sample]
+    return named or cases  # none is there where others are named on the command line
+
+
+def _id_of(item: pytest.Item) -> str:
+    return item.name.partition("[")[2].removesuffix("]")
