@@ -6,9 +6,11 @@
             trainer.step(batch)
             checkpoints.after_step()
 
-They are written in the background. SIGTERM, Ctrl-C and exceptions end the run with a last checkpoint, if the last step
-is complete. The content of a checkpoint is not known here (`relay.checkpoint.format`). Invariant: an old checkpoint is
-deleted only after a newer one has been verified, and the newest whole one never.
+One process writes them in the background. SIGTERM, Ctrl-C and exceptions end the run with a last checkpoint, if the
+last step is complete. Several processes that train together write together, after the same step and not in the
+background, and SIGTERM on one of them ends the run on all. The content of a checkpoint is not known here
+(`relay.checkpoint.format`). Invariant: an old checkpoint is deleted only after a newer one has been verified, and the
+newest whole one never.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from typing import Any
 from hal.errors import HalError
 from relay.checkpoint.format import Checkpoint, find, remove
 from relay.checkpoint.saving import Saving, states_of
-from relay.errors import CheckpointError, InconsistentState
+from relay.distributed.together import Together
+from relay.errors import CheckpointError, InconsistentState, RankLost, RanksDiffer
 from relay.options import refuse_renamed
 from relay.trainer import Trainer
 
@@ -103,7 +106,36 @@ class Checkpoints:
         A damaged checkpoint is skipped with a warning. Raises CheckpointError if there are checkpoints and all are
         damaged, or if one is of another model or optimizer.
         """
-        for left_over in self.folder.glob(".step-*.partial"):  # of a process that was killed as it wrote
+        together = self._trainer.together
+        if together is not None:
+            return self._resume_together(together)
+        step = self._newest_whole()
+        if step is not None:
+            self._trainer.load(self.path_of(step), verify=False, **self._user)
+            self._last_step = self._trainer.steps
+        self._note_position()
+        return self._trainer.steps if step is not None else 0
+
+    def _resume_together(self, together: Together) -> int:
+        """The same for one of several processes. Rank 0 finds the checkpoint."""
+        found: dict[str, Any] = {"step": None, "problem": None}
+        if together.is_first:
+            try:
+                found["step"] = self._newest_whole()
+            except CheckpointError as damaged:
+                found["problem"] = str(damaged)
+        found = together.of_first(found)
+        if found["problem"] is not None:
+            raise CheckpointError(found["problem"])
+        if found["step"] is not None:
+            self._trainer.load(self.path_of(found["step"]), verify=False, **self._user)
+            self._last_step = self._trainer.steps
+        self._note_position()
+        return self._trainer.steps if found["step"] is not None else 0
+
+    def _newest_whole(self) -> int | None:
+        """The step of the newest whole checkpoint; None without a checkpoint. What a killed process left is deleted."""
+        for left_over in self.folder.glob(".step-*.partial"):
             shutil.rmtree(left_over, ignore_errors=True)
         problems = []
         for step, path in sorted(_found(self.folder).items(), reverse=True):
@@ -111,16 +143,12 @@ class Checkpoints:
                 Checkpoint(path).verify()
             except CheckpointError as problem:
                 problems.append(str(problem))
-                warnings.warn(f"The checkpoint of step {step} is skipped: {problem}", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"The checkpoint of step {step} is skipped: {problem}", RuntimeWarning, stacklevel=3)
                 continue
-            self._trainer.load(path, verify=False, **self._user)
-            self._last_step = self._trainer.steps
-            self._note_position()
-            return self._trainer.steps
+            return step
         if problems:
             raise CheckpointError(f"all checkpoints are damaged: {'; '.join(problems)}", file=str(self.folder))
-        self._note_position()
-        return 0
+        return None
 
     # -- saving -------------------------------------------------------------------------------------------
 
@@ -130,12 +158,16 @@ class Checkpoints:
         Raises CheckpointError if the previous checkpoint could not be written, and Terminated after SIGTERM.
         """
         self._note_position()
-        if self._terminated.is_set():
+        together = self._trainer.together
+        terminated = self._terminated.is_set()
+        if together.any(terminated) if together is not None else terminated:
             raise Terminated
         self._finish(wait=False)
         steps = self._trainer.steps
         due = self._every is not None and steps % self._every == 0
-        due = due or (self._minutes is not None and monotonic() - self._last_time >= 60 * self._minutes)
+        if self._minutes is not None and not due:
+            due = monotonic() - self._last_time >= 60 * self._minutes
+            due = due if together is None else bool(together.of_first(due))
         if not due or self._saving is not None or steps == self._last_step:
             return False
         self._saving = self._save(background=True)
@@ -195,9 +227,11 @@ class Checkpoints:
             warnings.warn(str(problem), RuntimeWarning, stacklevel=3)
         if isinstance(error, InconsistentState) or self._trainer.steps == self._last_step:
             return
+        if self._trainer.together is not None and not isinstance(error, Terminated):
+            return  # the other ranks may be elsewhere, or gone
         try:
             self._save_now()
-        except (InconsistentState, HalError, CheckpointError, ValueError) as problem:
+        except (InconsistentState, HalError, CheckpointError, RankLost, RanksDiffer, ValueError) as problem:
             warnings.warn(f"No last checkpoint could be saved: {problem}", RuntimeWarning, stacklevel=3)
 
     def _save(self, background: bool) -> Saving:
@@ -217,6 +251,9 @@ class Checkpoints:
         self._prune()
 
     def _prune(self) -> None:
+        together = self._trainer.together
+        if together is not None and not together.is_first:
+            return
         for step in self.steps()[self._keep_last :]:
             remove(_found(self.folder)[step])
 

@@ -23,12 +23,14 @@ from relay.checkpoint.format import SHARD_BYTES, Checkpoint, Progress
 from relay.checkpoint.saving import (
     Saving,
     check_fits,
+    ended,
     group_names,
     restore_optimizer,
     restore_user,
     restore_weights,
     start,
     states_of,
+    whole_state,
 )
 from relay.distributed.together import Together
 from relay.eps.joined_state import JoinedState
@@ -236,7 +238,7 @@ class RunState:
         Args:
             path: the folder.
             background: return at once, and write while training continues. Errors are then raised by the next `save`,
-                or by `wait` of the returned object.
+                or by `wait` of the returned object. Several processes write together, and not in the background.
             memory: the most bytes of copies that a background checkpoint may take, such as "1GB".
             shard_bytes: parameters share files up to this size.
             user: what else belongs to the run, such as `scheduler=` and `data=`: objects with `state_dict()`, or plain
@@ -245,7 +247,6 @@ class RunState:
         Raises CheckpointError, with the earlier checkpoint untouched, and InconsistentState.
         """
         self._check_usable()
-        self._refuse_among_ranks("save", "Save the weights with trainer.state_dict().")
         self.wait_saved()
         session = self._session
         if session.store.split:
@@ -259,6 +260,12 @@ class RunState:
             options={name: getattr(self.options, name) for name in SAVED_OPTIONS},
             user=states_of(user),
         )
+        if self._together is not None:
+            self.synchronize()
+            optimizer = session.server.optimizer
+            self._together.save(Path(path), self._model, optimizer, progress, parse_size(shard_bytes))
+            self._last_saved = str(path)
+            return ended(Path(path))
         # Before the first step optimizer states may not be allocated yet.
         background = background and session.scheduler is not None
         self._saving = start(
@@ -283,26 +290,34 @@ class RunState:
         """
         refuse_in_child(self._process)
         self._check_open()
-        self._refuse_among_ranks("load", "Load the weights into the model before the trainer is built.")
         self._session.store.check(self._model)
         try:
             self.wait_saved()
         except Exception as lost:  # the state is replaced in any case
             logger.warning("A checkpoint that was being written is lost: %s", lost)
         session = self._session
-        checkpoint = Checkpoint(Path(path))
-        optimizer = session.server.optimizer
-        check_fits(checkpoint, self._model, session.store, optimizer, self.param_groups, weights_only, user)
-        if verify:
-            checkpoint.verify()
-        else:
-            checkpoint.check_layout()
+        optimizer, together = session.server.optimizer, self._together
+        problem: Exception | None = None
+        try:
+            checkpoint = Checkpoint(Path(path))
+            check_fits(checkpoint, self._model, session.store, optimizer, self.param_groups, weights_only, user)
+            if verify and (together is None or together.is_first):
+                checkpoint.verify()
+            else:
+                checkpoint.check_layout()
+        except Exception as failure:
+            problem = failure
+        if together is not None:
+            together.agree_on_load(problem, "" if problem else checkpoint.manifest.describe())
+        if problem is not None:
+            raise problem
         session.reset()
         try:
             restore_weights(checkpoint, self._model, session.store)
             manifest = checkpoint.manifest
             if not weights_only:
-                restore_optimizer(checkpoint, self._model, optimizer, self.param_groups)
+                part_of = whole_state if together is None else together.part_of
+                restore_optimizer(checkpoint, self._model, optimizer, self.param_groups, part_of)
                 self._step, self._seed = manifest.step, manifest.seed
                 if self._scale is not None and manifest.loss_scale is not None:
                     self._scale.restore(msgspec.structs.asdict(manifest.loss_scale))
@@ -312,6 +327,11 @@ class RunState:
         restore_user(checkpoint, user)
         self._last_saved = str(path)
         return self._step
+
+    @property
+    def together(self) -> Together | None:
+        """The agreements with the other processes that train together; None for one process."""
+        return self._together
 
     def wait_saved(self, quietly: bool = False) -> None:
         """Wait for a checkpoint that is being written. Raises its error, once, unless `quietly`."""

@@ -28,6 +28,7 @@ from relay.data.batch_gradients import refuse_own_parameters
 from relay.distributed.compare_ranks import describe
 from relay.distributed.ranks import Ranks, local_device, ranks_of_this_run
 from relay.distributed.refusals import refuse_options
+from relay.distributed.shares import is_empty, stand_in
 from relay.distributed.together import Together, agree_on_construction
 from relay.eps.bind_optimizer import as_spec, bind
 from relay.eps.master_weights import (
@@ -40,6 +41,7 @@ from relay.eps.master_weights import (
 from relay.eps.server import Clipping, ParameterServer
 from relay.eps.store import LayerStore
 from relay.eps.torch_form import RelayOptimizer
+from relay.errors import RankFailed, RankLost, RanksDiffer
 from relay.metrics import Metrics
 from relay.optim.loss_scale import LossScale
 from relay.optim.optimizers import AdamW
@@ -101,6 +103,8 @@ class Trainer(RunState):
         ranks = ranks_of_this_run()
         try:
             self._build(model, loss, options, ranks)
+        except (RankFailed, RankLost, RanksDiffer):
+            raise  # all ranks know it
         except Exception as failure:
             if ranks is not None:
                 agree_on_construction(ranks, None, failure)
@@ -360,7 +364,8 @@ class Trainer(RunState):
         `ledger` and `baseline_device_bytes` are known after it.
         """
         self._check_usable()
-        self._allocated(self._prepare_batch(batch), self.param_groups, training=True)
+        given = batch if self._together is None or not is_empty(batch) else stand_in(batch)
+        self._allocated(self._prepare_batch(given), self.param_groups, training=True)
 
     def _prepare_batch(
         self,

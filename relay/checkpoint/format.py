@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,14 +74,24 @@ def write_checkpoint(
 
     Raises CheckpointError, with the earlier checkpoint untouched.
     """
+    with replacing(path) as partial:
+        _write_folder(partial, snapshot, buffers, progress, shard_bytes)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A context in which a checkpoint is written to the folder that it gives. Then it is verified and named `path`.
+
+    Raises CheckpointError, with the earlier checkpoint untouched.
+    """
     path = Path(os.path.abspath(path))
     _check_path(path)
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        _write_folder(partial, snapshot, buffers, progress, shard_bytes)
+        yield partial
         Checkpoint(partial).verify()
         _replace(partial, path)
     except OSError as failure:
@@ -93,6 +104,12 @@ def write_checkpoint(
         raise CheckpointError(f"the checkpoint cannot be written: {wrong}", file=str(path)) from wrong
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def partial_path(path: Path) -> Path:
+    """Where a checkpoint is written before it has its name."""
+    path = Path(os.path.abspath(path))
+    return path.with_name(f".{path.name}.partial")
 
 
 def find(path: Path) -> Path:
@@ -205,41 +222,55 @@ def _write_folder(
     shard_bytes: int,
 ) -> None:
     records = {name: Record(tensor, {}) for name, tensor in buffers.items()}
-    described = {**snapshot.layout, **records}
-    plan = _ShardPlan()
-    batches: list[list[str]] = []
-    filled = shard_bytes
-    for name, record in described.items():
-        if filled + record.size > shard_bytes:
-            batches.append([])
-            plan.begin()
-            filled = 0
-        batches[-1].append(name)
-        plan.add(name, record, name in records)
-        filled += record.size
-    entries: list[ShardEntry | None] = [None] * len(plan.tensors)
-    left = list(range(len(batches)))
+    plan = ShardPlan({**snapshot.layout, **records}, records, shard_bytes)
+
+    def read(name: str) -> Record:
+        return records[name] if name in records else snapshot.read(name)
+
+    def release(name: str, record: Record) -> None:
+        if name not in records:
+            snapshot.release(record)
+
+    entries: dict[int, ShardEntry] = {}
+    left = list(range(len(plan.batches)))
     while left:
         # What has been copied already is written first, since copies take memory.
-        number = max(left, key=lambda batch: (snapshot.copied(batches[batch]), -batch))
+        number = max(left, key=lambda batch: (snapshot.copied(plan.batches[batch]), -batch))
         left.remove(number)
-        writers: dict[int, ShardWriter] = {}
-        try:
-            for name in batches[number]:
-                record = records[name] if name in records else snapshot.read(name)
-                stored = tensors_of(name, plan.parameters[name])
-                for (shard, _), tensor in zip(stored, record.tensors(), strict=True):
-                    if shard not in writers:
-                        writers[shard] = ShardWriter(folder / _shard_name(shard), plan.tensors[shard])
-                    writers[shard].add(tensor.contiguous())
-                if name not in records:
-                    snapshot.release(record)
-            for shard, writer in writers.items():
-                writer.close()
-                entries[shard] = ShardEntry(writer.path.name, writer.size, writer.sha256)
-        finally:
-            for writer in writers.values():
-                writer.abandon()
+        entries |= write_batch(folder, plan, plan.batches[number], read, release)
+    write_contents(folder, progress, plan, entries)
+
+
+def write_batch(
+    folder: Path,
+    plan: ShardPlan,
+    names: Sequence[str],
+    read: Callable[[str], Record],
+    release: Callable[[str, Record], None],
+) -> dict[int, ShardEntry]:
+    """Write the shards of one batch of a plan: `read` gives a parameter, `release` is called when it is written."""
+    writers: dict[int, ShardWriter] = {}
+    entries = {}
+    try:
+        for name in names:
+            record = read(name)
+            stored = tensors_of(name, plan.parameters[name])
+            for (shard, _), tensor in zip(stored, record.tensors(), strict=True):
+                if shard not in writers:
+                    writers[shard] = ShardWriter(folder / _shard_name(shard), plan.tensors[shard])
+                writers[shard].add(tensor.contiguous())
+            release(name, record)
+        for shard, writer in writers.items():
+            writer.close()
+            entries[shard] = ShardEntry(writer.path.name, writer.size, writer.sha256)
+    finally:
+        for writer in writers.values():
+            writer.abandon()
+    return entries
+
+
+def write_contents(folder: Path, progress: Progress, plan: ShardPlan, entries: Mapping[int, ShardEntry]) -> None:
+    """Write the manifest of a folder in which all shards of a plan have been written."""
     manifest = Manifest(
         step=progress.step,
         seed=progress.seed,
@@ -248,7 +279,7 @@ def _write_folder(
         options=progress.options,
         user=progress.user,
         parameters=plan.parameters,
-        shards=[entry for entry in entries if entry is not None],
+        shards=[entries[shard] for shard in sorted(entries)],
         software=f"torch {torch.__version__}",
     )
     path = folder / MANIFEST
@@ -259,20 +290,28 @@ def _write_folder(
     sync_folder(folder)
 
 
-class _ShardPlan:
-    """Which tensor goes to which shard. Tensors of different item sizes have different shards, so all are aligned."""
+class ShardPlan:
+    """Which tensor goes to which shard. Tensors of different item sizes have different shards, so all are aligned.
 
-    def __init__(self) -> None:
+    `described` are the parameters and buffers (`buffers` names these); `batches` are the names that share shards.
+    """
+
+    def __init__(self, described: Mapping[str, Record], buffers: Collection[str], shard_bytes: int) -> None:
         self.parameters: dict[str, ParameterEntry] = {}
         self.tensors: list[list[TensorPlan]] = []
+        self.batches: list[list[str]] = []
         self._by_width: dict[int, int] = {}
+        filled = shard_bytes
+        for name, record in described.items():
+            if filled + record.size > shard_bytes:
+                self.batches.append([])
+                self._by_width = {}
+                filled = 0
+            self.batches[-1].append(name)
+            self._add(name, record, name in buffers)
+            filled += record.size
 
-    def begin(self) -> None:
-        """Start new shards."""
-        self._by_width = {}
-
-    def add(self, name: str, record: Record, buffer: bool) -> None:
-        """Add a record to the plan."""
+    def _add(self, name: str, record: Record, buffer: bool) -> None:
         weight = self._entry(name, record.weight)
         entry = ParameterEntry(weight.shard, weight.dtype, weight.shape, buffer=buffer)
         for label, value in record.states.items():

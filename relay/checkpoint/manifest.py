@@ -121,6 +121,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     shards: list[ShardEntry]
     software: _Text
 
+    def describe(self) -> str:
+        """The checkpoint in words: its step, and a number that another one does not have."""
+        return f"step {self.step}, checksum {_own_hash([shard.sha256 for shard in self.shards])[:16]}"
+
 
 class _Head(msgspec.Struct, frozen=True):
     """What is checked before the rest of the file is believed."""
@@ -259,6 +263,6 @@ def _with_values(manifest: Manifest, change: Callable[[dict[str, Any], str], dic
     )
 
 
-def _own_hash(body: dict[str, Any]) -> str:
+def _own_hash(body: Any) -> str:
     text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()

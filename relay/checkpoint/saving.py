@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from relay.checkpoint import plain_values
 from relay.checkpoint.format import Checkpoint, Progress, write_checkpoint
 from relay.checkpoint.manifest import ParameterGroup
 from relay.checkpoint.shards import DTYPES
-from relay.eps.optimizer_state import BoundOptimizer
+from relay.eps.optimizer_state import BoundOptimizer, State
 from relay.eps.server import ParameterServer
 from relay.eps.snapshot import Snapshot
 from relay.eps.store import LayerStore
@@ -59,6 +59,13 @@ class Saving:
         if error is None:
             _unreported.discard(self)
         self._ended.set()
+
+
+def ended(path: Path) -> Saving:
+    """A checkpoint that has been written."""
+    saving = Saving(path)
+    saving.end(None)
+    return saving
 
 
 _unreported: set[Saving] = set()
@@ -251,17 +258,29 @@ def restore_weights(checkpoint: Checkpoint, model: nn.Module, store: LayerStore)
 
 
 def restore_optimizer(
-    checkpoint: Checkpoint, model: nn.Module, optimizer: BoundOptimizer, groups: Sequence[dict[str, Any]]
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    optimizer: BoundOptimizer,
+    groups: Sequence[dict[str, Any]],
+    part_of: Callable[[str, State], State],
 ) -> None:
-    """Load the optimizer's states, and the hyperparameters of the parameter groups."""
+    """Load the optimizer's states, and the hyperparameters of the parameter groups.
+
+    `part_of` gives what this process holds of a parameter's state.
+    """
     for name, _ in model.named_parameters():
-        optimizer.restore(name, checkpoint.state(name))
+        optimizer.restore(name, part_of(name, checkpoint.state(name)))
     for group, stored in zip(groups, checkpoint.manifest.optimizer.groups, strict=True):
         for key, value in stored.values.items():
             if isinstance(group.get(key), torch.Tensor):
                 group[key].fill_(value)
             else:
                 group[key] = value
+
+
+def whole_state(name: str, state: State) -> State:
+    """What one process alone holds of a parameter's state: all of it."""
+    return state
 
 
 def restore_user(checkpoint: Checkpoint, user: Mapping[str, Any]) -> None:

@@ -49,10 +49,13 @@ class TextData:
     """Batches of training windows, and a fixed set of held-out windows, from an array of bytes.
 
     Every twentieth block is held out whole. The blocks are spread over the text, so that they resemble the training
-    data, and are far longer than a window, so that few windows are lost at their edges.
+    data, and are far longer than a window, so that few windows are lost at their edges. `share` is the number of this
+    process and how many there are: each gets a part of every batch, in order, which may be empty.
     """
 
-    def __init__(self, text: np.ndarray, sequence: int, batch_size: int, seed: int = 0) -> None:
+    def __init__(
+        self, text: np.ndarray, sequence: int, batch_size: int, seed: int = 0, share: tuple[int, int] = (0, 1)
+    ) -> None:
         if text.dtype != np.uint8 or text.ndim != 1:
             raise ValueError(f"text must be a flat array of uint8; received {text.ndim}-d {text.dtype}")
         if sequence < 1 or batch_size < 1 or seed < 0:
@@ -64,6 +67,7 @@ class TextData:
         self.window = sequence + 1
         self.batch_size = batch_size
         self.seed = seed
+        self.share = share
         if len(text) < 2 * self.window:
             raise DataError(
                 f"The data holds {len(text)} bytes, but one sequence to train on and one to hold out take "
@@ -99,6 +103,8 @@ class TextData:
         return [self._windows(row) for row in starts]
 
     def _windows(self, starts: np.ndarray) -> Batch:
+        rank, count = self.share
+        starts = np.array_split(starts, count)[rank]
         rows = self.text[starts[:, None] + np.arange(self.window)]  # (B, T + 1) bytes
         windows = torch.from_numpy(rows.astype(np.int64))
         return {"input_ids": windows[:, :-1].contiguous(), "labels": windows[:, 1:].contiguous()}

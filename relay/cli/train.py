@@ -19,6 +19,7 @@ from hal import schema
 from relay.cli.console import RunStopped, Size, json_option, print_json
 from relay.cli.sample import DEFAULT_FOLDER
 from relay.cli.shared_options import AT_LEAST_ONE, COMMAND_LINE, OptionType, together, training_option
+from relay.distributed.ranks import launched
 from relay.options import RENAMED, check_master_weights
 
 if sys.version_info >= (3, 11):
@@ -120,6 +121,7 @@ def train(context: click.Context, /, run_file: Path | None, plan: Path | None, a
       relay train --out runs/long --checkpoint-every 100 --resume
       relay train --verify 3
       relay train --layers 48 --hidden 2048 --fit
+      torchrun --standalone --nproc-per-node 2 -m relay train --batch 32
     """
     cautions: list[Callable[[dict[str, Any]], str | None]] = []
     by_default = [name for name in options if context.get_parameter_source(name) is BY_DEFAULT]
@@ -130,6 +132,12 @@ def train(context: click.Context, /, run_file: Path | None, plan: Path | None, a
             options |= chosen
             origins |= dict.fromkeys(chosen, f" (from '{file}')")
     _check_together(options, origins)
+    rank, count = launched()
+    if count > 1 and (options["fit"] or options["verify"] is not None):
+        raise click.UsageError(
+            f"{'--fit' if options['fit'] else '--verify'} is not possible with several processes. Use it in one "
+            "process first, and give torchrun the options that it finds."
+        )
     if options.pop("fit"):
         from relay.cli.fitted_options import fitted
         from relay.cli.training_run import CHECKPOINTS
@@ -151,6 +159,8 @@ def train(context: click.Context, /, run_file: Path | None, plan: Path | None, a
             print_json({"error": str(different), "type": "NotEqual", "verification": found})
         click.echo(f"relay: {different}", err=True)
         context.exit(1)
+    if rank != 0:
+        return  # one summary for all processes
     if as_json:
         print_json(result)
     else:
@@ -255,7 +265,7 @@ def _run(options: dict[str, Any]) -> dict[str, Any]:
     from relay.models import gpt_folder
 
     result = train_gpt(options, log=lambda text: click.echo(text, err=True))
-    if options["sample"]:
+    if options["sample"] and launched()[0] == 0:
         try:
             model = gpt_folder.load(Path(options["out"]))
             written = generate(model, DEFAULT_PROMPT.encode(), SAMPLE_BYTES, seed=options["seed"])

@@ -24,6 +24,7 @@ from relay.cli.compile_notice import CompileNotice, compile_notices
 from relay.cli.console import RunStopped
 from relay.cli.shared_options import COMMAND_LINE
 from relay.cli.text_data import TextData, load_text
+from relay.distributed.ranks import joined_group, launched, restarted
 from relay.errors import CheckpointError
 from relay.interrupts import CountedInterrupts
 from relay.models import GPT, gpt_folder
@@ -60,11 +61,22 @@ def learning_rate(step: int, steps: int, highest: float) -> float:
 def train_gpt(options: dict[str, Any], log: Callable[[str], None]) -> dict[str, Any]:
     """Train a GPT with the options of `relay train` and save it in the folder `out`.
 
-    Returns the figures of the run. `log` receives lines for the user. Resuming a run that has ended trains nothing and
-    saves the model again. Raises RunStopped where Ctrl-C or SIGTERM ends the run, after the last checkpoint is written,
-    and NotEqual where steps that are to be verified differ from plain PyTorch's.
+    Returns the figures of the run. `log` receives lines for the user. If torchrun has started several processes, each
+    trains with its share of every batch, and rank 0 alone logs, shows progress and saves the model. Resuming a run that
+    has ended trains nothing and saves the model again. Raises RunStopped where Ctrl-C or SIGTERM ends the run, after
+    the last checkpoint is written, and NotEqual where steps that are to be verified differ from plain PyTorch's.
     """
-    data = TextData(load_text(options["data"]), options["seq"], options["batch"], options["seed"])
+    with joined_group():
+        return _train_gpt(options, log if launched()[0] == 0 else _log_nothing)
+
+
+def _log_nothing(text: str) -> None:
+    """What the other ranks do with lines for the user."""
+
+
+def _train_gpt(options: dict[str, Any], log: Callable[[str], None]) -> dict[str, Any]:
+    rank, _ = share = launched()
+    data = TextData(load_text(options["data"]), options["seq"], options["batch"], options["seed"], share)
     configuration = {"vocabulary": 256, "sequence": options["seq"], "tied": True}
     configuration |= {name: options[name] for name in ("layers", "hidden", "heads", "dropout")}
     torch.manual_seed(options["seed"])
@@ -92,7 +104,8 @@ def train_gpt(options: dict[str, Any], log: Callable[[str], None]) -> dict[str, 
             metadata={"run": run, "model": configuration},
         )
         presses.at_the_end = lambda: _stopped("ended at once", trainer.steps, checkpoints)
-        _begin(checkpoints, run, options["resume"])
+        trace = options["trace"] if rank == 0 else None
+        _begin(checkpoints, run, options["resume"] or (restarted() and bool(checkpoints.steps())))
         ended = trainer.steps >= options["steps"]
         if ended:
             log(f"This run has ended: all of its {options['steps']} steps are done. No step is run.")
@@ -112,9 +125,10 @@ def train_gpt(options: dict[str, Any], log: Callable[[str], None]) -> dict[str, 
                 figures = _figures(options["steps"], [], _NO_SECONDS, 0, 0, 0)
             else:
                 with saving or nullcontext():
-                    figures = _train(trainer, data, options["steps"], options["lr"], saving, options["trace"], notice)
+                    figures = _train(trainer, data, options["steps"], options["lr"], saving, trace, notice)
                 after = _mean_loss(trainer, held_out)
-            gpt_folder.save(folder, trainer.state_dict(), configuration)
+            if rank == 0:
+                gpt_folder.save(folder, trainer.state_dict(), configuration)
         except KeyboardInterrupt as stop:
             raise RunStopped(_stopped("interrupted", trainer.steps, checkpoints)) from stop
         except DeviceLost as lost:
@@ -197,7 +211,8 @@ def _train(
     # A terminal is redrawn often; a log file gets a line every ten seconds.
     pause = 0.3 if sys.stderr.isatty() else 10.0
     begin = trainer.steps
-    with tqdm(total=steps, initial=begin, desc="training", unit="step", dynamic_ncols=True, mininterval=pause) as bar:
+    look = {"desc": "training", "unit": "step", "dynamic_ncols": True, "mininterval": pause}
+    with tqdm(total=steps, initial=begin, disable=launched()[0] != 0, **look) as bar:
         notice.bar = bar
         for step in range(begin, steps):
             for group in trainer.optimizer.param_groups:

@@ -8,12 +8,14 @@ Nothing is summed here. Invariant: calls of all ranks on one channel match one b
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import distributed
 
+from hal.errors import HalError
 from hal.event import Event
 from hal.worker import Worker
 from relay.errors import RankLost
@@ -74,6 +76,31 @@ class Channel:
             self._failure = self._lost(failed[0], f"{failed[1].splitlines()[0]} ({self._purpose}).")
             raise self._failure
 
+    def collect_now(self, to: int, sent: torch.Tensor | None, received: Mapping[int, torch.Tensor]) -> None:
+        """Send a tensor to one rank, which receives `received` from the others. From any thread; called on all ranks.
+
+        The ranks that send are those in `received`, on every rank.
+        """
+
+        def collect() -> None:
+            if self._failure is not None:
+                raise self._failure
+            work: list[tuple[int, Any]] = []
+            rank = to
+            try:
+                if self.rank == to:
+                    for rank, part in received.items():
+                        work.append((rank, distributed.irecv(part, rank, group=self._group)))
+                elif self.rank in received and sent is not None:
+                    work.append((to, distributed.isend(sent, to, group=self._group)))
+                for rank, one in work:  # noqa: B007  (named in the error)
+                    one.wait()
+            except RuntimeError as problem:
+                self._failure = self._lost(rank, f"{str(problem).splitlines()[0]} ({self._purpose}).")
+                raise self._failure from problem
+
+        self._now(collect, f"{self._purpose} to rank {to}")
+
     def gather(self, record: Any) -> list[Any]:
         """The records of all ranks, in rank order. A record is a value that JSON holds. On the channel's thread."""
         data = json.dumps(record).encode()
@@ -98,8 +125,23 @@ class Channel:
     def gather_now(self, record: Any) -> list[Any]:
         """The same from any thread, after everything that was submitted."""
         found: list[Any] = []
-        self.submit(lambda: found.extend(self.gather(record)), (), f"{self._purpose} between ranks").wait()
+        self._now(lambda: found.extend(self.gather(record)), f"{self._purpose} between ranks")
         return found
+
+    def _now(self, call: Callable[[], None], label: str) -> None:
+        """Run a call after everything that was submitted, and raise its error as it is."""
+        try:
+            self.submit(call, (), label).wait()
+        except HalError as failure:
+            raise failure.__cause__ or failure from None
+
+    def hear_out(self) -> None:
+        """Wait until all ranks have read what was sent: before an error that may end this process, and its connections.
+
+        Ranks that have ended already are no error.
+        """
+        with suppress(RankLost):
+            self.gather_now(None)
 
     def close(self) -> None:
         """End the thread, when all that was submitted has ended."""

@@ -86,6 +86,8 @@ class RankParameterServer(ParameterServer):
 
     def allocate(self, plans: Sequence[GradientPlan], groups: Groups, contents: Sequence[SlotContent]) -> None:
         super().allocate(plans, groups, contents)
+        if not plans:
+            return  # a forward pass alone
         self._dtypes = {}
         for plan, content in zip(plans, contents, strict=True):
             own = [field.dtype for field in content.gradient_fields]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -76,9 +76,29 @@ def ranks_of_this_run() -> Ranks | None:
     return Ranks()
 
 
-def is_first_rank() -> bool:
-    """Whether this process is the one that logs and saves: rank 0, or a process alone."""
-    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+def launched() -> tuple[int, int]:
+    """The rank of this process and the number of processes, as torchrun has started them; (0, 1) without it."""
+    rank, count = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    return (int(rank), int(count)) if rank.isdecimal() and count.isdecimal() else (0, 1)
+
+
+def restarted() -> bool:
+    """Whether torchrun --max-restarts has started this process again after a failure."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
+
+
+@contextmanager
+def joined_group() -> Iterator[None]:
+    """A context with the process group of a command that torchrun has started. A group that is there is left alone."""
+    if launched()[1] <= 1 or distributed.is_initialized():
+        yield
+        return
+    distributed.init_process_group("gloo")
+    try:
+        yield
+    finally:
+        with suppress(Exception):  # after a failure others may be gone
+            distributed.destroy_process_group()
 
 
 def local_device(device: str | Sequence[str]) -> str | Sequence[str]:

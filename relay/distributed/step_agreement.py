@@ -88,6 +88,7 @@ def agree_on_end(ranks: Ranks, error: BaseException | None, updating: bool) -> t
     failed = [rank for rank, record in enumerate(records) if record["error"] is not None]
     if not failed:
         return error, updating
+    ranks.control.hear_out()
     updating = any(record["updating"] for record in records)
     if own is not None:
         return error, updating

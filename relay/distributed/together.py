@@ -13,30 +13,34 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from hal.device import Device
 from hal.host import Host
+from relay.checkpoint.format import Progress
 from relay.data.microbatches import Batch, count_tokens
+from relay.distributed.checkpoints import part_of_state, write_together
 from relay.distributed.compare_ranks import refuse_differences
-from relay.distributed.empty_share import is_empty, stand_in
 from relay.distributed.ownership import OwnedWeights, Ownership, works_by_element
 from relay.distributed.parameter_server import RankParameterServer
 from relay.distributed.ranks import Ranks
 from relay.distributed.refusals import refuse_changing_buffers
+from relay.distributed.shares import is_empty, stand_in
 from relay.eps.optimizer_state import BoundOptimizer
 from relay.eps.server import Clipping
 from relay.eps.store import LayerStore
 from relay.errors import BatchError, RankFailed, RankLost, RanksDiffer, RelayError
 from relay.metrics import Metrics
+from relay.optim.optimizers import State
 from relay.runtime.compiler import PreparedBatch
 from relay.runtime.schedule import PreparedStep
 
 Prepare = Callable[[Any], tuple[PreparedBatch, PreparedStep]]
 
-TRAIN, EVALUATE, SAVE, CLOSE = "step", "evaluate", "save", "close"
+TRAIN, EVALUATE, SAVE, LOAD, ASK, CLOSE = "step", "evaluate", "save", "load", "checkpoints", "close"
 
 
 @dataclass
@@ -65,6 +69,11 @@ class Together:
         whole = not works_by_element(optimizer, state_dtype)
         self.ownership = Ownership(self._sizes, ranks.rank, ranks.count, whole)
         self._names = [ranks.name(rank) for rank in range(ranks.count)]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which logs, and reads and deletes what is shared."""
+        return self.ranks.rank == 0
 
     def owned(self, store: LayerStore) -> OwnedWeights | None:
         """What the optimizer sees of a store, if parameters are cut."""
@@ -115,17 +124,39 @@ class Together:
         if made is None:
             raise RelayError("The ranks did not agree.")  # not reached: an error of this rank was raised
         given, prepared = made
-        if call == TRAIN:
-            self._refuse_other_facts(records)
         first = sum(each["microbatches"] for each in records[: self.ranks.rank])
         shared = replace(given, weights=self._weights(given, records, record["microbatches"]))
         if not record["microbatches"]:
             shared = replace(shared, pieces=Batch([]), weights=[], numbers=[], count=0)
         return SharedPass(shared, prepared, first, sum(each["tokens"] for each in records))
 
-    def agree_on_save(self, error: BaseException | None = None) -> None:
-        """Agree that all ranks save a checkpoint now. `error` is what kept this rank from it."""
-        self._exchange({"call": SAVE, "error": None if error is None else _text(error)}, error)
+    # -- checkpoints ------------------------------------------------------------------------------------------
+
+    def save(
+        self, path: Path, model: nn.Module, optimizer: BoundOptimizer, progress: Progress, shard_bytes: int
+    ) -> None:
+        """Write a checkpoint with the other ranks. No update may be running. Raises CheckpointError on all of them."""
+        self._exchange({"call": SAVE, "error": None, "facts": {"path of the checkpoint": str(path.resolve())}}, None)
+        write_together(self.ranks, self.ownership, path, model, optimizer, progress, shard_bytes)
+
+    def agree_on_load(self, error: Exception | None, checkpoint: str) -> None:
+        """Agree that all ranks load this checkpoint now. `error` is what keeps this rank from it."""
+        record = {"call": LOAD, "error": None if error is None else _text(error)}
+        self._exchange({**record, "facts": {"checkpoint": checkpoint}}, error)
+
+    def part_of(self, name: str, state: State) -> State:
+        """What this rank owns of a parameter's optimizer state."""
+        return part_of_state(self.ownership, name, state)
+
+    def any(self, value: bool) -> bool:
+        """Whether it is so on any rank."""
+        return any(each["value"] for each in self._exchange({"call": ASK, "error": None, "value": value}, None))
+
+    def of_first(self, value: Any) -> Any:
+        """The plain value of rank 0."""
+        return self._exchange({"call": ASK, "error": None, "value": value}, None)[0]["value"]
+
+    # -- what all passes have in common -----------------------------------------------------------------------
 
     def _exchange(self, record: dict[str, Any], error: BaseException | None) -> list[dict[str, Any]]:
         """The records of all ranks, which call the same and have no error."""
@@ -135,38 +166,44 @@ class Together:
             if record["call"] == EVALUATE or not any(evaluating):
                 break
             self._join_evaluation(records)
-        if error is not None:
-            raise error
-        apart = record["call"] == EVALUATE  # ranks that call something else have joined with nothing
-        joined = [{**each, **_NOTHING} if apart and each["call"] != EVALUATE else each for each in records]
-        for rank, each in enumerate(joined):
+        problem = error or self._difference(record["call"], records)
+        if problem is not None:
+            self.ranks.control.hear_out()
+            raise problem
+        if record["call"] != EVALUATE:
+            return records
+        return [each if each["call"] == EVALUATE else {**each, **_NOTHING} for each in records]
+
+    def _difference(self, call: str, records: Sequence[Mapping[str, Any]]) -> RelayError | None:
+        """What keeps the ranks from a call: an error on one of them, another call, or other facts."""
+        for rank, each in enumerate(records):
+            if call == EVALUATE != each["call"]:
+                continue  # it takes part with nothing
             if each["error"] is not None:
-                raise RankFailed(rank, self._names[rank], each["error"])
-            if each["call"] != record["call"] and not apart:
-                raise RanksDiffer(
-                    f"{self._names[self.ranks.rank]} calls {record['call']}, and {self._names[rank]} calls "
-                    f"{each['call']}. All ranks must make the same number of steps, and save and close after the same "
-                    "step. A rank that has no samples left gives a batch of no samples: tensors of length 0."
+                return RankFailed(rank, self._names[rank], each["error"])
+            if each["call"] != call:
+                return RanksDiffer(
+                    f"{self._names[self.ranks.rank]} calls {call}, and {self._names[rank]} calls {each['call']}. All "
+                    "ranks must make the same number of steps, and save and close after the same step. A rank that "
+                    "has no samples left gives a batch of no samples: tensors of length 0."
                 )
-        return joined
+            for name, value in records[0].get("facts", {}).items() if call != EVALUATE else ():
+                if each["facts"][name] != value:
+                    return RanksDiffer(
+                        f"The ranks differ in the {name}: {self._names[0]} has {value}, {self._names[rank]} has "
+                        f"{each['facts'][name]}. Give every rank the same."
+                    )
+        return None
 
     def _weights(self, given: PreparedBatch, records: Sequence[Mapping[str, Any]], count: int) -> list[float]:
         problem = _problem(records)
         if problem is not None:
+            self.ranks.control.hear_out()
             raise problem
         if given.counts is None:
             return given.weights
         total = sum(one for each in records for one in each["counts"] or [])
         return [one / total for one in given.counts] if count else []
-
-    def _refuse_other_facts(self, records: Sequence[Mapping[str, Any]]) -> None:
-        for rank, each in enumerate(records):
-            for name, value in records[0]["facts"].items():
-                if each["facts"][name] != value:
-                    raise RanksDiffer(
-                        f"The ranks differ in the {name} of this step: {self._names[0]} has {value}, "
-                        f"{self._names[rank]} has {each['facts'][name]}. Give every rank the same."
-                    )
 
     # -- evaluations ------------------------------------------------------------------------------------------
 
@@ -231,6 +268,7 @@ def agree_on_construction(
     records: list[dict[str, Any]] = ranks.control.gather_now(
         {"built": record, "error": None if error is None else _text(error)}
     )
+    ranks.control.hear_out()
     for rank, each in enumerate(records):
         if error is None and each["error"] is not None:
             raise RankFailed(rank, ranks.name(rank), each["error"])

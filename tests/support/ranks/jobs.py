@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
+
 import relay
-from tests.support.ranks.models import Batch, layers, loss
+from tests.support.ranks.models import Batch, batch, layers, loss, shares
 
 
 def train(rank: int, count: int, batches: Sequence[Sequence[Batch]], options: dict[str, Any]) -> dict[str, Any]:
@@ -21,3 +24,92 @@ def train(rank: int, count: int, batches: Sequence[Sequence[Batch]], options: di
             "parameters": {name: value.clone() for name, value in trainer.state_dict().items()},
             "ledger": {(state, dtype): size for state, dtype, size in trainer.ledger.rows()},
         }
+
+
+def train_and_save(
+    rank: int, count: int, batches: Sequence[Sequence[Batch]], options: dict[str, Any], folder: str, stop: int
+) -> dict[str, Any]:
+    """Resume from the newest checkpoint in `folder`, train up to step `stop`, and save after every second step."""
+    with relay.Trainer(layers(), loss, **options) as trainer:
+        with relay.Checkpoints(folder, trainer, every=2) as checkpoints:
+            checkpoints.resume()
+            losses = []
+            for of_ranks in batches[trainer.steps : stop]:
+                losses.append(trainer.step(of_ranks[rank]).loss)
+                checkpoints.after_step()
+        return {
+            "losses": losses,
+            "steps": trainer.steps,
+            "parameters": {name: value.clone() for name, value in trainer.state_dict().items()},
+        }
+
+
+def load_state(rank: int, count: int, options: dict[str, Any], folder: str, copy: str) -> int:
+    """Load a checkpoint and write it again to `copy`. Returns its step."""
+    with relay.Trainer(layers(1) if count == 1 else layers(), loss, **options) as trainer:
+        trainer.load(folder)
+        trainer.save(copy)
+        return trainer.steps
+
+
+def misbehave(rank: int, count: int, what: str) -> str:
+    """Do on rank 1 what the others do not. Returns the error that this rank gets."""
+    options: dict[str, Any] = {"optimizer": relay.SGD(lr=0.1), "microbatches": 2}
+    if what == "options" and rank == 1:
+        options["microbatches"] = 1
+    if what == "unknown option" and rank == 1:
+        options["microbatch"] = 1
+    share = shares(batch(0, 4 * count), [4] * count)[rank]
+    try:
+        with relay.Trainer(layers(int(what == "model" and rank == 1)), loss, **options) as trainer:
+            if what == "learning rate" and rank == 1:
+                trainer.optimizer.param_groups[0]["lr"] = 0.2
+            if what == "batch" and rank == 1:
+                share = (share[0], share[1][:-1])
+            if what == "loss" and rank == 1:
+                share[0][0, 0] = float("nan")
+            if what == "device" and rank == 1:
+                _fail_in_backward(trainer)
+            if what == "calls" and rank == 1:
+                trainer.save("nowhere")
+            trainer.step(share)
+            if what == "loss of all":
+                trainer.step((share[0], torch.full_like(share[1], -100)))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _fail_in_backward(trainer: relay.Trainer) -> None:
+    """Let the arrival of the second segment's gradients fail."""
+    server = trainer._session.server
+    receive, seen = server._receive, []
+
+    def fail(plan: Any, *rest: Any) -> None:
+        seen.append(plan)
+        if len(seen) == 2:
+            raise RuntimeError("the network card is on fire")
+        receive(plan, *rest)
+
+    server._receive = fail  # type: ignore[method-assign]
+
+
+def evaluate_unevenly(rank: int, count: int) -> list[float]:
+    """Rank r evaluates r + 1 batches, then all train a step, then rank r evaluates count - r batches."""
+    with relay.Trainer(layers(), loss, optimizer=relay.SGD(lr=0.1), microbatches=2) as trainer:
+        found = [trainer.evaluate(batch(number, 4)).loss for number in range(rank + 1)]
+        found.append(trainer.step(shares(batch(9, 2 * count), [2] * count)[rank]).loss)
+        return found + [trainer.evaluate(batch(number, 4)).loss for number in range(count - rank)]
+
+
+def train_until_killed(rank: int, count: int, folder: str) -> str:
+    """Train for ever, with a file for each step. Returns the error that ends it."""
+    options = {"optimizer": relay.AdamW(lr=1e-2), "microbatches": 2}
+    try:
+        with relay.Trainer(layers(), loss, **options) as trainer:
+            while True:
+                trainer.step(shares(batch(trainer.steps, 3 * count), [3] * count)[rank])
+                if rank == 0:
+                    Path(folder, f"{trainer.steps}").touch()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"

@@ -1,0 +1,191 @@
+"""Checkpoints of several ranks: written by all of them, by parameter name, and read by any number.
+
+The format is that of one process (`relay.checkpoint.format`). Shards are shared out among the ranks. The rank that
+writes a parameter receives the parts of its optimizer state from their owners, one parameter after the other. Rank 0
+makes the folder and writes the manifest, so all ranks must see one file system. Invariant: a checkpoint has its name
+only when every rank has written its shards; an error on one rank is raised on all of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from relay.checkpoint.format import Progress, ShardPlan, partial_path, replacing, write_batch, write_contents
+from relay.checkpoint.manifest import ShardEntry
+from relay.checkpoint.shards import DTYPES, NAMES
+from relay.distributed.ownership import Ownership
+from relay.distributed.ranks import Ranks
+from relay.eps.optimizer_state import BoundOptimizer
+from relay.eps.snapshot import Record
+from relay.errors import CheckpointError
+from relay.optim.int8_state import Int8State, group_count
+from relay.optim.optimizers import State
+
+Described = dict[str, dict[str, dict[str, Any]]]
+"""How the optimizer states of all parameters are made, in plain values: by parameter and label."""
+
+
+class _OnAllRanks(CheckpointError):
+    """A checkpoint that no rank has written, as all of them know."""
+
+
+def write_together(
+    ranks: Ranks,
+    ownership: Ownership,
+    path: Path,
+    model: nn.Module,
+    optimizer: BoundOptimizer,
+    progress: Progress,
+    shard_bytes: int,
+) -> None:
+    """Write a checkpoint at `path`, called on all ranks after the same step. No update may be running."""
+    error: CheckpointError | None = None
+    states = _States(ranks, ownership, model, optimizer)
+    try:
+        _write(ranks, states, path, progress, shard_bytes)
+    except _OnAllRanks:
+        raise
+    except CheckpointError as failure:
+        error = failure
+    _agree(ranks, None, error)
+
+
+def _write(ranks: Ranks, states: _States, path: Path, progress: Progress, shard_bytes: int) -> None:
+    plan = ShardPlan({**states.layout, **states.buffers}, states.buffers, shard_bytes)
+    with ExitStack() as stack:
+        folder, error = partial_path(path), None
+        try:
+            if ranks.rank == 0:
+                folder = stack.enter_context(replacing(path))
+        except CheckpointError as failure:
+            error = failure
+        _agree(ranks, None, error)
+        entries: dict[int, ShardEntry] = {}
+        failed: Exception | None = None
+        for number, names in enumerate(plan.batches):
+            writer = number % ranks.count
+            left = deque(names)
+
+            def read(name: str, left: deque[str] = left, writer: int = writer) -> Record:
+                left.remove(name)
+                return states.gather(name, writer)
+
+            if ranks.rank == writer and failed is None:
+                try:
+                    entries |= write_batch(folder, plan, names, read, lambda name, record: None)
+                except (OSError, ValueError) as failure:
+                    failed = failure
+            for name in tuple(left):  # the others send all the same
+                read(name)
+        written = [(shard, msgspec.to_builtins(entry)) for shard, entry in entries.items()]
+        records = _agree(ranks, written, failed)
+        if ranks.rank == 0:
+            found = {shard: msgspec.convert(entry, ShardEntry) for each in records for shard, entry in each}
+            write_contents(folder, progress, plan, found)
+
+
+class _States:
+    """The parameters and optimizer states of all ranks, described on each and gathered one by one."""
+
+    def __init__(self, ranks: Ranks, ownership: Ownership, model: nn.Module, optimizer: BoundOptimizer) -> None:
+        self._ranks = ranks
+        self._ownership = ownership
+        self._optimizer = optimizer
+        self._weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        self.buffers = {name: Record(buffer.detach().cpu(), {}) for name, buffer in model.named_buffers()}
+        own = {name: self._describe(name) for name in ownership.owned_names(list(self._weights))}
+        self._described: Described = {}
+        for each in ranks.control.gather_now(own):
+            for name, state in each.items():
+                self._described.setdefault(name, state)
+        self.layout = {name: Record(weight, self._empty(name, "meta")) for name, weight in self._weights.items()}
+
+    def _describe(self, name: str) -> dict[str, dict[str, Any]]:
+        described: dict[str, dict[str, Any]] = {}
+        for label, value in self._optimizer.state(name).items():
+            if isinstance(value, Int8State):
+                described[label] = {"kind": "int8", "elements": value.codes.numel(), "signed": value.signed}
+            elif not isinstance(value, torch.Tensor):
+                described[label] = {"kind": "value", "value": value}
+            else:
+                is_cut = value.dim() == 1 and not self._ownership.whole
+                shape = list(self._weights[name].shape) if is_cut else list(value.shape)
+                described[label] = {"kind": "tensor", "dtype": NAMES[value.dtype], "shape": shape, "is_cut": is_cut}
+        return described
+
+    def _empty(self, name: str, device: str) -> State:
+        """A parameter's whole state, not filled."""
+        state: State = {}
+        for label, made in self._described.get(name, {}).items():
+            if made["kind"] == "int8":
+                codes = torch.empty(made["elements"], dtype=torch.uint8, device=device)
+                scales = torch.empty(group_count(made["elements"]), dtype=torch.float32, device=device)
+                state[label] = Int8State(codes, scales, made["signed"])
+            elif made["kind"] == "value":
+                state[label] = made["value"]
+            else:
+                state[label] = torch.empty(made["shape"], dtype=DTYPES[made["dtype"]], device=device)
+        return state
+
+    def gather(self, name: str, writer: int) -> Record:
+        """A parameter or buffer with its whole state on the rank `writer`, called on all ranks."""
+        if name in self.buffers:
+            return self.buffers[name]
+        is_writer = self._ranks.rank == writer
+        whole = self._empty(name, "cpu" if is_writer else "meta")
+        own = self._optimizer.state(name) if self._ownership.owns(name) else {}
+        for label, made in self._described.get(name, {}).items():
+            if made["kind"] == "int8":
+                self._gather_tensor(name, whole[label].codes, own[label].codes if own else None, writer, False)
+                self._gather_tensor(name, whole[label].scales, own[label].scales if own else None, writer, False)
+            elif made["kind"] == "tensor":
+                self._gather_tensor(name, whole[label], own.get(label), writer, made["is_cut"])
+        return Record(self._weights[name], whole)
+
+    def _gather_tensor(
+        self, name: str, whole: torch.Tensor, own: torch.Tensor | None, writer: int, is_cut: bool
+    ) -> None:
+        """Fill `whole` on the writer: from all owners where a tensor is cut, else from the first one."""
+        ranges = self._ownership.ranges(name)
+        owners = [rank for rank, (start, stop) in enumerate(ranges) if stop > start]
+        flat = whole.view(-1)
+        parts = {rank: flat[slice(*ranges[rank])] if is_cut else flat for rank in (owners if is_cut else owners[:1])}
+        rank = self._ranks.rank
+        if rank in parts and rank == writer and own is not None:
+            parts[rank].copy_(own.reshape(-1))
+        sent = own.reshape(-1).contiguous() if rank in parts and own is not None else None
+        received = {source: part for source, part in parts.items() if source != writer and part.numel()}
+        self._ranks.bulk.collect_now(writer, sent, received)
+
+
+def part_of_state(ownership: Ownership, name: str, state: State) -> State:
+    """What this rank owns of a parameter's whole optimizer state; nothing if it owns nothing of the parameter."""
+    if not ownership.owns(name):
+        return {}
+    if ownership.whole:
+        return state
+    start, stop = ownership.own(name)
+    found: State = {}
+    for label, value in state.items():
+        tensor = value.to_float() if isinstance(value, Int8State) else value
+        is_cut = isinstance(tensor, torch.Tensor) and tensor.dim() > 0
+        found[label] = tensor.reshape(-1)[start:stop] if is_cut else tensor
+    return found
+
+
+def _agree(ranks: Ranks, value: Any, error: Exception | None) -> Sequence[Any]:
+    """What each rank brings. Raises an error on all ranks if one has an error."""
+    records = ranks.control.gather_now({"value": value, "error": None if error is None else str(error)})
+    for rank, each in enumerate(records):
+        if each["error"] is not None:
+            ranks.control.hear_out()
+            raise _OnAllRanks(f"{ranks.name(rank)} could not write its part of the checkpoint: {each['error']}")
+    return [each["value"] for each in records]
