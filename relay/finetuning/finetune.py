@@ -40,7 +40,15 @@ from relay.finetuning.model_folder import (
 )
 from relay.finetuning.options import Settings, settings_of
 from relay.finetuning.output import save_merged, save_model, write_card
-from relay.finetuning.plan_run import CHOSEN, choose_device, choose_precision, chosen_options, dry_run, fit_options
+from relay.finetuning.plan_run import (
+    CHOSEN,
+    choose_device,
+    choose_precision,
+    chosen_options,
+    dry_run,
+    fit_options,
+    is_described,
+)
 from relay.finetuning.quantized import pack_frozen
 from relay.finetuning.reporting import Callback, reporters
 from relay.finetuning.run_loop import Progress, RunLoop
@@ -112,6 +120,8 @@ class _Run:
             files, self.found, self.tokenizer, self.longest, self.source.vocabulary, self.padding, settings
         )
         device, described = choose_device(settings.trainer["device"])
+        if is_described(device) and not self.own.dry_run:
+            raise RelayError(f"{device} is a described device, on which nothing can be trained. Give --dry-run too.")
         precision = choose_precision(settings.trainer["precision"], device, self.source.dtype)
         self.settings = msgspec.structs.replace(
             settings, trainer=settings.trainer | {"device": device, "precision": precision}
@@ -189,19 +199,19 @@ class _Run:
         self.out.mkdir(parents=True, exist_ok=True)
         trainer = Trainer(model, optimizer=optimizer, param_groups=without_decay(model), **options)
         with closing(trainer):
-            figures = self._train(trainer, facts, checkpoints, callbacks, report_to, options)
+            figures = self._train(trainer, model, facts, checkpoints, callbacks, report_to, options)
         if self.own.merge:
             save_merged(merged(model), self.tokenizer, self.out / "merged")
             figures["merged"] = str(self.out / "merged")
         return figures
 
     def _train(
-        self, trainer: Trainer, facts: dict[str, Any], folder: Path, callbacks: list[Callback],
-        report_to: Sequence[str], options: dict[str, Any],
+        self, trainer: Trainer, model: nn.Module, facts: dict[str, Any], folder: Path,
+        callbacks: list[Callback], report_to: Sequence[str], options: dict[str, Any],
     ) -> dict[str, Any]:  # fmt: skip
         own, progress = self.own, Progress()
         trainer.prepare(self.data.training.largest())
-        counts = _parameters(trainer)
+        counts = _parameters(model)
         self.log(f"parameters      {counts[0]:,}, of which {counts[1]:,} are trained")
         self.log("Host memory:")
         self.log(str(trainer.ledger))
@@ -281,8 +291,8 @@ class _Run:
         }  # fmt: skip
 
 
-def _parameters(trainer: Trainer) -> tuple[int, int]:
-    model = trainer._model
+def _parameters(model: nn.Module) -> tuple[int, int]:
+    """How many numbers the parameters hold, and how many of them are trained."""
     counts = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     return sum(count for count, _ in counts), sum(count for count, trains in counts if trains)
 

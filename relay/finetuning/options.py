@@ -226,6 +226,14 @@ def _check_together(own: FinetuneOptions, values: dict[str, Any]) -> None:
         raise ValueError("patience compares held-out losses, and held_out=0 holds no rows out. Leave one of them out.")
     if own.keep_best and own.held_out == 0:
         raise ValueError("keep_best compares held-out losses, and held_out=0 holds no rows out. Leave one of them out.")
+    if own.eval_every is not None and own.held_out == 0:
+        raise ValueError(
+            "eval_every measures held-out losses, and held_out=0 holds no rows out. Leave one of them out."
+        )
+    if own.pack and "length_buckets" in values:
+        raise ValueError(
+            "length_buckets are lengths to pad to, and packed rows have one length. Leave one of them out."
+        )
     if own.checkpoint_every is None and "keep_last" in values:
         raise ValueError("keep_last goes with checkpoint_every, which is not given. Add it, or leave it out.")
     if own.task not in (None, "causal") and own.pack:

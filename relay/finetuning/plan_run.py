@@ -14,7 +14,9 @@ from torch import nn
 
 from hal import registry
 from hal.device import HOST_CORES
+from hal.dtypes import HALVES
 from hal.errors import HalError
+from hal.spec import machine, presets
 from hal.spec.units import format_seconds, format_size
 from relay.checkpoint_manager import newest
 from relay.finetuning.options import Settings
@@ -45,15 +47,21 @@ def choose_device(given: str | None) -> tuple[str, str]:
     return "cpu", description
 
 
+def is_described(device: str) -> bool:
+    """Whether a name is of a described device, which need not be here."""
+    return device.endswith((".json", ".toml")) or device in presets("device")
+
+
 def choose_precision(given: str | None, device: str, dtype: torch.dtype) -> str:
     """The precision: the one given, or bf16 for a folder in half precision on an accelerator, else fp32."""
     if given is not None:
         return given
+    if is_described(device):
+        return "bf16" if dtype in HALVES and machine(device).device.computes("bf16") else "fp32"
     opened = registry.open(device)
     info = opened.info
     opened.close()
-    half = dtype in (torch.bfloat16, torch.float16)
-    return "bf16" if half and HOST_CORES not in info.tags and torch.bfloat16 in info.compute else "fp32"
+    return "bf16" if dtype in HALVES and HOST_CORES not in info.tags and torch.bfloat16 in info.compute else "fp32"
 
 
 def fit_options(

@@ -41,6 +41,8 @@ def find_fields(files: Sequence[DataFile], own: FinetuneOptions, labelled: bool)
 
     Raises DataError for a field that is not there, and for data in which none is recognised.
     """
+    if labelled and (unused := [name for name in ("messages", "prompt") if getattr(own, name) is not None]):
+        raise DataError(f"Labels are learned from --text, and --{unused[0]} is given. Leave one of them out.")
     columns = list(files[0].rows.column_names)
     found = _found(columns, own, labelled)
     if found is None:

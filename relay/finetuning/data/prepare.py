@@ -76,8 +76,10 @@ def prepare_data(
 ) -> PreparedData:
     """The batches of the files, held-out ones apart, and the report. Raises DataError."""
     own = settings.own
-    if found.fields.kind == "messages" or own.chat_template is not None:
+    if found.fields.kind == "messages":
         set_template(tokenizer, own.chat_template)
+    elif own.chat_template is not None:
+        raise DataError(f"--chat-template is for conversations, and the fields are {found.fields}. Leave it out.")
     tokeniser = Tokeniser(tokenizer, found.task, found.fields, longest, vocabulary, found.classes)
     scalar = {"classification": int, "regression": float}.get(found.task)
     tokenised = tokenise(files, tokeniser, scalar, own.cache)
