@@ -229,8 +229,10 @@ def check_fits(
                 )
         for key, value in values.items():
             if not _of_kind(value, theirs.get(key)):
+                was = f"{key}={theirs[key]!r:.80}" if key in theirs else f"no {key}"
                 raise CheckpointError(
-                    f"expected something like {value!r}, received {theirs.get(key)!r:.80}",
+                    f"it was saved with {optimizer.kind} and {was}, the trainer has {key}={value!r}. Build the trainer "
+                    "with that, or load with weights_only=True.",
                     file=file,
                     field=f"optimizer.groups[{number}].values.{key}",
                 )

@@ -20,6 +20,7 @@ from hal import schema
 from relay.checkpoint.atomic_file import put_in_place, write_whole
 from relay.errors import RelayError
 from relay.models import GPT
+from relay.models.safetensors_file import check_whole
 
 WEIGHTS = "model.safetensors"
 CONFIGURATION = "config.json"
@@ -85,6 +86,7 @@ def load(folder: Path) -> GPT:
     except (ValueError, TypeError, RuntimeError) as wrong:
         raise RunFolderError(f"'{file}' does not describe a GPT: {wrong}") from wrong
     try:
+        check_whole(folder / WEIGHTS)
         state = safetensors.torch.load_file(folder / WEIGHTS)
         missing, unexpected = model.load_state_dict(state, strict=False)
     except (safetensors.SafetensorError, RuntimeError) as wrong:

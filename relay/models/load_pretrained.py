@@ -22,6 +22,7 @@ from torch import nn
 from hal.page_lock import give_back_free_memory
 from relay.checkpoint.shards import DTYPES
 from relay.errors import RelayError
+from relay.models.safetensors_file import check_whole
 from relay.models.weight_conversion import Conversion, is_transformers_model, plan_loading
 
 INDEX = "model.safetensors.index.json"
@@ -131,6 +132,7 @@ class _Shards:
         self._left: dict[Path, int] = {}
         self._reading: dict[Path, tuple[ExitStack, Any]] = {}
         for file, names in files.items():
+            check_whole(file)
             with safe_open(file, framework="pt") as stored:
                 held = list(stored.keys())
                 for name in held if names is None else names:

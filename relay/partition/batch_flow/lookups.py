@@ -81,12 +81,18 @@ def put(call: OpCall) -> Labels:
     return call.shaped(ours)
 
 
+def has_regular_offsets(call: OpCall) -> bool:
+    """Whether a call is embedding_bag of a matrix of indices: the offsets are multiples of the length of its rows."""
+    offsets = call.argument("offsets")
+    return call.name == "embedding_bag" and isinstance(offsets, fx.Node) and name_of(offsets) == "arange"
+
+
 def bag(call: OpCall) -> Labels | None:
-    """embedding_bag of equal rows, whose offsets are multiples of their length."""
+    """embedding_bag of equal rows, each a sample's."""
     indices = call.argument("indices")
     label = call.label(indices)
-    offsets = call.argument("offsets")
-    regular = isinstance(offsets, fx.Node) and name_of(offsets) == "arange"
+    weights = call.argument("per_sample_weights")
+    regular = has_regular_offsets(call) and (weights is None or call.label(weights) == label)
     if label.kind is not Kind.ROWS or not regular or call.label(call.argument("weight")).kind is not Kind.FREE:
         return None
     length = call.flow.pair.lengths[1]

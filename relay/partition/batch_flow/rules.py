@@ -25,7 +25,7 @@ from relay.partition.batch_flow.elementwise import (
 )
 from relay.partition.batch_flow.labels import Kind
 from relay.partition.batch_flow.layers import attention, distances, dropped, normalized, recurrent, triangle, windows
-from relay.partition.batch_flow.lookups import bag, indexed, looked_up, picked, put
+from relay.partition.batch_flow.lookups import bag, has_regular_offsets, indexed, looked_up, picked, put
 from relay.partition.batch_flow.losses import CROSS_ENTROPIES, ELEMENT_LOSSES, SAMPLE_LOSSES, cross_entropy, loss
 from relay.partition.batch_flow.op_call import Labels, OpCall, alike
 from relay.partition.batch_flow.products import FACTORS, LINEAR_SUMS, product_of, reduced
@@ -85,6 +85,8 @@ def label_of(call: OpCall) -> Labels | None:
         return numbered(call)
     if call.name in LIKE_ANOTHER:  # the second tensor is there for its shape or dtype
         del call.operands[1:]
+    if has_regular_offsets(call):  # they follow from the shape of the indices
+        call.operands.remove(call.argument("offsets"))
     taken = [call.label(operand) for operand in call.operands]
     for kind in (Kind.MIXED, Kind.UNKNOWN):
         worst = next((label for label in taken if label.kind is kind and not label.numbers), None)

@@ -252,6 +252,13 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(build: Build, tmp_pat
         stranger.load(tmp_path / "c")
 
 
+def test_an_adafactor_with_other_moments_says_what_the_checkpoint_had(build: Build, tmp_path: Path) -> None:
+    build(layers(), loss=MSE, optimizer=relay.Adafactor(lr=0.05)).save(tmp_path / "c")
+    other = build(layers(), loss=MSE, optimizer=relay.Adafactor(lr=0.05, beta1=0.9))
+    with pytest.raises(CheckpointError, match=r"Adafactor and beta1=None, the trainer has beta1=0\.9\. Build"):
+        other.load(tmp_path / "c")
+
+
 @pytest.mark.parametrize("optimizer", [relay.Adafactor(lr=0.05), relay.Muon()], ids=["Adafactor", "Muon"])
 def test_layers_that_are_put_in_and_taken_out_keep_the_states_of_the_others(build: Build, optimizer: Any) -> None:
     trainer = build(layers(), loss=MSE, optimizer=optimizer)

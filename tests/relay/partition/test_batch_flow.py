@@ -8,12 +8,14 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from relay.capture import trace
 from relay.partition.batch_flow.flow import BatchFlow
 from relay.partition.batch_flow.labels import Count, Kind, Label, free, rows
 from relay.partition.batch_flow.trace_pair import TracePair
+from tests.support import reference
+from tests.support.zoo.plain_models import Build
 
 LENGTH, PIECE = 12, 4
 
@@ -55,6 +57,7 @@ def flat(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 ROW_WISE: dict[str, tuple[Function, int, int]] = {
+    "a bag of embeddings": (lambda o, t, w: F.embedding_bag(t.clamp(min=0), w.outer(w), mode="mean"), 0, 1),
     "a linear layer": (lambda o, t, w: F.linear(o, w.expand(3, 6)), 0, 1),
     "a softmax over classes": (lambda o, t, w: o.softmax(-1), 0, 1),
     "flattened": (lambda o, t, w: o.flatten(0, 1), 0, 5),
@@ -156,6 +159,24 @@ def test_what_is_row_wise_has_the_batchs_rows_where_it_is_said(name: str) -> Non
         outer = len(whole) // (LENGTH * unit)
         cut = whole.reshape(outer, LENGTH, unit, *whole.shape[1:])[:, start : start + PIECE]
         torch.testing.assert_close(cut.flatten(0, 2), piece)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_embeddings_train_in_micro_batches_as_in_plain_pytorch(build: Build, mode: str) -> None:
+    def made() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [nn.EmbeddingBag(12, 8, mode=mode), nn.Linear(8, 3)]
+
+    generator = torch.Generator().manual_seed(2)
+    batches = [
+        (torch.randint(0, 12, (8, 5), generator=generator), torch.randint(0, 3, (8,), generator=generator))
+        for _ in range(2)
+    ]
+    model, plain = made(), made()
+    losses = reference.train(plain, batches, 4, loss=F.cross_entropy)
+    trainer = build(model, loss=F.cross_entropy, microbatches=4)
+    assert [trainer.step(batch).loss for batch in batches] == losses
+    reference.assert_same_state(reference.state_of(model), reference.state_of(plain))
 
 
 @pytest.mark.parametrize("name", TERMS)
