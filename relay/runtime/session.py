@@ -32,6 +32,7 @@ from relay.runtime.lanes.visit_plan import VisitPlan, in_turn, visits_of
 from relay.runtime.memory_plan import plans_for, programs_of, scalar_bytes, with_advice
 from relay.runtime.on_host.calls import STATE as VALUES_ON_HOST
 from relay.runtime.on_host.calls import HostKernel, runs_on_host
+from relay.runtime.residency.choice import refuse_more_than
 from relay.runtime.schedule import PreparedStep, Scalars, Scheduler
 from relay.runtime.sparse_rows.sparse_rows import SparseRows
 from relay.runtime.stages import CompiledModel, changing_buffers, gradient_fields, wanted_of, whole_tensors
@@ -118,8 +119,9 @@ class Session:
         """Compile and allocate what a pass over micro-batches of these shapes needs.
 
         `compiled[j]` is the compiled model for micro-batch j. What is there already from earlier passes is used again.
-        Raises OutOfMemory, with what would reduce the need, before any memory is taken.
+        Raises OutOfMemory, with what would reduce it, and ValueError, before any memory is taken.
         """
+        refuse_more_than(len(compiled[0].stages), self._options.resident_layers if training else 0)
         compiled = self._over_rows(compiled, training)
         contents = self.take_over(compiled, groups, training)
         ties = self._ties.decide(compiled) if training else Decision(list(compiled), frozenset())
@@ -193,8 +195,7 @@ class Session:
     ) -> list[SlotContent]:
         """Move the model into the store, if it is not there, and lay out what the slots hold, segment by segment.
 
-        Raises OutOfMemory, with the ledger and advice, where the host may not hold what the pass needs; nothing has
-        moved then.
+        Raises OutOfMemory, with the ledger and advice, before anything moves, where the host may not hold it all.
         """
         compiled = self._over_rows(compiled, training)
         compiled = self._checked_ties(compiled, groups) if training else compiled
@@ -248,8 +249,8 @@ class Session:
         self._ties.clear()
         self.knows_every_layer = False
         self._free_device_memory()
-        self.store.rename(names)
         self.rows.clear()
+        self.store.rename(names)
         self.store.adopt(model)
         for saved in self._saved_buffers.values():
             self.host.free(saved.view(-1), SAVED_BUFFERS)

@@ -57,6 +57,15 @@ class Residents:
         return sum(content.size for content in self.contents)
 
 
+def refuse_more_than(segments: int, wanted: int | str) -> None:
+    """Raise ValueError where more segments are wanted on the device than a model has."""
+    if isinstance(wanted, int) and wanted > segments:
+        raise ValueError(
+            f"resident_layers={wanted} is more than the model has: {segments} segments (the embedding, the layers of "
+            f"each slot, and the head count as one each). Give at most {segments}, or 'auto' for as many as fit."
+        )
+
+
 def candidates(
     compiled: CompiledModel,
     contents: Sequence[SlotContent],

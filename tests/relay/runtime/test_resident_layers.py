@@ -19,7 +19,8 @@ WIDTH = 16
 LAYER = 4 * (WIDTH * WIDTH + WIDTH)
 """Bytes of one layer of `linears`; both tensors fill whole multiples of 64."""
 
-ALL = 99
+ALL = 5
+"""The segments of `gpt()`: the embedding, three layers, and the head."""
 
 
 def gpt(layers: int = 3, tied: bool = False) -> GPT:
@@ -60,13 +61,13 @@ def orders(seeds: int) -> list[str]:
     return ["order=late", *(f"order=random,seed={seed}" for seed in range(seeds))]
 
 
-SAMPLE = {"clipped, activations on the host": 2, "running statistics": ALL, "looked at between steps": 2}
+SAMPLE = {"clipped, activations on the host": 2, "running statistics": "auto", "looked at between steps": 2}
 """Scenarios in which a copy on the device could be old, and how many layers are resident."""
 
 
 @pytest.mark.parametrize(("scenario", "resident"), SAMPLE.items())
 def test_some_orders_of_execution_give_the_numbers_of_a_run_without_resident_layers(
-    scenario: str, resident: int
+    scenario: str, resident: int | str
 ) -> None:
     for order in orders(2):
         assert not differences(scenario, f"sim:generic,{order},poison=on", resident_layers=resident)
@@ -76,7 +77,7 @@ def test_some_orders_of_execution_give_the_numbers_of_a_run_without_resident_lay
 @pytest.mark.filterwarnings("ignore:layer")  # experts run eagerly, which is what is wanted
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_every_order_of_execution_gives_the_numbers_of_a_run_without_resident_layers(scenario: str) -> None:
-    runs = [(f"sim:generic,{order},poison=on", resident) for order in orders(10) for resident in (2, ALL)]
+    runs = [(f"sim:generic,{order},poison=on", resident) for order in orders(10) for resident in (2, "auto")]
     runs += [(f"sim:{UNIFIED},{order},poison=on", 2) for order in orders(3)]
     wrong = {run: found for run in runs if (found := differences(scenario, run[0], resident_layers=run[1]))}
     assert not wrong
@@ -165,7 +166,7 @@ def test_a_resident_layer_that_is_frozen_is_never_sent_again(build: Build) -> No
     modules = linears(6)
     for module in modules[:5]:
         module.requires_grad_(False)
-    trainer = build(modules, loss=nn.functional.mse_loss, device="cpu:discrete", resident_layers=ALL)
+    trainer = build(modules, loss=nn.functional.mse_loss, device="cpu:discrete", resident_layers=6)
     assert [trainer.step(vectors(number)).weight_bytes for number in range(3)] == [6 * LAYER, LAYER, LAYER]
 
 
@@ -193,7 +194,7 @@ def test_of_a_layer_with_an_adapter_only_the_adapter_is_sent_again(build: Build,
 
     modules, plain = made(), made()
     batches = [vectors(number) for number in range(3)]
-    trainer = build(modules, loss=nn.functional.mse_loss, device=device, resident_layers=ALL)
+    trainer = build(modules, loss=nn.functional.mse_loss, device=device, resident_layers=3)
     sent = [trainer.step(batch).weight_bytes for batch in batches]
     adapter = 4 * 2 * 4 * WIDTH
     assert sent[1:] == [3 * adapter, 3 * adapter]
@@ -204,7 +205,7 @@ def test_of_a_layer_with_an_adapter_only_the_adapter_is_sent_again(build: Build,
 def test_the_simulated_step_has_the_bytes_and_the_memory_of_a_real_one(build: Build) -> None:
     from relay.simulation.transformer_shape import ModelShape
 
-    for resident, capacity in ((2, None), (ALL, None), ("auto", 450_000), (4, 520_000)):
+    for resident, capacity in ((2, None), (6, None), ("auto", 450_000), (4, 520_000)):
         torch.manual_seed(0)
         model = GPT(vocabulary=64, layers=4, hidden=32, heads=2, sequence=12, tied=False)
         options = {"microbatches": 2, "stash": "host", "resident_layers": resident, "precision": "fp32"}
@@ -223,7 +224,7 @@ def test_the_simulated_step_has_the_bytes_and_the_memory_of_a_real_one(build: Bu
 def test_all_layers_resident_take_the_time_of_one_transfer_of_the_weights_a_step() -> None:
     from tests.support.ideal_machines import ideal, run
 
-    none, every = run(ideal(link=1e9)), run(ideal(link=1e9), resident_layers=ALL)
+    none, every = run(ideal(link=1e9)), run(ideal(link=1e9), resident_layers="auto")
     assert none.step is not None
     assert every.step is not None
     assert every.step.weight_bytes < 0.6 * none.step.weight_bytes
@@ -353,6 +354,17 @@ def test_more_resident_layers_than_fit_are_refused_with_the_number_that_fits(bui
     assert build(linears(20), resident_layers=most, **options).step(vectors()).resident_layers == most
     with pytest.raises(OutOfMemory):
         build(linears(20), resident_layers=most + 1, **options).step(vectors())
+
+
+def test_more_resident_layers_than_the_model_has_are_refused_before_the_first_step(build: Build) -> None:
+    model = gpt()
+    before = reference.copy_of(model.state_dict())
+    trainer = build(model, device="cpu:discrete", resident_layers=ALL + 1)
+    with pytest.raises(ValueError, match=r"resident_layers=6 is more than the model has: 5 segments.*at most 5"):
+        trainer.step(text())
+    reference.assert_same_state(model.state_dict(), before)
+    with pytest.raises(ValueError, match="at most 14"):
+        relay.simulate(layers=12, hidden=64, device="generic", resident_layers=99)
 
 
 def test_auto_leaves_its_margin_free_and_is_logged_once(build: Build, caplog: pytest.LogCaptureFixture) -> None:
