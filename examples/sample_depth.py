@@ -103,7 +103,7 @@ def agreement(candidates: Sequence[Candidate]) -> float:
 def search(options: argparse.Namespace) -> tuple[list[Candidate], float]:
     """All candidates with their losses, and the seconds of the sampled network's steps."""
     generator = torch.Generator().manual_seed(0)
-    widths = [options.inner >> shift for shift in range(3)]
+    widths = [options.inner >> shift for shift in range(options.widths)]
     candidates = [Candidate(depth, width) for depth in range(1, options.layers + 1) for width in widths]
     tried = {1, -(-options.layers // 2), options.layers}
     chosen = [one for one in candidates if one.depth in tried]
@@ -145,14 +145,15 @@ def search(options: argparse.Namespace) -> tuple[list[Candidate], float]:
 def main(arguments: Sequence[str] | None = None) -> tuple[list[Candidate], float]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--inner", type=int, default=64, help="the greatest width; a half and a quarter are tried too")
+    parser.add_argument("--inner", type=int, default=64, help="the greatest width")
+    parser.add_argument("--widths", type=int, default=3, help="how many widths are tried, each half of the one before")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
     options = parser.parse_args(arguments)
     if options.quick:
-        options.layers, options.inner, options.steps = 2, 8, 20
+        options.layers, options.inner, options.widths, options.steps = 2, 8, 2, 20
     candidates, seconds = search(options)
     print("parameters  depth  width  held-out loss: as a part  trained alone  seconds alone")
     for one in sorted(candidates, key=lambda one: one.parameters):

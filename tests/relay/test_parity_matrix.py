@@ -131,7 +131,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize("case", cases())
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 def test_the_relay_is_plain_pytorch(build: Callable[..., relay.Trainer], case: Case) -> None:
     model, plain = gpt(case["tied"]), gpt(case["tied"])
     batches = reference.text_batches(STEPS, batch=10)

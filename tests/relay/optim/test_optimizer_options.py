@@ -105,7 +105,7 @@ VARIANTS: dict[str, tuple[type, type, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.sample(5)
+@pytest.mark.sample(7)
 def test_every_option_is_torch_optims_to_the_last_bit(build: Build, variant: str, how: str) -> None:
     mine, torchs, options = VARIANTS[variant]
 

@@ -219,7 +219,7 @@ def assert_equal(ours: tuple[float, list[Tensor]], theirs: tuple[float, list[Ten
 
 
 @pytest.mark.parametrize(("name", "microbatches"), matrix.sampled((4, 3, 2, 1), [*ROW_WISE, *TERMS]))
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 def test_a_loss_is_that_of_the_whole_batch_in_any_number_of_micro_batches(
     build: Build, name: str, microbatches: int
 ) -> None:

@@ -91,7 +91,7 @@ def test_micro_batches_are_counted_as_they_come_out(batch: int) -> None:
 def test_a_plan_feeds_the_training(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     arguments = ["plan", "--layers", "2", "--hidden", "32", "--heads", "2", "--vocab", "256", "--seq", "16"]
-    arguments += ["--batch", "4", "--precision", "fp32", "--capacity", "4MB", "--clip-grad-norm", "1.5"]
+    arguments += ["--batch", "2", "--precision", "fp32", "--capacity", "4MB", "--clip-grad-norm", "1.5"]
     result = CliRunner().invoke(main, [*arguments, "--out", str(path), "--json"])
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
@@ -105,7 +105,7 @@ def test_a_plan_feeds_the_training(tmp_path: Path) -> None:
     assert trained.exit_code == 0, trained.output
     used = json.loads(trained.stdout)["options"]
     assert {name: used[name] for name in options} == options
-    assert (used["layers"], used["hidden"], used["seq"], used["batch"]) == (2, 32, 16, 4)
+    assert (used["layers"], used["hidden"], used["seq"], used["batch"]) == (2, 32, 16, 2)
     assert json.loads(trained.stdout)["parameters"] == answer["expected"]["parameters"]
 
 

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 def test_core_programs_on_numpy_give_what_autograd_gives(case: str) -> None:
     module, inputs = module_of(case)
     core = capture(CaptureRequest(module, inputs, case, lowering=Lowering.CORE))

@@ -208,7 +208,7 @@ CASES |= {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 def test_values_and_gradients_on_numpy_are_pytorchs(case: str) -> None:
     function, inputs = CASES[case]
     module = Of(function)

@@ -42,7 +42,7 @@ def whole_and(kind: str, sizes: tuple[int, ...], microbatches: tuple[int, ...]) 
     ("kind", "size", "microbatches"),
     [one for kind in LOSSES for one in whole_and(kind, (4, 1, 30, 64), (2, 1, 4))],
 )
-@pytest.mark.sample(4)
+@pytest.mark.sample("mean-4-2", "padded shift-4-2", "divergence-4-2")
 def test_chunks_equal_plain_pytorch_over_the_same_chunks_to_the_bit(
     kind: str, size: int, microbatches: int, caplog: pytest.LogCaptureFixture
 ) -> None:
