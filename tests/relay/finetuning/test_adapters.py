@@ -54,7 +54,8 @@ def tune(place: Path, chats: Path) -> Tune:
             if "loss" in figures:
                 seen.append(figures["loss"])
 
-        given = {"cache": str(place / "cache"), "out": str(out), "length_buckets": 1, **QUICK, **options}
+        given = {"cache": str(place / "cache"), "out": str(out), **QUICK, **options}
+        given |= {} if "pack" in options else {"length_buckets": 1}
         return finetune(str(model), [str(chats)], on_figures=show, **given), seen
 
     return run
@@ -233,6 +234,7 @@ def test_early_stopping_keeps_the_best_model(tune: Tune, llama: Path, tmp_path: 
     assert (tmp_path / "out" / "best" / "model.safetensors").is_file() == (found["best"] is not None)
 
 
+@pytest.mark.exhaustive
 def test_options_of_the_trainer_are_those_given(tune: Tune, llama: Path, tmp_path: Path) -> None:
     found, _ = tune(llama, tmp_path / "out", steps=1, precision="bf16", stash="host", slots=1, held_out=0.0)
     assert found["options"]["precision"] == "bf16"
