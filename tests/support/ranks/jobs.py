@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import relay
-from tests.support.ranks.models import Batch, batch, layers, loss, shares
+from tests.support.ranks.models import Batch, batch, gpt_share, layers, loss, shares, small_gpt
 
 
 def train(rank: int, count: int, batches: Sequence[Sequence[Batch]], options: dict[str, Any]) -> dict[str, Any]:
@@ -23,6 +23,30 @@ def train(rank: int, count: int, batches: Sequence[Sequence[Batch]], options: di
             "skipped": [one.skipped for one in metrics],
             "parameters": {name: value.clone() for name, value in trainer.state_dict().items()},
             "ledger": {(state, dtype): size for state, dtype, size in trainer.ledger.rows()},
+        }
+
+
+def train_all(rank: int, count: int, jobs: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:
+    """Train several models of the zoo one after the other, with other options each. An error is a result too."""
+    found: list[Any] = []
+    for name, options in jobs:
+        try:
+            found.append(train_model(rank, count, name, options))
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def train_model(rank: int, count: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Three steps of a GPT: losses, norms, and the parameters on this rank."""
+    model = small_gpt(name)
+    with relay.Trainer(model, **options) as trainer:
+        metrics = [trainer.step(gpt_share(step, rank, count)) for step in range(3)]
+        trainer.synchronize()
+        return {
+            "losses": [one.loss for one in metrics],
+            "norms": [one.grad_norm for one in metrics],
+            "parameters": {name: value.clone() for name, value in trainer.state_dict().items()},
         }
 
 

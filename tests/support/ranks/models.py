@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+import relay.models
+
 HIDDEN, CLASSES = 16, 5
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -93,3 +95,25 @@ def plain_steps(
                 gradient.mul_(factor)
         chosen.step()
     return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def small_gpt(name: str) -> relay.models.GPT:
+    """A GPT of two layers, whose embedding is tied to its head; "dropout" has dropout."""
+    torch.manual_seed(0)
+    return relay.models.GPT(
+        vocabulary=32, sequence=8, layers=2, hidden=16, heads=2, tied=True, dropout=0.1 if name == "dropout" else 0.0
+    )
+
+
+def gpt_batch(step: int, size: int) -> dict[str, torch.Tensor]:
+    """A batch of random tokens, of which every third label does not count."""
+    generator = torch.Generator().manual_seed(100 + step)
+    tokens = torch.randint(0, 32, (size, 9), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels.view(-1)[:: 3 + step] = -100
+    return {"input_ids": tokens[:, :-1].contiguous(), "labels": labels}
+
+
+def gpt_share(step: int, rank: int, count: int) -> dict[str, torch.Tensor]:
+    """The share of a rank of a batch of 8 samples."""
+    return {name: torch.tensor_split(tensor, count)[rank] for name, tensor in gpt_batch(step, 8).items()}
