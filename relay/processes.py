@@ -48,6 +48,7 @@ def warn_if_alone() -> None:
     warnings.warn(
         f"WORLD_SIZE={count} in the environment: a launcher such as torchrun started {count} processes, but no process "
         "group is initialised. This trainer trains alone: the processes exchange no gradients, and each of them trains "
-        "a model of its own. Start one process, or give each process a model, data and folders of its own.",
+        "a model of its own. To train together, call torch.distributed.init_process_group('gloo') before the trainer "
+        "is built. Otherwise start one process, or give each process a model, data and folders of its own.",
         stacklevel=6,
     )

@@ -135,12 +135,18 @@ class ResumableBatches:
 class ShuffleSampler(torch.utils.data.Sampler[int]):
     """A sampler for `DataLoader(sampler=...)`: each index below `size` once, in an order set by seed and epoch.
 
-    Raises ValueError if `size` is below 1 or `seed` is not from 0 to 2**63 - 1.
+    Of `count` processes that train together, the one with number `rank` gets every `count`-th index of that order. All
+    get equally many: up to `count` - 1 at the end of an epoch are left out. Raises ValueError if `size` is below
+    `count` or `seed` is not from 0 to 2**63 - 1.
     """
 
-    def __init__(self, size: int, seed: int = 0) -> None:
-        if size < 1 or not 0 <= seed < 2**63:
-            raise ValueError(f"size must be at least 1 and seed from 0 to 2**63 - 1; received {size} and {seed}")
+    def __init__(self, size: int, seed: int = 0, rank: int = 0, count: int = 1) -> None:
+        if not 0 <= rank < count:
+            raise ValueError(f"rank must be from 0 to count - 1; received rank={rank} and count={count}")
+        if size < count or not 0 <= seed < 2**63:
+            raise ValueError(f"size must be at least {count} and seed from 0 to 2**63 - 1; received {size} and {seed}")
+        self._rank = rank
+        self._count = count
         self._size = size
         self._seed = seed
         self._epoch = 0
@@ -150,11 +156,12 @@ class ShuffleSampler(torch.utils.data.Sampler[int]):
         self._epoch = epoch
 
     def __len__(self) -> int:
-        return self._size
+        return self._size // self._count
 
     def __iter__(self) -> Iterator[int]:
         # Both are multiplied by large odd numbers, so that neighbouring seeds and epochs have unrelated orders.
         generator = torch.Generator().manual_seed(
             (self._seed * 0x9E3779B97F4A7C15 + self._epoch * 0xD1342543DE82EF95) % 2**63
         )
-        yield from torch.randperm(self._size, generator=generator).tolist()
+        order = torch.randperm(self._size, generator=generator)
+        yield from order[self._rank : self._size - self._size % self._count : self._count].tolist()

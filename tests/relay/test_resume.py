@@ -120,6 +120,15 @@ def test_epochs_have_orders_of_their_own_that_a_seed_decides() -> None:
     assert len(set(orders)) == 6
 
 
+def test_ranks_get_equal_parts_of_one_order() -> None:
+    whole = list(ShuffleSampler(50, 3))
+    parts = [ShuffleSampler(50, 3, rank, 4) for rank in range(4)]
+    assert [len(part) for part in parts] == [12] * 4
+    assert [index for row in zip(*parts, strict=True) for index in row] == whole[:48]
+    with pytest.raises(ValueError, match="rank=4 and count=4"):
+        ShuffleSampler(50, 3, 4, 4)
+
+
 @pytest.mark.parametrize(
     "state",
     [None, {}, {"epoch": -1, "taken": 0, "source": None}, {"epoch": 0, "taken": "1", "source": None}, {"epoch": 0}],

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import os
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import relay
+from relay.cli import main
 from tests.support.ranks.models import Batch, batch, gpt_share, layers, loss, shares, small_gpt
 
 
@@ -137,3 +141,15 @@ def train_until_killed(rank: int, count: int, folder: str) -> str:
                     Path(folder, f"{trainer.steps}").touch()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+def run_command(rank: int, count: int, words: list[str]) -> tuple[int, str, str]:
+    """Run a command as torchrun would. Returns its exit code, output and errors."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank))
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            main.main(words, prog_name="relay", standalone_mode=False)
+        except SystemExit as end:
+            return int(end.code or 0), out.getvalue(), err.getvalue()
+    return 0, out.getvalue(), err.getvalue()
