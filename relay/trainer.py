@@ -195,7 +195,7 @@ class Trainer(RunState):
         server.group(group_of)
         scheduled.connect(lambda: compiler.model, server.optimizer, group_of, ready, together is not None)
         if together is not None:
-            together.refuse_differences(describe(whole, chosen, spec, groups))
+            together.refuse_differences(describe(whole, chosen, groups))
         # The threads of a trainer's queues outlive a trainer that is dropped without close(). At the end of the
         # process they end by themselves (`hal.worker`).
         weakref.finalize(self, _close_quietly, session, os.getpid()).atexit = False

@@ -7,6 +7,7 @@ rank finds the same difference.
 from __future__ import annotations
 
 import platform
+import re
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
@@ -21,16 +22,22 @@ from relay.options import TrainOptions
 
 OWN = ("device", "capacity", "host_memory", "pinned_memory", "resident_layers", "slots", "stall_timeout")
 """Options in which ranks may differ: they change where a rank's work is done, and no result."""
+ELSEWHERE = ("param_groups",)
+"""Options that are compared by what follows from them."""
 
 Record = Mapping[str, Any]
 
 
-def describe(model: nn.Module, options: TrainOptions, optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> Record:
+def describe(model: nn.Module, options: TrainOptions, groups: Sequence[Mapping[str, Any]]) -> Record:
     """What is compared of a rank, in plain values: a value, or a mapping of values, by what it is called."""
-    chosen = {name: repr(value) for name, value in msgspec.structs.asdict(options).items() if name not in OWN}
+    chosen = {
+        name: _without_addresses(value)
+        for name, value in msgspec.structs.asdict(options).items()
+        if name not in OWN + ELSEWHERE
+    }
     return {
         "software": {"python": platform.python_version(), "torch": torch.__version__, "bytes": sys.byteorder},
-        "options": {**chosen, "optimizer": repr(optimizer)},
+        "options": chosen,
         "parameter groups": {
             str(number): f"{len(group['params'])} parameters, {_without_parameters(group)}"
             for number, group in enumerate(groups)
@@ -71,6 +78,11 @@ def _describe(tensor: torch.Tensor) -> str:
 def _checksum(tensor: torch.Tensor) -> int:
     flat = tensor.detach().contiguous().view(-1)
     return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
+
+
+def _without_addresses(value: Any) -> str:
+    """A value in words, without the addresses that functions and objects have in a process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def _without_parameters(group: Mapping[str, Any]) -> str:
