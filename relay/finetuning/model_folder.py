@@ -164,8 +164,6 @@ def build_empty(model: ModelFolder, task: str, classes: Classes, dtype: torch.dt
         config.num_labels = 1
     if task in ("classification", "regression"):
         config.problem_type = "regression" if task == "regression" else "single_label_classification"
-    if getattr(config, "pad_token_id", None) is None:
-        config.pad_token_id = padding
     try:
         with empty_weights():
             built: nn.Module = getattr(transformers, AUTO[task]).from_config(config, dtype=dtype)
@@ -174,6 +172,8 @@ def build_empty(model: ModelFolder, task: str, classes: Classes, dtype: torch.dt
             f"{model.given} is a {config.model_type} model, which has no {AUTO[task]}: "
             f"{' '.join(str(wrong).split())[:200]}"
         ) from wrong
+    if task in ("classification", "regression") and getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = padding  # where a row ends; set after building, or that token's embedding would not train
     for module in built.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
             # It looks for padding in each batch. Rows are padded on the right, where causal layers do not look.

@@ -56,8 +56,8 @@ class Batches:
         self._padding = padding
         self._seed = seed
         self._order: tuple[int, list[tuple[int, list[int]]]] = (-1, [])
-        lengths = [len(ids) for ids in rows["input_ids"]]
-        targets = [len(ids) for ids in rows["labels"]] if task == "seq2seq" else lengths
+        lengths = lengths_of(rows, "input_ids")
+        targets = lengths_of(rows, "labels") if task == "seq2seq" else lengths
         self.tokens = sum(lengths) + (sum(targets) if task == "seq2seq" else 0)
         if packed:
             self._units = pack(lengths, longest)
@@ -166,6 +166,16 @@ class _Steps(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, step: int) -> dict[str, torch.Tensor]:
         return self._batches.batch(step)
+
+
+def lengths_of(rows: Any, column: str) -> list[int]:
+    """The length of each list in a column, read in parts."""
+    import pyarrow.compute
+
+    found: list[int] = []
+    for part in rows.with_format("arrow").iter(batch_size=10_000):
+        found += pyarrow.compute.list_value_length(part[column]).to_pylist()
+    return found
 
 
 def _rounded(length: int, longest: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
-from relay.finetuning.data.batches import Batches
+from relay.finetuning.data.batches import Batches, lengths_of
 from relay.finetuning.data.fields import Fields
 from relay.finetuning.data.labels import Classes
 from relay.finetuning.data.tokenise import IGNORED, Tokenised
@@ -25,11 +25,9 @@ def data_report(
 ) -> tuple[list[str], dict[str, Any]]:
     """The report as lines, and its figures by name."""
     rows = found.rows
-    tokens = trained = cut = 0
-    for ids, labels, was_cut in zip(rows["input_ids"], rows["labels"], rows["cut"], strict=True):
-        tokens += len(ids)
-        trained += sum(label != IGNORED for label in labels) if isinstance(labels, list) else 1
-        cut += bool(was_cut)
+    tokens = sum(lengths_of(rows, "input_ids"))
+    cut = sum(rows["cut"])
+    trained = _trained(rows) if isinstance(rows[0]["labels"], list) else len(rows)
     figures: dict[str, Any] = {
         "rows": found.sources,
         "rows_tokenised": len(rows),
@@ -64,6 +62,16 @@ def data_report(
     )
     lines += ["first example   (> is trained)", *example(rows[0], tokenizer)]
     return lines, figures
+
+
+def _trained(rows: Any) -> int:
+    """How many labels are not masked, read in parts."""
+    import pyarrow.compute
+
+    labels = (
+        pyarrow.compute.list_flatten(part["labels"]) for part in rows.with_format("arrow").iter(batch_size=10_000)
+    )
+    return sum(len(part) - pyarrow.compute.sum(pyarrow.compute.equal(part, IGNORED)).as_py() for part in labels)
 
 
 def example(row: dict[str, Any], tokenizer: Any) -> list[str]:
