@@ -136,6 +136,8 @@ def _cumprod(a: Arrays, x: Any, dim: int) -> Any:
 def _softmax(a: Arrays, x: Any, dim: int, half_to_float: bool) -> Any:
     if not x.shape:
         return a.xp.ones_like(x)
+    if not x.size:
+        return x
     weights = a.xp.exp(x - x.max(axis=dim, keepdims=True))
     return weights / _sum(a, weights, (dim,), True)
 
@@ -144,6 +146,8 @@ def _safe_softmax(a: Arrays, x: Any, dim: int) -> Any:
     """A row of nothing but -inf gives zeros."""
     if not x.shape:
         return a.xp.where(x == -math.inf, x.dtype.type(0), x.dtype.type(1))
+    if not x.size:
+        return x
     most = x.max(axis=dim, keepdims=True)
     nothing = most == -math.inf
     weights = a.xp.exp(x - a.xp.where(nothing, x.dtype.type(0), most))
@@ -153,6 +157,8 @@ def _safe_softmax(a: Arrays, x: Any, dim: int) -> Any:
 def _log_softmax(a: Arrays, x: Any, dim: int, half_to_float: bool) -> Any:
     if not x.shape:
         return a.xp.zeros_like(x)
+    if not x.size:
+        return x
     shifted = x - x.max(axis=dim, keepdims=True)
     return shifted - a.xp.log(_sum(a, a.xp.exp(shifted), (dim,), True))
 

@@ -7,6 +7,7 @@ may have any number of dimensions.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,10 +64,11 @@ def _weight_gradient(
     padded = _padded(a, x, padding)
     out = gradient.shape[3:]
     result = a.xp.zeros((gradient.shape[1], gradient.shape[2], x.shape[2], *kernel), dtype=gradient.dtype)
-    flat = gradient.reshape((*gradient.shape[:3], -1))
+    flat = gradient.reshape((*gradient.shape[:3], math.prod(gradient.shape[3:])))
     for point in itertools.product(*map(range, kernel)):
         met = padded[(..., *_window(point, stride, dilation, out))]
-        result[(..., *point)] = a.xp.einsum("ngop,ngcp->goc", flat, met.reshape((*met.shape[:3], -1)))
+        met = met.reshape((*met.shape[:3], math.prod(met.shape[3:])))
+        result[(..., *point)] = a.xp.einsum("ngop,ngcp->goc", flat, met)
     return result
 
 

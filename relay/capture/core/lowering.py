@@ -24,16 +24,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hal.ops import OPS, Kind, name_of, spec_of
+from hal.ops.rules import Spec
+from relay.capture.core.arithmetic import ARITHMETIC
+from relay.capture.core.average_pooling import AVERAGES
 from relay.capture.core.builder import Builder, part_spec
 from relay.capture.core.call import Call, with_defaults
 from relay.capture.core.elementwise import elementwise
 from relay.capture.core.fused_losses import fused_losses
 from relay.capture.core.grid_sample import SAMPLING
+from relay.capture.core.indexing import INDEXING
+from relay.capture.core.mathematics import MATHEMATICS
 from relay.capture.core.pooling_and_losses import FURTHER
-from relay.capture.core.rewrites import REWRITES
+from relay.capture.core.reductions import REDUCTIONS
 from relay.capture.core.scans import SCANS
 from relay.capture.core.special import ERROR_FUNCTIONS
 from relay.capture.core.strides import STRIDES
+from relay.capture.core.views import VIEWS
 from relay.capture.native.python_kernels import WRONG
 from relay.errors import CaptureError
 
@@ -51,6 +57,9 @@ _FURTHER = [
     aten.rrelu_with_noise_backward.default,
 ]
 """Core ATen ops that the remaining ops of the table can express."""
+
+REWRITES: dict[Any, Callable[[Builder, Call], Any]] = {**VIEWS, **ARITHMETIC, **MATHEMATICS, **REDUCTIONS, **INDEXING}
+"""Rewrites of ATen ops to core form. Ops that have a row in `hal.ops` and no entry here need none."""
 
 _KEPT = [aten._safe_softmax.default]
 """Ops not to decompose. Core ATen splits _safe_softmax into seven passes over the scores; backends need one."""
@@ -78,7 +87,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     """The decompositions for tracing under the core lowering, by overload."""
     table = dict(core_aten_decompositions())
     table.update(get_decompositions(_FURTHER))
-    table.update({**FURTHER, **SCANS, **SAMPLING, **STRIDES, **ERROR_FUNCTIONS, **fused_losses()})
+    table.update({**FURTHER, **AVERAGES, **SCANS, **SAMPLING, **STRIDES, **ERROR_FUNCTIONS, **fused_losses()})
     table[aten.rrelu_with_noise_functional.default] = _rrelu
     for target in [*_KEPT, *WRONG]:
         table.pop(target, None)
@@ -132,7 +141,7 @@ def _rewritten(builder: Builder, node: fx.Node, environment: dict[fx.Node, Any],
     wanted = spec_of(node.meta["val"])
     try:
         result = _rewrite(builder, node.target, list(args), dict(kwargs), wanted)
-    except (ValueError, TypeError, IndexError, KeyError) as failure:
+    except (ValueError, TypeError, IndexError, KeyError, ArithmeticError) as failure:
         raise CaptureError(
             f"layer {layer!r}: {node.target} with {node.args} {node.kwargs} has no core form: {failure}",
             layer=layer,
@@ -164,8 +173,35 @@ def _agree(result: Any, wanted: Any) -> bool:
     return all(part is None or part_spec(part) == spec for part, spec in zip(result, wanted, strict=True))
 
 
+_DIMENSIONS = {"dim", "dims", "dimension", "dim0", "dim1"}
+
+
+def _without_dimensions(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(part_spec(node), Spec) and not part_spec(node).shape
+
+
 def _rewrite(builder: Builder, target: Any, args: list[Any], kwargs: dict[str, Any], wanted: Any) -> Any:
-    """The core form of one call, or None for an op without a row in the table."""
+    """The core form of one call, or None for an op without a row in the table.
+
+    Along dimension 0 of a tensor without dimensions, which PyTorch allows, ops are those of one element along a
+    dimension of length 1: rows of the table need not know of it.
+    """
+    names = {argument.name for argument in getattr(getattr(target, "_schema", None), "arguments", ())}
+    if not args or not names & _DIMENSIONS or not _without_dimensions(args[0]):
+        return _of_dimensions(builder, target, args, kwargs, wanted)
+    lifted = [builder.view(item, [1]) if _without_dimensions(item) else item for item in args]
+    blanks = [
+        torch.empty_like(item.meta["val"], device="meta") if isinstance(item, fx.Node) else item for item in lifted
+    ]
+    found = _of_dimensions(builder, target, lifted, kwargs, spec_of(target(*blanks, **kwargs)))
+    if found is None or isinstance(wanted, Spec):
+        return found and builder.view(found, wanted.shape)
+    parts = found if isinstance(found, tuple) else [builder.item(found, index) for index in range(len(wanted))]
+    return tuple(part and builder.view(part, spec.shape) for part, spec in zip(parts, wanted, strict=True))
+
+
+def _of_dimensions(builder: Builder, target: Any, args: list[Any], kwargs: dict[str, Any], wanted: Any) -> Any:
+    """`_rewrite` for operands whose dimensions are there."""
     rewrite = REWRITES.get(target)
     if rewrite is not None:
         return rewrite(builder, Call(target, args, kwargs, wanted))

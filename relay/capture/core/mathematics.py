@@ -208,4 +208,4 @@ MATHEMATICS: dict[Any, Callable[[Builder, Any], Any]] = {
     aten.bitwise_or.Scalar: _bitwise,
     aten.bitwise_xor.Scalar: _bitwise,
 }
-"""Rewrites by overload, for `relay.capture.core.rewrites.REWRITES`."""
+"""Rewrites by overload, for `relay.capture.core.lowering.REWRITES`."""

@@ -1,11 +1,10 @@
-"""Decompositions of ops that neither core ATen nor PyTorch decomposes: pooling, losses, searches and others.
+"""Decompositions of ops that neither core ATen nor PyTorch decomposes: largest pooling, losses, searches and others.
 
 Part of the core lowering (`relay.capture.core.lowering`): functions to trace with, written in PyTorch ops, for any
 dtype and device. A function returns NotImplemented in a case that it does not cover; then the op is left for a rewrite,
 or for the device to refuse.
 
-Average pooling with windows of several sizes is a product with a matrix of shares along each dimension of space, since
-the mean over a box is the mean along its sides, one after another. The gradient is the transposed product.
+Average pooling is in `relay.capture.core.average_pooling`.
 """
 
 from __future__ import annotations
@@ -17,126 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from relay.capture.core.average_pooling import indices_of, window_count, windows_of
+
 aten = torch.ops.aten
-
-
-def _along(x: Tensor, dim: int, matrix: Tensor) -> Tensor:
-    """The product of a matrix (O, I) with `x` along a dimension of length I."""
-    return torch.matmul(x.transpose(dim, -1), matrix.t()).transpose(dim, -1)
-
-
-def _indices(count: int, like: Tensor) -> Tensor:
-    return torch.arange(count, device=like.device, dtype=torch.int64)
-
-
-def _shares(starts: Tensor, ends: Tensor, counts: Tensor | int, extent: int, like: Tensor) -> Tensor:
-    """(O, I): 1 / count for each input from the start of a window to before its end, else 0."""
-    inputs = _indices(extent, like)
-    inside = (inputs >= starts.unsqueeze(1)) & (inputs < ends.unsqueeze(1))
-    divisor = counts.unsqueeze(1).to(like.dtype) if isinstance(counts, Tensor) else counts
-    return inside.to(like.dtype) / divisor
-
-
-def _adaptive(outputs: int, extent: int, like: Tensor) -> Tensor:
-    """The matrix of windows from floor(o I / O) to ceil((o + 1) I / O), as in `torch.nn.AdaptiveAvgPool2d`."""
-    out = _indices(outputs, like)
-    starts = (out * extent) // outputs
-    ends = ((out + 1) * extent + outputs - 1) // outputs
-    return _shares(starts, ends, ends - starts, extent, like)
-
-
-def _adaptive_pool(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    for position, outputs in enumerate(sizes):
-        dim = x.dim() - len(sizes) + position
-        x = _along(x, dim, _adaptive(outputs, x.shape[dim], x))
-    return x
-
-
-def _adaptive_pool_backward(space: int) -> Callable[[Tensor, Tensor], Tensor]:
-    def backward(gradient: Tensor, x: Tensor) -> Tensor:
-        for dim in range(x.dim() - space, x.dim()):
-            gradient = _along(gradient, dim, _adaptive(gradient.shape[dim], x.shape[dim], gradient).t())
-        return gradient
-
-    return backward
-
-
-Window = tuple[int, int, int]  # size, step and padding along one dimension
-
-
-def _windows(space: int, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> list[Window]:
-    sides = [list(value) * (space if len(value) == 1 else 1) for value in (kernel, stride or kernel, padding)]
-    return list(zip(*sides, strict=True))
-
-
-def _window_count(extent: int, window: Window, up: bool) -> int:
-    """The number of windows, as PyTorch's pooling_output_shape counts them. With `up` (ceil_mode) the last window must
-    begin inside the input or its left padding."""
-    size, step, pad = window
-    room = extent + 2 * pad - size
-    count = (room + step - 1 if up else room) // step + 1
-    return count - 1 if up and (count - 1) * step >= extent + pad else count
-
-
-def _pooled(x: Tensor, dim: int, window: Window, outputs: int, padded: bool, whole: bool) -> Tensor:
-    """The matrix of average pooling along one dimension. With `padded` the padding counts as elements of a window;
-    with `whole` windows are summed and not divided."""
-    size, step, pad = window
-    extent = x.shape[dim]
-    starts = _indices(outputs, x) * step - pad
-    ends = (starts + size).clamp(max=extent + pad)
-    first, last = starts.clamp(min=0), ends.clamp(max=extent)
-    counts: Tensor | int = 1 if whole else ends - starts if padded else last - first
-    return _shares(first, last, counts, extent, x)
-
-
-def _average_pool(space: int) -> Callable[..., Any]:
-    def pool(
-        x: Tensor,
-        kernel: Sequence[int],
-        stride: Sequence[int] = (),
-        padding: Sequence[int] = (0,),
-        up: bool = False,
-        count_include_pad: bool = True,
-        divisor: int | None = None,
-    ) -> Any:
-        windows = _windows(space, kernel, stride, padding)
-        if space == 2 and not _uneven(windows, up, count_include_pad, divisor):
-            return NotImplemented  # it is rewritten as a convolution
-        for position, window in enumerate(windows):
-            dim = x.dim() - space + position
-            outputs = _window_count(x.shape[dim], window, up)
-            x = _along(x, dim, _pooled(x, dim, window, outputs, count_include_pad, divisor is not None))
-        return x if divisor is None else x / divisor
-
-    return pool
-
-
-def _average_pool_backward(space: int) -> Callable[..., Any]:
-    def backward(
-        gradient: Tensor,
-        x: Tensor,
-        kernel: Sequence[int],
-        stride: Sequence[int],
-        padding: Sequence[int],
-        up: bool,
-        count_include_pad: bool,
-        divisor: int | None,
-    ) -> Any:
-        windows = _windows(space, kernel, stride, padding)
-        if space == 2 and not _uneven(windows, up, count_include_pad, divisor):
-            return NotImplemented
-        for position, window in enumerate(windows):
-            dim = x.dim() - space + position
-            matrix = _pooled(x, dim, window, gradient.shape[dim], count_include_pad, divisor is not None)
-            gradient = _along(gradient, dim, matrix.t())
-        return gradient if divisor is None else gradient / divisor
-
-    return backward
-
-
-def _uneven(windows: Sequence[Window], up: bool, count_include_pad: bool, divisor: int | None) -> bool:
-    return up or (any(pad for _, _, pad in windows) and not count_include_pad and divisor is None)
 
 
 def _max_pool(
@@ -153,12 +35,12 @@ def _max_pool(
     spread = list(dilation) * (2 if len(dilation) == 1 else 1)
     windows = [
         (far * (size - 1) + 1, step, pad)
-        for (size, step, pad), far in zip(_windows(2, kernel, stride, padding), spread, strict=True)
+        for (size, step, pad), far in zip(windows_of(2, kernel, stride, padding), spread, strict=True)
     ]
     further = []
     for extent, window in zip(x.shape[-2:], windows, strict=True):
         size, step, pad = window
-        further.append(max(0, (_window_count(extent, window, True) - 1) * step + size - (extent + 2 * pad)))
+        further.append(max(0, (window_count(extent, window, True) - 1) * step + size - (extent + 2 * pad)))
     longer = aten.constant_pad_nd(x, [0, further[1], 0, further[0]], -math.inf)
     values, indices = aten.max_pool2d_with_indices(longer, kernel, stride, padding, dilation, False)
     row = indices // longer.shape[-1]
@@ -217,10 +99,10 @@ def _adaptive_max_pool(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]
     """The maximum over gathered windows. Shorter windows repeat their last row or column, which changes nothing."""
     lines = []
     for outputs, extent in zip(sizes, x.shape[-2:], strict=True):
-        out = _indices(outputs, x)
+        out = indices_of(outputs, x)
         starts, ends = (out * extent) // outputs, ((out + 1) * extent + outputs - 1) // outputs
         longest = max(((o + 1) * extent + outputs - 1) // outputs - o * extent // outputs for o in range(outputs))
-        lines.append(torch.minimum(starts.unsqueeze(1) + _indices(longest, x), ends.unsqueeze(1) - 1))
+        lines.append(torch.minimum(starts.unsqueeze(1) + indices_of(longest, x), ends.unsqueeze(1) - 1))
     rows, columns = lines
     indices = (rows[:, None, :, None] * x.shape[-1] + columns[None, :, None, :]).flatten(-2)  # (H, W, window)
     values, which = x.flatten(-2)[..., indices].max(-1)
@@ -229,17 +111,6 @@ def _adaptive_max_pool(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]
 
 def _adaptive_max_pool_backward(gradient: Tensor, x: Tensor, indices: Tensor) -> Tensor:
     return _to_winners(gradient, x, indices, 2)
-
-
-def _replication_backward(gradient: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
-    """Each element receives the sum of the gradients of its copies."""
-    for position in range(len(padding) // 2):
-        dim = x.dim() - 1 - position
-        extent = x.shape[dim]
-        source = (_indices(gradient.shape[dim], x) - padding[2 * position]).clamp(0, extent - 1)
-        copies = (source.unsqueeze(0) == _indices(extent, x).unsqueeze(1)).to(gradient.dtype)
-        gradient = _along(gradient, dim, copies)
-    return gradient
 
 
 def _trilinear(
@@ -283,6 +154,8 @@ def _searchsorted(
 
 
 def _kth(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    if not x.dim():
+        return x.clone(), torch.zeros_like(x, dtype=torch.int64)
     values, indices = torch.sort(x, dim)
     found = values.select(dim, k - 1), indices.select(dim, k - 1)
     return (found[0].unsqueeze(dim), found[1].unsqueeze(dim)) if keepdim else found
@@ -290,8 +163,8 @@ def _kth(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tenso
 
 def _median(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """The lower of the two middle elements, or the first NaN. (Sorting is stable and puts NaN last.)"""
-    if not x.dtype.is_floating_point:
-        return _kth(x, (x.shape[dim] + 1) // 2, dim, keepdim)
+    if not x.dim() or not x.dtype.is_floating_point:
+        return _kth(x, (x.shape[dim] + 1) // 2 if x.dim() else 1, dim, keepdim)
     count = x.shape[dim]
     bad = x.isnan().sum(dim, keepdim=True)
     position = torch.where(bad > 0, count - bad, (count - 1) // 2)
@@ -351,23 +224,12 @@ def _distances_backward(gradient: Tensor, first: Tensor, second: Tensor, p: floa
 
 
 FURTHER: dict[Any, Callable[..., Any]] = {
-    aten._adaptive_avg_pool2d.default: _adaptive_pool,
-    aten._adaptive_avg_pool3d.default: _adaptive_pool,
-    aten._adaptive_avg_pool2d_backward.default: _adaptive_pool_backward(2),
-    aten._adaptive_avg_pool3d_backward.default: _adaptive_pool_backward(3),
-    aten.avg_pool2d.default: _average_pool(2),
-    aten.avg_pool3d.default: _average_pool(3),
-    aten.avg_pool2d_backward.default: _average_pool_backward(2),
-    aten.avg_pool3d_backward.default: _average_pool_backward(3),
     aten.max_pool2d_with_indices.default: _max_pool,
     aten.max_pool2d_with_indices_backward.default: _max_pool_backward,
     aten.max_pool3d_with_indices.default: _max_pool3d,
     aten.max_pool3d_with_indices_backward.default: _max_pool3d_backward,
     aten.adaptive_max_pool2d.default: _adaptive_max_pool,
     aten.adaptive_max_pool2d_backward.default: _adaptive_max_pool_backward,
-    aten.replication_pad1d_backward.default: _replication_backward,
-    aten.replication_pad2d_backward.default: _replication_backward,
-    aten.replication_pad3d_backward.default: _replication_backward,
     aten._trilinear.default: _trilinear,
     aten.bucketize.Tensor: _bucketize,
     aten.searchsorted.Tensor: _searchsorted,

@@ -29,7 +29,7 @@ SIZES = [
 ]
 
 
-def until(process: "subprocess.Popen[str]", text: str, within: float = 120) -> str:
+def until(process: "subprocess.Popen[str]", text: str, within: float = 300) -> str:
     """Read the errors of a process up to a line that has the text."""
     assert process.stderr is not None
     read, deadline = "", time.monotonic() + within
