@@ -117,12 +117,16 @@ def _convolution_backward(
 def _max_pool(
     m: Model, x: Value, kernel: Sequence[int], stride: Sequence[int], padding: Any, dilation: Any, up: bool
 ) -> list[str]:
-    """(largest of each window, its index in the plane). ONNX counts indices through the whole tensor."""
+    """(largest of each window, its index in the plane). ONNX counts indices through the whole tensor.
+
+    ONNX Runtime's MaxPool passes over NaN, so a second one finds the windows that hold one.
+    """
     plane = m.number(x.shape[-2] * x.shape[-1], torch.int64)
     batch: Operand = x if len(x.shape) == 4 else m.reshape(x, (1, *x.shape))
-    best, indices = m.calls(
-        2, "MaxPool", batch, kernel_shape=kernel, strides=stride, pads=[*padding, *padding], dilations=dilation
-    )
+    windows: Any = {"kernel_shape": kernel, "strides": stride, "pads": [*padding, *padding], "dilations": dilation}
+    best, indices = m.calls(2, "MaxPool", batch, **windows)
+    unknown = m.call("MaxPool", m.cast(m.call("IsNaN", batch), x.dtype), **windows)
+    best = m.call("Where", m.call("Greater", unknown, m.number(0, x.dtype)), m.number(math.nan, x.dtype), best)
     indices = m.call("Mod", indices, plane)
     if len(x.shape) == 4:
         return [best, indices]

@@ -45,4 +45,5 @@ def test_an_elementary_function_is_accurate_near_its_worst_points_too(device: De
     inside = exact.isfinite() & (exact.abs() <= torch.finfo(torch.float32).max)
     error = (found.double() - exact)[inside].abs() / (exact[inside].abs() + SMALLEST / RELATIVE)
     worst = int(torch.where(error.isnan(), math.inf, error).argmax())
-    assert error[worst] <= RELATIVE, f"{function}({x[inside][worst]}) is {found[inside][worst]}, not {exact[inside][worst]}"
+    at, gives, wanted = (float(tensor[inside][worst]) for tensor in (x, found, exact))
+    assert error[worst] <= RELATIVE, f"{function}({at}) gives {gives}, not {wanted}"
