@@ -191,16 +191,20 @@ def _replication_backward(gradient: Tensor, x: Tensor, padding: Sequence[int]) -
     """Each element receives the sum of the gradients of its copies: those in the padding belong to the outermost."""
     for position in range(len(padding) // 2):
         dim = x.dim() - 1 - position
-        before, extent, copies = padding[2 * position], x.shape[dim], gradient.shape[dim]
-        # Output o is a copy of input clamp(o - before, 0, extent - 1). Negative padding crops.
-        windows = Windows(
-            extent,
-            copies,
-            lambda i, before=before, extent=extent: _at_edge(i, i == 0, 0, i + before),
-            lambda i, before=before, extent=extent, copies=copies: _at_edge(i, i == extent - 1, copies, i + before + 1),
-        )
-        gradient = windows.sums(gradient, dim)
+        gradient = _copies(x.shape[dim], gradient.shape[dim], padding[2 * position]).sums(gradient, dim)
     return gradient
+
+
+def _copies(extent: int, copies: int, before: int) -> Windows:
+    """Output o is a copy of input clamp(o - before, 0, extent - 1). Negative padding crops."""
+
+    def first(i: Any) -> Any:
+        return _at_edge(i, i == 0, 0, i + before)
+
+    def last(i: Any) -> Any:
+        return _at_edge(i, i == extent - 1, copies, i + before + 1)
+
+    return Windows(extent, copies, first, last)
 
 
 def _at_edge(position: Any, edge: Any, there: int, elsewhere: Any) -> Any:
