@@ -6,7 +6,7 @@ Invariant: a device that was chosen and cannot be opened is an error with its re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 
@@ -14,6 +14,7 @@ from hal import probing
 from hal.device import Backend, Device, Probe
 from hal.errors import HalError, Unavailable
 from hal.probing import GROUP
+from hal.spec.timeline import VirtualBackend
 
 
 def backends() -> tuple[dict[str, Backend], dict[str, str]]:
@@ -58,6 +59,28 @@ def open(name: str, capacity: int | None = None) -> Device:
         device.close()
         raise Unavailable(f"Opening {name!r} gave a device called {device.info.name!r}, which is another backend's.")
     return device
+
+
+def open_together(names: Sequence[str], capacity: int | None = None) -> list[Device]:
+    """Open devices that work together, each with that capacity. Devices on a virtual clock share one.
+
+    Raises Unavailable for one that is not here; the others are closed then.
+    """
+    families = {name.partition(":")[0] for name in names}
+    family = families.pop() if len(families) == 1 else ""
+    if len(names) > 1 and family in _points():
+        virtual = backend(family)
+        if isinstance(virtual, VirtualBackend):
+            return list(virtual.open_together([name.partition(":")[2] for name in names], capacity))
+    opened: list[Device] = []
+    try:
+        for name in names:
+            opened.append(open(name, capacity))
+    except BaseException:
+        for device in opened:
+            device.close()
+        raise
+    return opened
 
 
 def names_in(text: str) -> list[str]:

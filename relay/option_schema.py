@@ -30,6 +30,11 @@ Segments = Annotated[bool | Annotated[int, Meta(ge=0)], Meta(extra={"kind": "rec
 Residents = Annotated[Annotated[int, Meta(ge=0)] | Literal["auto"], Meta(extra={"kind": "resident layers"})]
 AutoFlag = Annotated[bool | Literal["auto"], Meta(extra={"kind": "auto or flag"})]
 Devices = Annotated[str | tuple[str, ...], Meta(extra={"kind": "devices"})]
+Visits = Annotated[
+    Annotated[int, Meta(ge=1)] | Literal["auto"] | tuple[Annotated[int, Meta(ge=1)], ...],
+    Meta(extra={"kind": "visits"}),
+]
+Speeds = Annotated[tuple[Annotated[float, Meta(gt=0)], ...], Meta(extra={"kind": "speeds"})]
 PythonObject = Annotated[Any, Meta(extra={"kind": "object"})]
 
 
@@ -37,8 +42,8 @@ class Option(typing.NamedTuple):
     """One option as commands, files and documents use it.
 
     `kind` is "choice", "count" (whole numbers), "number", "flag" (True or False), "auto or flag" ("auto" too), "size",
-    "loss scale", "recompute", "chunk", "resident layers", "seed", "devices", "text", "names" or "object" (Python only).
-    `allowed` describes the values.
+    "loss scale", "recompute", "chunk", "resident layers", "seed", "devices", "visits", "speeds", "text", "names" or
+    "object" (Python only). `allowed` describes the values.
     """
 
     name: str
@@ -74,6 +79,8 @@ class Option(typing.NamedTuple):
                 raise ValueError(f"{self.name}={value!r}: {wrong}") from None
         if self.kind == "loss scale":
             fixed_scale(converted)
+        if self.kind == "visits" and isinstance(converted, tuple) and len(converted) != 2:
+            raise ValueError(f"{self.name}={value!r} must be {self.allowed}.")
         if self.kind == "devices":
             names = names_in(converted) if isinstance(converted, str) else converted
             if not names:
@@ -93,6 +100,11 @@ class Option(typing.NamedTuple):
             return words[text.strip().lower()]
         value: Any = text
         try:
+            if self.kind == "visits" and text != "auto":
+                numbers = tuple(int(word) for word in text.split(","))
+                value = numbers[0] if len(numbers) == 1 else numbers
+            if self.kind == "speeds":
+                value = tuple(float(word) for word in text.split(","))
             words_or_number = self.kind in ("chunk", "resident layers") and text != "auto"
             if self.kind in ("count", "recompute", "seed") or words_or_number:
                 value = int(text)
@@ -118,8 +130,12 @@ def _option(name: str, annotation: Any, default: Any) -> Option:
         choices, allowed = (), f"a whole number of at least {found['least']}, or 'auto'"
     elif kind == "auto or flag":
         choices, allowed = (), "'auto', True or False"
+    elif kind == "visits":
+        choices, allowed = (), "a whole number of at least 1, two of them (forward, backward), or 'auto'"
     elif choices:
         kind, allowed = "choice", "one of " + ", ".join(map(repr, choices))
+    elif kind == "speeds":
+        allowed = "a number above 0 for each device"
     elif kind == "devices":
         allowed = "a device string, or several"
     elif kind == "size":

@@ -30,6 +30,8 @@ from relay.option_schema import (
     Scale,
     Segments,
     Size,
+    Speeds,
+    Visits,
     options_of,
 )
 
@@ -60,6 +62,21 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "memory ('cpu') work alone."
         ),
     ] = "cpu"
+    layers_per_visit: Annotated[
+        Visits,
+        Meta(
+            description="With several devices, the consecutive segments that a device takes at a time; two numbers are "
+            "for the forward and the backward. Each needs `slots` slots. 'auto' takes as many as end the step first, "
+            "up to 8, and as the memory allows. No result changes."
+        ),
+    ] = "auto"
+    device_speeds: Annotated[
+        Speeds | None,
+        Meta(
+            description="How fast several devices are beside each other, such as 1 and 0.6: slower ones take fewer "
+            "layers at a time. All alike if not given. No result of devices of one kind changes."
+        ),
+    ] = None
     optimizer: Annotated[
         PythonObject,
         Meta(

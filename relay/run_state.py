@@ -52,7 +52,7 @@ logger = logging.getLogger("relay")
 SAVED_OPTIONS = (
     "device", "microbatches", "precision", "stash", "slots", "state_dtype", "clip_grad_norm", "clip_grad_value",
     "layers_per_slot", "recompute", "master_weights", "resident_layers", "loss_over",
-    "head_chunk_tokens",
+    "head_chunk_tokens", "layers_per_visit", "device_speeds",
 )  # fmt: skip
 """The options that a checkpoint shows to whoever looks into it; a resumed run may have others."""
 

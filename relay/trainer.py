@@ -166,6 +166,7 @@ class Trainer(RunState):
             whole, devices, host, store, server, chosen.slots, chosen.stash, cast("int | None", chosen.capacity), build,
             chosen.precision, chosen.state_dtype, chosen.resident_layers, exact_ties=chosen.exact_ties,
             sparse_rows=chosen.sparse_rows if together is None else False,
+            layers_per_visit=chosen.layers_per_visit, device_speeds=chosen.device_speeds,
         )  # fmt: skip
         to_master_weights(whole, chosen.master_weights, chosen.precision, stacklevel=5)
         self._frozen_half = frozen_half(whole, chosen.master_weights)

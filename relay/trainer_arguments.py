@@ -23,6 +23,12 @@ def check_options(chosen: TrainOptions, modules: Sequence[nn.Module] | None) -> 
             f"shared_inputs={list(chosen.shared_inputs)!r} names inputs of a whole model, and a list of modules "
             "has inputs without names. Leave shared_inputs out, or pass the whole model."
         )
+    devices = 1 if isinstance(chosen.device, str) else len(chosen.device)
+    if chosen.device_speeds is not None and len(chosen.device_speeds) != devices:
+        raise ValueError(
+            f"device_speeds={list(chosen.device_speeds)!r} has {len(chosen.device_speeds)} numbers, and "
+            f"device={chosen.device!r} names {devices} devices. Give one number for each device."
+        )
     check_master_weights(chosen.master_weights, chosen.precision)
     if chosen.precision != "fp16" and chosen.loss_scale != "dynamic":
         warnings.warn(

@@ -11,10 +11,11 @@ The registry imports it, by entry point, and tests may.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from backends.simulator import known_gaps
-from backends.simulator.calls import Options
+from backends.simulator.calls import Options, SimulatedCalls
 from backends.simulator.device import SimulatedDevice
 from hal import spec
 from hal.device import Device, Probe
@@ -45,15 +46,46 @@ class SimulatorBackend(VirtualBackend):
         return [replace(tested, notes=(note,)) if tested.available else tested]
 
     def open(self, selector: str, capacity: int | None = None) -> Device:
-        preset, parts, options = _parse(selector)
-        try:
-            machine = spec.machine(preset, parts.get("link"), parts.get("host"), parts.get("software", "eager"))
-        except spec.SpecError as wrong:
-            raise Unavailable(f"'sim:{selector}' cannot be opened: {wrong}") from wrong
+        machine, options = _machine(selector)
         return SimulatedDevice(f"sim:{selector}" if selector else "sim", machine, capacity, options)
 
-    def open_machine(self, machine: Machine, numerics: bool = True) -> VirtualDevice:
-        return SimulatedDevice(f"sim:{machine.device.name}", machine, None, Options(numerics=numerics))
+    def open_together(self, selectors: Sequence[str], capacity: int | None = None) -> list[VirtualDevice]:
+        parsed = [_machine(selector) for selector in selectors]
+        for selector, (_, options) in zip(selectors, parsed, strict=True):
+            if options != parsed[0][1]:
+                raise Unavailable(
+                    f"'sim:{selector}' and 'sim:{selectors[0]}' cannot work together: devices on one clock need the "
+                    "same order, seed, poison and numerics. Give all of them the same."
+                )
+        names = [f"sim:{selector}" if selector else "sim" for selector in selectors]
+        return _together(names, [machine for machine, _ in parsed], capacity, parsed[0][1], False)
+
+    def open_machines(
+        self, machines: Sequence[Machine], numerics: bool = True, one_link: bool = False
+    ) -> list[VirtualDevice]:
+        names = [f"sim:{machine.device.name}" for machine in machines]
+        return _together(names, machines, None, Options(numerics=numerics), one_link)
+
+
+def _together(
+    names: Sequence[str], machines: Sequence[Machine], capacity: int | None, options: Options, one_link: bool
+) -> list[VirtualDevice]:
+    """Devices on the host of the first one, with one clock."""
+    calls = SimulatedCalls(names, machines, options, one_link)
+    return [
+        SimulatedDevice(name, machine, capacity, options, calls, number)
+        for number, (name, machine) in enumerate(zip(names, machines, strict=True))
+    ]
+
+
+def _machine(selector: str) -> tuple[Machine, Options]:
+    """The machine and the options of a selector. Raises Unavailable."""
+    preset, parts, options = _parse(selector)
+    try:
+        machine = spec.machine(preset, parts.get("link"), parts.get("host"), parts.get("software", "eager"))
+    except spec.SpecError as wrong:
+        raise Unavailable(f"'sim:{selector}' cannot be opened: {wrong}") from wrong
+    return machine, options
 
 
 def _parse(selector: str) -> tuple[str, dict[str, str], Options]:

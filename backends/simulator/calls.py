@@ -1,4 +1,4 @@
-"""Calls submitted to a simulated machine, by its device's queues and by its host: each is timed, ordered and run.
+"""Calls submitted to simulated devices on one host, by their queues and by the host: each is timed, ordered and run.
 
 The clock decides when a call starts and ends in virtual time (`backends.simulator.clock`), the order when its numbers
 are computed (`backends.simulator.orders`). Memory and kernels are not here. Invariant: a call has a number, which grows
@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
-from backends.simulator.clock import COMPUTE, NOTHING, Clock, Cost, Owner, SimulatedEvent
+from backends.simulator.clock import COMPUTE, HOST, NOTHING, Clock, Cost, Owner, SimulatedEvent
 from backends.simulator.foreign_events import Arrivals, await_foreign_events, stand_in
 from backends.simulator.orders import make_order
+from backends.simulator.sharing import SharedRates
 from hal.errors import HalError
 from hal.event import Event
 from hal.spec import Machine
+from hal.spec.timeline import LANES
 
 POISON = 0xFF
 """Every byte of poisoned memory: NaN in all floating-point formats, -1 in the integers."""
@@ -43,15 +45,17 @@ class Options:
 
 
 class SimulatedCalls(Owner):
-    """The calls of one machine. `lock` guards them and is held while a call computes its numbers."""
+    """The calls of one or several devices on one host. `lock` is held while a call computes its numbers.
 
-    def __init__(self, name: str, machine: Machine, options: Options, lock: threading.RLock) -> None:
+    Several `machines` are devices on the host of the first one; with `one_link` they are behind its link.
+    """
+
+    def __init__(self, names: Sequence[str], machines: Sequence[Machine], options: Options, one_link: bool) -> None:
         self.options = options
-        self.lock = lock
-        rates = machine.host["bandwidth_achieved"], machine.device["bandwidth_achieved"], machine.link["both"]
-        self.clock = Clock(rates, machine.device.host_cores)
-        self._name = name
-        self._closed = False
+        self.lock = threading.RLock()
+        self.clock = Clock(SharedRates(machines, one_link), machines[0].device.host_cores)
+        self._names = list(names)
+        self._closed: set[int] = set()
         self._order = make_order(options.order, options.seed)
         self._number = 0
         self._arrivals = Arrivals(self._order)
@@ -80,8 +84,9 @@ class SimulatedCalls(Owner):
             HalError: the device is closed.
         """
         with self.lock:
-            if self._closed:
-                raise HalError(f"device {self._name!r} is closed. Open it again.")
+            device = lane // len(LANES)
+            if device in self._closed and (lane != HOST or len(self._closed) == len(self._names)):
+                raise HalError(f"device {self._names[device]!r} is closed. Open it again.")
             self._arrivals.take_in()
             event = SimulatedEvent(self, self._numbered(), lane, label, cost)
             if after is not None and after.wait_list and after.wait_list == list(wait):
@@ -130,14 +135,14 @@ class SimulatedCalls(Owner):
             if not event.finished:
                 self.clock.run_until(event)
 
-    def close(self) -> None:
-        """Run all calls to their end, and take no more. Closing twice is harmless."""
+    def close(self, device: int) -> None:
+        """Run all calls to their end, and take no more of that device. Closing twice is harmless."""
         self._arrivals.await_all()
         with self.lock:
             self._arrivals.take_in()
             self._order.finish()
             self.clock.run_out()
-            self._closed = True
+            self._closed.add(device)
 
     def _numbered(self) -> int:
         self._number += 1

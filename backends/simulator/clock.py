@@ -1,8 +1,8 @@
 """The virtual clock: when each submitted call would start and end on the hardware that is described.
 
-It is a discrete-event simulation of a few serial lanes (downward link, upward link, compute, host) whose calls draw
-on shared rates (host memory, device memory, both directions of the link together). It runs no numbers: that is
-`backends.simulator.orders`, which the clock never asks.
+It is a discrete-event simulation of a few serial lanes (downward link, upward link and compute of each device, and the
+host) whose calls draw on shared rates (host memory, device memory, both directions of a link together). It runs no
+numbers: that is `backends.simulator.orders`, which the clock never asks.
 
 Invariant: the clock stands at the virtual time of the thread that submits. It moves only when that thread waits for
 an event, and then no further than that event, so a call that is submitted later never starts in the past.
@@ -14,11 +14,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from backends.simulator.sharing import speeds
+from backends.simulator.sharing import SharedRates, speeds
 from hal.event import Event
 from hal.spec.timeline import LANES, Span, Timeline
 
 DOWN, UP, COMPUTE, HOST = range(4)
+
+
+def lane_of(device: int, kind: int) -> int:
+    """The lane of a device; there is one lane HOST for all of them."""
+    return HOST if kind == HOST else len(LANES) * device + kind
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,32 +145,42 @@ class Owner:
         raise NotImplementedError
 
 
-class Clock:
-    """Virtual time. `rates` are bytes a second of host memory, device memory and the link's two directions together.
+class _Account:
+    """What one device has done so far: seconds by kind of lane, bytes, operations, spans, and its kernels in order."""
 
-    With `one_lane` host tasks run on the compute lane: a device that computes on the host's own cores.
+    def __init__(self) -> None:
+        self.busy = [0.0] * len(LANES)
+        self.stalled = [0.0] * len(LANES)
+        self.bytes = [0.0] * len(LANES)
+        self.device_bytes = 0.0
+        self.launch = 0.0
+        self.beside = 0.0
+        self.beside_alone = 0.0
+        self.flops = 0.0
+        self.calls = 0
+        self.spans: list[Span] = []
+        self.kernels: deque[SimulatedEvent] = deque()
+
+
+class Clock:
+    """Virtual time of some devices on one host.
+
+    Device `d` has the lanes `lane_of(d, DOWN)`, `lane_of(d, UP)` and `lane_of(d, COMPUTE)`; all share the lane HOST.
+    `rates` are what calls share. With `shared_lane` host tasks run on the compute lane: a device that computes on the
+    host's own cores.
     """
 
-    def __init__(self, rates: tuple[float, float, float], shared_lane: bool) -> None:
+    def __init__(self, rates: SharedRates, shared_lane: bool) -> None:
         self.now = 0.0
         self.recording = False
         self._rates = rates
         self._shared_lane = shared_lane
-        self._ready: list[deque[SimulatedEvent]] = [deque() for _ in LANES]
-        self._active: list[SimulatedEvent | None] = [None] * len(LANES)
-        self._next_compute: deque[SimulatedEvent] = deque()
-        self._busy = [0.0] * len(LANES)
-        self._stalled = [0.0] * len(LANES)
-        self._bytes = [0.0] * len(LANES)
+        self._accounts = [_Account() for _ in range(rates.devices)]
+        lanes = len(LANES) * rates.devices
+        self._ready: list[deque[SimulatedEvent]] = [deque() for _ in range(lanes)]
+        self._active: list[SimulatedEvent | None] = [None] * lanes
         self._host_bytes = 0.0
-        self._device_bytes = 0.0
-        self._launch = 0.0
-        self._beside = 0.0
-        self._beside_alone = 0.0
-        self._flops = 0.0
-        self._calls = 0
-        self._spans: list[Span] = []
-        self._paces: dict[tuple[Cost, ...], list[float] | None] = {}
+        self._paces: dict[tuple[object, ...], list[float] | None] = {}
 
     def submit(self, event: SimulatedEvent, waits: Sequence[SimulatedEvent], pending: Sequence[SimulatedEvent]) -> None:
         """Take a call in, to start after the events of `waits`.
@@ -174,8 +189,9 @@ class Clock:
         """
         if event.lane == HOST and self._shared_lane:
             event.lane = COMPUTE
-        if event.lane == COMPUTE:
-            self._next_compute.append(event)
+        device, kind = divmod(event.lane, len(LANES))
+        if kind == COMPUTE:
+            self._accounts[device].kernels.append(event)
         if pending:
             event.waits = len(pending)
             event.waits_for = waits
@@ -197,7 +213,8 @@ class Clock:
             else:
                 ends = [call.left / speed for call, speed in zip(active, pace, strict=True)]
             passed = min(ends)
-            self._account(active, passed, event)
+            for device, account in enumerate(self._accounts):
+                self._count(account, device, passed, event)
             self.now += passed
             latest = passed * (1 + 1e-12)
             for number, call in enumerate(active):
@@ -208,17 +225,20 @@ class Clock:
 
     def _pace(self, active: Sequence[SimulatedEvent]) -> list[float] | None:
         """The speed of each call; None where all are undisturbed. Calls of the same costs share alike every time."""
-        costs = tuple([call.cost for call in active])
+        costs: tuple[object, ...] = tuple([call.cost for call in active])
+        if len(self._accounts) > 1:
+            costs += tuple([call.lane for call in active])
         if costs not in self._paces:
             if len(self._paces) >= PACES:
                 self._paces.clear()
-            pace = speeds([cost.demand for cost in costs], self._rates)
+            demands = [self._rates.demand(*divmod(call.lane, len(LANES)), call.cost.demand) for call in active]
+            pace = speeds(demands, self._rates.rates)
             self._paces[costs] = None if all(speed == 1.0 for speed in pace) else pace
         return self._paces[costs]
 
     def run_out(self) -> None:
         """Let time pass until all calls have ended."""
-        for lane in range(len(LANES)):
+        for lane in range(len(self._ready)):
             while self._ready[lane] or self._active[lane] is not None:
                 self.run_until(self._active[lane] or self._ready[lane][-1])
 
@@ -241,17 +261,18 @@ class Clock:
         self._active[call.lane] = None
         call.end = self.now
         call.finished = True
-        cost = call.cost
-        if call.lane in (DOWN, UP):
-            self._bytes[call.lane] += cost.link_bytes
+        device, kind = divmod(call.lane, len(LANES))
+        account, cost = self._accounts[device], call.cost
+        if kind in (DOWN, UP):
+            account.bytes[kind] += cost.link_bytes
         self._host_bytes += cost.host_bytes
-        self._device_bytes += cost.device_bytes
-        self._launch += cost.launch
-        self._flops += cost.flops
-        self._calls += 1
+        account.device_bytes += cost.device_bytes
+        account.launch += cost.launch
+        account.flops += cost.flops
+        account.calls += 1
         if self.recording:
             moved = cost.link_bytes or cost.host_bytes
-            self._spans.append(Span(LANES[call.lane], call.label, call.start, call.end, int(moved)))
+            account.spans.append(Span(LANES[kind], call.label, call.start, call.end, int(moved)))
         for follower in call.followers:
             follower.waits -= 1
             if follower.waits == 0:
@@ -260,40 +281,46 @@ class Clock:
         call.waits_for = ()
         call.wait_list = []
 
-    def _account(self, active: Sequence[SimulatedEvent], passed: float, target: SimulatedEvent) -> None:
-        for call in active:
-            self._busy[call.lane] += passed
-        computes = self._active[COMPUTE] is not None
-        if len(active) > computes:
-            self._beside += passed
+    def _count(self, account: _Account, device: int, passed: float, target: SimulatedEvent) -> None:
+        """Add time that has passed to a device's account. The host's lane counts for every device."""
+        first = len(LANES) * device
+        lanes = self._active[first], self._active[first + UP], self._active[first + COMPUTE], self._active[HOST]
+        for kind, call in enumerate(lanes):
+            if call is not None:
+                account.busy[kind] += passed
+        computes = lanes[COMPUTE] is not None
+        if sum(call is not None for call in lanes) > computes:
+            account.beside += passed
         if not computes:
-            self._beside_alone += passed
-            waiting = self._next_compute
+            account.beside_alone += passed
+            waiting = account.kernels
             while waiting and waiting[0].finished:
                 waiting.popleft()
-            self._stalled[self._holding_up(waiting[0] if waiting else target)] += passed
+            account.stalled[self._holding_up(waiting[0] if waiting else target)] += passed
 
     def _holding_up(self, event: SimulatedEvent) -> int:
-        """The lane whose call an event waits for, directly or through others."""
+        """The kind of lane whose call an event waits for, directly or through others."""
         while event.waits:
             event = next(other for other in event.waits_for if not other.finished)
-        return event.lane
+        return event.lane % len(LANES)
 
-    def timeline(self) -> Timeline:
-        """The timeline up to now."""
+    def timeline(self, device: int = 0) -> Timeline:
+        """The timeline of a device up to now. The host's lane and the traffic of its memory are those of all."""
+        account = self._accounts[device]
         under_way = [call for call in self._active if call is not None] if self.recording else []
+        own = [call for call in under_way if call.lane // len(LANES) == device]
         return Timeline(
             now=self.now,
-            busy=dict(zip(LANES, self._busy, strict=True)),
-            stalled=dict(zip(LANES, self._stalled, strict=True)),
-            link_bytes={LANES[lane]: int(self._bytes[lane]) for lane in (DOWN, UP)},
+            busy=dict(zip(LANES, account.busy, strict=True)),
+            stalled=dict(zip(LANES, account.stalled, strict=True)),
+            link_bytes={LANES[lane]: int(account.bytes[lane]) for lane in (DOWN, UP)},
             host_memory_bytes=int(self._host_bytes),
-            device_memory_bytes=int(self._device_bytes),
-            launch=self._launch,
-            beside=self._beside,
-            beside_alone=self._beside_alone,
-            flops=self._flops,
-            calls=self._calls,
-            spans=tuple(self._spans),
-            unfinished=tuple(Span(LANES[call.lane], call.label, call.start, self.now, 0) for call in under_way),
+            device_memory_bytes=int(account.device_bytes),
+            launch=account.launch,
+            beside=account.beside,
+            beside_alone=account.beside_alone,
+            flops=account.flops,
+            calls=account.calls,
+            spans=tuple(account.spans),
+            unfinished=tuple(Span(LANES[call.lane % len(LANES)], call.label, call.start, self.now, 0) for call in own),
         )

@@ -30,9 +30,17 @@ _KINDS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class SimulatedDevice(AccountedDevice[SimulatedQueue], VirtualDevice):
-    """An opened machine."""
+    """An opened machine; one of several whose `calls` share a clock, if these are given, the `number`-th of them."""
 
-    def __init__(self, name: str, machine: Machine, capacity: int | None, options: Options) -> None:
+    def __init__(
+        self,
+        name: str,
+        machine: Machine,
+        capacity: int | None,
+        options: Options,
+        calls: SimulatedCalls | None = None,
+        number: int = 0,
+    ) -> None:
         spec = machine.device
         tags = {NATIVE, SIMULATED}
         tags |= {UNIFIED} if spec.unified else set()
@@ -44,7 +52,9 @@ class SimulatedDevice(AccountedDevice[SimulatedQueue], VirtualDevice):
         super().__init__(info, memory if capacity is None else min(capacity, memory))
         self.machine = machine
         self.costs = CostModel(machine)
-        self.calls = SimulatedCalls(name, machine, options, self.lock)
+        self.calls = calls or SimulatedCalls([name], [machine], options, False)
+        self.lock = self.calls.lock
+        self.number = number
 
     # -- the device -------------------------------------------------------------------------------------------
 
@@ -52,7 +62,7 @@ class SimulatedDevice(AccountedDevice[SimulatedQueue], VirtualDevice):
         return SimulatedBuffer(self.account, self.calls, int(self.machine.device["granularity"]), size, what)
 
     def make_queue(self, name: str) -> SimulatedQueue:
-        return SimulatedQueue(name, self.calls, self.costs, self.info.unified)
+        return SimulatedQueue(name, self.calls, self.costs, self.info.unified, self.number)
 
     def make_kernel(self, program: Program) -> Kernel:
         check_ports(program, self.info)
@@ -78,7 +88,7 @@ class SimulatedDevice(AccountedDevice[SimulatedQueue], VirtualDevice):
     def close(self) -> None:
         if self.closed:
             return
-        self.calls.close()
+        self.calls.close(self.number)
         super().close()
 
     def end_queues(self) -> None:
@@ -87,7 +97,7 @@ class SimulatedDevice(AccountedDevice[SimulatedQueue], VirtualDevice):
     # -- virtual time -----------------------------------------------------------------------------------------
 
     def timeline(self) -> Timeline:
-        return self.calls.clock.timeline()
+        return self.calls.clock.timeline(self.number)
 
     def record(self) -> None:
         self.calls.clock.recording = True

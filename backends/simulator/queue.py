@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from backends.simulator.calls import SimulatedCalls
-from backends.simulator.clock import COMPUTE, DOWN, NOTHING, UP, Cost, SimulatedEvent
+from backends.simulator.clock import COMPUTE, DOWN, NOTHING, UP, Cost, SimulatedEvent, lane_of
 from backends.simulator.cost import CostModel, Work
 from backends.simulator.memory import SimulatedView
 from backends.torch_device.program import lower
@@ -59,13 +59,15 @@ class SimulatedQueue(Queue):
         calls: the calls of the machine.
         costs: what calls cost on the machine.
         unified: whether the device works in host memory, so that a transfer onto itself costs nothing.
+        device: the number of the device on its host.
     """
 
-    def __init__(self, name: str, calls: SimulatedCalls, costs: CostModel, unified: bool) -> None:
+    def __init__(self, name: str, calls: SimulatedCalls, costs: CostModel, unified: bool, device: int = 0) -> None:
         self.name = name
         self._calls = calls
         self._costs = costs
         self._unified = unified
+        self._device = device
         self._last: SimulatedEvent | None = None
 
     def write(self, target: View, source: torch.Tensor, wait: Sequence[Event] = ()) -> Event:
@@ -119,7 +121,7 @@ class SimulatedQueue(Queue):
         views: Sequence[View],
     ) -> SimulatedEvent:
         with self._calls.lock:
-            event = self._calls.submit(lane, label, cost, wait, call, self._last)
+            event = self._calls.submit(lane_of(self._device, lane), label, cost, wait, call, self._last)
             self._last = event
         if self._calls.options.poison:
             for view in views:

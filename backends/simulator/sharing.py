@@ -9,7 +9,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hal.spec import Machine
+
 SLACK = 1e-12
+_DOWN, _UP = 0, 1
+
+
+class SharedRates:
+    """The rates, in bytes a second, that the calls of some devices on one host share.
+
+    They are the host's memory and each device's, and each link's two directions together. With `one_link` all devices
+    are behind one link, of which they share each direction as well.
+    """
+
+    def __init__(self, machines: Sequence[Machine], one_link: bool) -> None:
+        first = machines[0]
+        self.devices = len(machines)
+        self._one_link = one_link and self.devices > 1
+        links = machines[:1] if self._one_link else machines
+        self.rates = [first.host["bandwidth_achieved"]]
+        self.rates += [machine.device["bandwidth_achieved"] for machine in machines]
+        self._links = len(self.rates)
+        self.rates += [machine.link["both"] for machine in links]
+        self._directions = len(self.rates)
+        if self._one_link:
+            self.rates += [first.link["down"], first.link["up"]]
+
+    def demand(self, device: int, kind: int, wants: tuple[float, float, float]) -> tuple[float, ...]:
+        """What a call on a kind of lane wants of each rate; `wants` is of host memory, device memory and link."""
+        demand = [0.0] * len(self.rates)
+        demand[0], demand[1 + device] = wants[0], wants[1]
+        demand[self._links + (0 if self._one_link else device)] = wants[2]
+        if self._one_link and kind in (_DOWN, _UP):
+            demand[self._directions + kind] = wants[2]
+        return tuple(demand)
 
 
 def speeds(demands: Sequence[tuple[float, ...]], rates: Sequence[float]) -> list[float]:

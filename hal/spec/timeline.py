@@ -8,6 +8,7 @@ lane add up to the time that passed while a caller waited.
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from hal.device import Backend, Device
@@ -99,5 +100,15 @@ class VirtualBackend(Backend):
     """A backend that opens machines from their description."""
 
     @abc.abstractmethod
-    def open_machine(self, machine: Machine, numerics: bool = True) -> VirtualDevice:
-        """Open a described machine. Without `numerics` nothing is computed and nothing is allocated."""
+    def open_together(self, selectors: Sequence[str], capacity: int | None = None) -> list[VirtualDevice]:
+        """Open devices on one host, that of the first one, and on one clock. See `open`."""
+
+    @abc.abstractmethod
+    def open_machines(
+        self, machines: Sequence[Machine], numerics: bool = True, one_link: bool = False
+    ) -> list[VirtualDevice]:
+        """Open described machines as devices on one host, that of the first one, and on one clock.
+
+        Without `numerics` nothing is computed and nothing is allocated. With `one_link` all are behind the link of the
+        first one; else each has a link of its own.
+        """

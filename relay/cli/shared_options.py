@@ -29,6 +29,8 @@ class OptionType(click.ParamType):
             "resident layers": "number or 'auto'",
             "auto or flag": "'auto', 'true' or 'false'",
             "chunk": "number or 'auto'",
+            "visits": "number, 'auto', or numbers of the forward and the backward",
+            "speeds": "numbers joined by commas",
             "devices": "device, or several joined by commas",
         }.get(option.kind, option.kind)
 

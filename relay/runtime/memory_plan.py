@@ -37,6 +37,7 @@ class Requirement:
         workspace: what the largest kernel needs while it runs.
         scalars: losses and gradient seeds.
         layers: the most layers that share a slot.
+        group: the most segments that the device takes at a time; it has as many times the slots.
         resident: the slots of resident layers. There are `resident_count`; `most_resident` fit.
     """
 
@@ -48,6 +49,7 @@ class Requirement:
     saved: int = 0
     tied: int = 0
     layers: int = 1
+    group: int = 1
     resident: int = 0
     resident_count: int = 0
     most_resident: int = 0
@@ -76,12 +78,15 @@ class Requirement:
             options.append(f"exact_ties=False (gradients of tied weights take {format_size(self.tied)})")
         if self.saved:
             options.append(f"recompute=True (the saved tensors take {format_size(self.saved)})")
+        if self.group > 1:
+            options.append(f"layers_per_visit={self.group - 1} (up to {self.group} segments have slots at a time)")
         if self.layers > 1:
             options.append(f"layers_per_slot={self.layers - 1} (a slot holds up to {self.layers} layers)")
         if stash == "device":
             options.append(f"stash='host' (the stash takes {format_size(self.stash)})")
-        if self.slot_count > 1:
-            options.append(f"slots={self.slot_count - 1} (each takes {format_size(self.slots // self.slot_count)})")
+        if self.slot_count > self.group:
+            fewer, each = self.slot_count // self.group - 1, format_size(self.slots // self.slot_count)
+            options.append(f"slots={fewer} (each takes {each})")
         options.append(f"more micro-batches than {microbatches} (smaller pieces: less workspace and stash)")
         resident = f"{self.resident_count} resident layers {self.resident:,}, " if self.resident_count else ""
         return (
@@ -112,6 +117,7 @@ def requirement_of(
         saved=saved_bytes(plans, lane),
         tied=tied_bytes(plans, lane),
         layers=max(stage.segment.layers for stage in compiled[0].stages),
+        group=1 if visits is None else max(1, visits.largest(lane)),
     )
 
 

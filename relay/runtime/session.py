@@ -27,8 +27,9 @@ from relay.eps.store import LayerStore
 from relay.errors import PartitionError
 from relay.runtime.gradient_layout import gradient_plans, narrow_gradients
 from relay.runtime.host_memory_check import Build, CountingHost, refuse_beyond, rehearse
+from relay.runtime.lanes.grouping import Grouping
 from relay.runtime.lanes.lane import Lane, LaneOptions
-from relay.runtime.lanes.visit_plan import VisitPlan, in_turn, visits_of
+from relay.runtime.lanes.visit_plan import VisitPlan
 from relay.runtime.memory_plan import plans_for, programs_of, scalar_bytes, with_advice
 from relay.runtime.on_host.calls import STATE as VALUES_ON_HOST
 from relay.runtime.on_host.calls import HostKernel, runs_on_host
@@ -45,6 +46,8 @@ from relay.runtime.trace import Trace
 logger = logging.getLogger("relay")
 
 SAVED_BUFFERS = "buffers before the step"
+PLANS = 8
+"""Plans of visits that are kept: one for each list of micro-batches' compiled models."""
 
 
 class Session:
@@ -64,7 +67,8 @@ class Session:
         resident_layers: how many segments stay on the device between visits, or "auto".
         resident_limit: the device memory that "auto" fills, where no `capacity` is given.
         exact_ties: whether gradients of tied weights are added in PyTorch's order: True, False, or "auto".
-        sparse_rows: the trainer's option.
+        sparse_rows, layers_per_visit: the trainer's options.
+        device_speeds: how fast the devices are beside each other; None for alike.
     """
 
     def __init__(
@@ -84,6 +88,8 @@ class Session:
         resident_limit: int | None = None,
         exact_ties: str | bool = "auto",
         sparse_rows: bool | str = False,
+        layers_per_visit: int | str | Sequence[int] = "auto",
+        device_speeds: Sequence[float] | None = None,
     ) -> None:
         infos = [device.info for device in devices]
         self._native = all(NATIVE in info.tags for info in infos)
@@ -106,6 +112,10 @@ class Session:
         self._state_dtype = state_dtype
         known = [info.memory for info in infos if info.memory is not None]
         limit = min(known, default=None) if capacity is None else capacity
+        self._grouping = Grouping(
+            slot_count, stash_location, limit, resident_layers, layers_per_visit, device_speeds
+        )
+        self._visit_plans: dict[tuple[bool, tuple[CompiledModel, ...]], VisitPlan] = {}
         self._ties = ExactTies(exact_ties, slot_count, stash_location, limit, self._native, logger.warning)
         self._checked: set[tuple[int, bool]] = set()
         self._saved_buffers: dict[str, torch.Tensor] = {}
@@ -127,7 +137,7 @@ class Session:
         ties = self._ties.decide(compiled) if training else Decision(list(compiled), frozenset())
         compiled = ties.compiled
         gradient_plans = self._gradient_plans(compiled[0]) if training else []
-        visits = self._plan_visits(compiled[0], training)
+        visits = self._plan_visits(compiled, training)
         stash_plans = plans_for(compiled, self._stash_location, training, visits)
         needs = [
             lane.need(compiled, contents, stash_plans, visits, training, self._held(lane)) for lane in self.lanes
@@ -171,9 +181,15 @@ class Session:
     def _lanes_on(self, devices: Sequence[Device]) -> list[Lane]:
         return [Lane(device, number, self._options, len(devices) > 1) for number, device in enumerate(devices)]
 
-    def _plan_visits(self, compiled: CompiledModel, training: bool) -> VisitPlan:
-        """Which lane runs which segment."""
-        return in_turn(visits_of(compiled.stages, training), len(self.lanes))
+    def _plan_visits(self, compiled: Sequence[CompiledModel], training: bool) -> VisitPlan:
+        """Which lane runs which segment: the fastest plan whose slots fit."""
+        key = training, tuple(compiled)
+        found = self._visit_plans.get(key)
+        if found is None:
+            if len(self._visit_plans) >= PLANS:
+                self._visit_plans.clear()
+            found = self._visit_plans[key] = self._grouping.plan(compiled, training, len(self.lanes))
+        return found
 
     def _compile(self, model: CompiledModel, visits: VisitPlan) -> None:
         """Make the kernels of the pass, each on its lane's device, or on the host what that cannot run."""
@@ -222,6 +238,7 @@ class Session:
                 lane.device.close()
         self._stash = self._scalars = self.scheduler = None
         self.lanes = self._lanes_on(devices)
+        self._visit_plans.clear()
         self.host.follow(self.device.host())
         self.server.follow(self.device)
         self.reset()
@@ -247,6 +264,7 @@ class Session:
         for lane in self.lanes:
             lane.forget_choice()
         self._ties.clear()
+        self._visit_plans.clear()
         self.knows_every_layer = False
         self._free_device_memory()
         self.rows.clear()
@@ -304,7 +322,7 @@ class Session:
             counting.ledger.add(GRADIENTS, torch.uint8, beyond)
         for name in changing_buffers(first) if training else ():
             counting.alloc(store[name].numel(), store[name].dtype, SAVED_BUFFERS)
-        stash_plans = plans_for(compiled, self._stash_location, training, self._plan_visits(first, training))
+        stash_plans = plans_for(compiled, self._stash_location, training, self._plan_visits(compiled, training))
         counting.ledger.add(STASH_STATE, torch.uint8, host_bytes(stash_plans))
         if tied := host_bytes(stash_plans, tied=True):
             counting.ledger.add(TIED_STATE, torch.uint8, tied)

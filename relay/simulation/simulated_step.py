@@ -313,7 +313,7 @@ def _inputs(compiled: CompiledModel) -> list[torch.Tensor]:
 
 
 def _open(machine: Machine) -> VirtualDevice:
-    return _simulator().open_machine(machine, numerics=False)
+    return _simulator().open_machines([machine], numerics=False)[0]
 
 
 @functools.cache

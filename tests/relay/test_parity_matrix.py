@@ -36,11 +36,12 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "layers_per_slot": (1, 2),
     "recompute": (True, 1, False),
     "resident_layers": (0, 2),
+    "layers_per_visit": ("auto", (2, 3)),
 }
 
 PASSED_ON = (
     "precision", "state_dtype", "microbatches", "stash", "slots", "device", "layers_per_slot", "recompute",
-    "resident_layers",
+    "resident_layers", "layers_per_visit",
 )  # fmt: skip
 
 Case = matrix.Case

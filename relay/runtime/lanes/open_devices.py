@@ -35,20 +35,16 @@ def open_devices(devices: str | Sequence[str], capacity: int | None) -> list[Dev
                 f"device={names!r} names {name!r} {names.count(name)} times, and there is one of it. Name it once, or "
                 "name other devices beside it."
             )
-    opened: list[Device] = []
-    try:
-        for name in names:
-            opened.append(registry.open(name, capacity))
-            if len(names) > 1 and opened[-1].info.unified:
-                raise ValueError(
-                    f"device={names!r}: {name!r} works in host memory, so it cannot take layers in turn with other "
-                    "devices: there is no link that a second one would relieve. Leave it out, or use it alone"
-                    + (" ('cpu:discrete' is the CPU behind a link)." if name == "cpu" else ".")
-                )
-    except BaseException:
+    opened = [registry.open(names[0], capacity)] if len(names) == 1 else registry.open_together(names, capacity)
+    unified = next((name for name, device in zip(names, opened, strict=True) if device.info.unified), None)
+    if len(names) > 1 and unified is not None:
         for device in opened:
             device.close()
-        raise
+        alone = "" if unified != "cpu" else " ('cpu:discrete' is the CPU behind a link)"
+        raise ValueError(
+            f"device={names!r}: {unified!r} works in host memory, so it cannot take layers in turn with other devices: "
+            f"there is no link that a second one would relieve. Leave it out, or use it alone{alone}."
+        )
     return opened
 
 

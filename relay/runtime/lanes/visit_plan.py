@@ -11,7 +11,7 @@ those of a single lane in its order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -71,18 +71,24 @@ def visits_of(stages: Sequence[Stage], training: bool) -> list[VisitKey]:
     return visits
 
 
-def in_turn(visits: Sequence[VisitKey], lanes: int, forward: int = 1, backward: int = 1) -> VisitPlan:
-    """Groups of so many segments in the forward and in the backward, one lane after the other.
+def in_turn(
+    visits: Sequence[VisitKey],
+    forward: Sequence[int],
+    backward: Sequence[int],
+    must_part: Callable[[VisitKey, VisitKey], bool] | None = None,
+) -> VisitPlan:
+    """Groups for one lane after the other, of as many segments as `forward` and `backward` have for that lane.
 
-    The last segment, where the pass turns, is a group of its own.
+    The last segment, where the pass turns, is a group of its own, and visits that `must_part` are in different groups.
     """
     last = max(visit.segment for visit in visits)
     groups: list[list[VisitKey]] = []
     for visit in visits:
-        most = backward if visit.backward else forward
+        lane = (len(groups) - 1) % len(forward)
+        most = (backward if visit.backward else forward)[lane]
         alone = visit.segment == last or not groups or groups[-1][-1].segment == last
-        if alone or len(groups[-1]) >= most:
+        if alone or len(groups[-1]) >= most or (must_part and any(must_part(each, visit) for each in groups[-1])):
             groups.append([visit])
         else:
             groups[-1].append(visit)
-    return VisitPlan(tuple(VisitGroup(number % lanes, tuple(group)) for number, group in enumerate(groups)))
+    return VisitPlan(tuple(VisitGroup(number % len(forward), tuple(group)) for number, group in enumerate(groups)))

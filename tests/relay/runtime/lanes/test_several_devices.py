@@ -38,6 +38,40 @@ def test_several_devices_give_the_bits_of_one(scenario: str, count: int) -> None
     assert differences(scenario, ["cpu:discrete"] * count) == []
 
 
+GROUPS: list[tuple[str, int, dict[str, Any]]] = [
+    ("activations on the device", 2, {"layers_per_visit": (2, 3), "resident_layers": 1}),
+    ("running statistics, two slots, on the host", 2, {"layers_per_visit": (3, 2)}),
+    ("kept on the device", 3, {"layers_per_visit": 2, "device_speeds": (1, 0.5, 1)}),
+    ("activations on the host, one slot", 1, {"layers_per_visit": (2, 3)}),
+]
+
+
+@ignoring
+@pytest.mark.parametrize(("scenario", "count", "options"), GROUPS)
+def test_groups_of_layers_change_no_bit(scenario: str, count: int, options: dict[str, Any]) -> None:
+    assert differences(scenario, ["cpu:discrete"] * count, **options) == []
+
+
+ORDERS = ("order=late", *(f"order=random,seed={seed}" for seed in range(10)))
+
+
+def adversaries() -> list[Any]:
+    """Two or three devices in turn; `make test` has late and two random orders of one scenario each."""
+    numbered = [(scenario, order) for scenario in SCENARIOS for order in ORDERS]
+    few = [("activations on the device", ORDERS[2]), ("activations on the host, one slot", ORDERS[1])]
+    few.append(("one slot, one micro-batch", ORDERS[0]))
+    return [
+        pytest.param(*case, 2 + number % 2, marks=() if case in few else pytest.mark.exhaustive)
+        for number, case in enumerate(numbered)
+    ]
+
+
+@ignoring
+@pytest.mark.parametrize(("scenario", "order", "count"), adversaries())
+def test_several_devices_give_these_bits_in_every_order(scenario: str, order: str, count: int) -> None:
+    assert differences(scenario, [f"sim:generic,{order},poison=on"] * count) == []
+
+
 def small() -> list[nn.Module]:
     torch.manual_seed(0)
     return [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)]
@@ -50,12 +84,20 @@ def small() -> list[nn.Module]:
         (["numpy", "cpu:discrete", "numpy"], "names 'numpy' 2 times"),
         (["cpu", "cpu:discrete"], "'cpu' works in host memory"),
         (["sim:m2-ultra-76c", "sim"], "'sim:m2-ultra-76c' works in host memory"),
+        (["sim", "sim:generic,order=late"], "need the same order"),
         ([], "names no device"),
     ],
 )
 def test_devices_that_cannot_work_together_are_refused_by_name(devices: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, Unavailable), match=message):
         relay.Trainer(small(), nn.functional.mse_loss, device=devices)
+
+
+def test_speeds_are_given_for_each_device() -> None:
+    with pytest.raises(ValueError, match="has 2 numbers, and"):
+        relay.Trainer(small(), nn.functional.mse_loss, device="cpu:discrete", device_speeds=[1, 0.5])
+    with pytest.raises(ValueError, match="layers_per_visit"):
+        relay.Trainer(small(), nn.functional.mse_loss, device="cpu:discrete", layers_per_visit=(1, 2, 3))
 
 
 def test_a_device_that_is_not_here_is_named_and_the_others_are_closed() -> None:
