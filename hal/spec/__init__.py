@@ -215,21 +215,31 @@ class Machine:
     """A device, the link it hangs on, and the host at the other end.
 
     `pointwise` is the share of the traffic of ops other than matrix products and attention that reaches memory: 1
-    where each op is a kernel of its own, less where they are fused.
+    where each op is a kernel of its own, less where they are fused. `others` are further devices on this host, each
+    with a link of its own, or with `one_link` behind the link of the first; their hosts do not count.
     """
 
     device: Spec
     link: Spec
     host: Spec
     pointwise: float = 1.0
+    others: tuple[Machine, ...] = ()
+    one_link: bool = False
+
+    @property
+    def each(self) -> tuple[Machine, ...]:
+        """A machine for each of the devices, the first one first."""
+        return (replace(self, others=(), one_link=False), *self.others)
 
     def scaled(self, part: str, **factors: float) -> Machine:
-        """The same machine with figures of its `device`, `link` or `host` multiplied."""
-        return replace(self, **{part: getattr(self, part).scaled(**factors)})
+        """The same machine with figures of its `device`, `link` or `host` multiplied, for all devices."""
+        others = tuple(other.scaled(part, **factors) for other in self.others)
+        return replace(self, others=others, **{part: getattr(self, part).scaled(**factors)})
 
     def with_values(self, part: str, **values: float) -> Machine:
-        """The same machine with figures of its `device`, `link` or `host` replaced."""
-        return replace(self, **{part: getattr(self, part).with_values(**values)})
+        """The same machine with figures of its `device`, `link` or `host` replaced, for all devices."""
+        others = tuple(other.with_values(part, **values) for other in self.others)
+        return replace(self, others=others, **{part: getattr(self, part).with_values(**values)})
 
 
 SOFTWARE = {"eager": 1.0, "compiled": 0.5, "fused": 0.3}

@@ -82,6 +82,32 @@ class Timeline:
         )
 
 
+def joined(timelines: Sequence[Timeline]) -> Timeline:
+    """The timeline of several devices together: the mean of their seconds, and the sum of what they have done.
+
+    The traffic of the host's memory is every device's already. Spans are those of the first.
+    """
+    count, first = len(timelines), timelines[0]
+    if count == 1:
+        return first
+
+    def mean(seconds: Sequence[dict[str, float]]) -> dict[str, float]:
+        return {lane: sum(each[lane] for each in seconds) / count for lane in first.busy}
+
+    return replace(
+        first,
+        busy=mean([each.busy for each in timelines]),
+        stalled=mean([each.stalled for each in timelines]),
+        link_bytes={lane: sum(each.link_bytes[lane] for each in timelines) for lane in first.link_bytes},
+        device_memory_bytes=sum(each.device_memory_bytes for each in timelines),
+        launch=sum(each.launch for each in timelines) / count,
+        beside=sum(each.beside for each in timelines) / count,
+        beside_alone=sum(each.beside_alone for each in timelines) / count,
+        flops=sum(each.flops for each in timelines),
+        calls=sum(each.calls for each in timelines),
+    )
+
+
 class VirtualDevice(Device):
     """A device on a virtual clock."""
 

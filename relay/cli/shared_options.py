@@ -119,7 +119,17 @@ model_options = together(
 """The model and the batch of a step, for commands that train nothing."""
 machine_options = together(
     click.option(
-        "--device", default="generic", show_default=True, help="A device preset, or a .toml or .json file like one."
+        "--device",
+        default="generic",
+        show_default=True,
+        help="A device preset, or a .toml or .json file like one. Several, joined by commas, work together.",
+    ),
+    click.option("--count", default=1, show_default=True, type=AT_LEAST_ONE, help="So many of the device together."),
+    click.option(
+        "--one-link/--own-links",
+        default=False,
+        show_default=True,
+        help="Several devices behind one link, that of the first, or each behind its own.",
     ),
     click.option("--link", help="A link preset or file.  [default: that of the device]"),
     click.option("--host", help="A host preset or file.  [default: that of the device]"),

@@ -43,7 +43,7 @@ class Count(click.ParamType):
 SWEPT = (
     "device", "link", "host", "software", "layers", "hidden", "heads", "seq", "batch", "microbatches", "precision",
     "state-dtype", "master-weights", "stash", "slots", "layers-per-slot", "resident-layers", "recompute",
-    "loss-scale",
+    "loss-scale", "count",
 )  # fmt: skip
 
 
@@ -62,6 +62,7 @@ SWEPT = (
 @training_option("clip_grad_norm")
 @training_option("layers_per_slot")
 @training_option("resident_layers")
+@training_option("layers_per_visit")
 @training_option("recompute")
 @training_option("head_chunk_tokens")
 @training_option("mlp_chunk_tokens")
@@ -98,6 +99,7 @@ def simulate(context: click.Context, as_json: bool, **options: Any) -> None:
       relay simulate --layers 62 --hidden 8192 --device h200-sxm --host-memory 512GB --state-dtype int8
       relay simulate --model llama-3-8b --seq 512 --batch 64 --device rtx-4090 --tokens 1e9
       relay simulate --config config.json --device h200-sxm --trace step.json
+      relay simulate --model llama-3-8b --batch 32 --device rtx-4090 --count 4
       relay simulate --layers 24 --hidden 4096 --sweep batch=8,16,32 --sweep device=rtx-3090,rtx-4090
       relay simulate --presets
     """
@@ -161,7 +163,8 @@ def _simulation(options: dict[str, Any], **more: Any) -> Simulation:
     return simulate_step(
         options["model"],
         **{name: options[name] for name in ("config", "layers", "hidden", "heads", "ffn", "vocabulary", "tied")},
-        **{name: options[name] for name in ("device", "link", "host", "software", "host_memory", "capacity")},
+        **{name: options[name] for name in ("device", "count", "one_link", "link", "host", "software")},
+        **{name: options[name] for name in ("host_memory", "capacity", "layers_per_visit")},
         **{name: options[name] for name in ("batch", "state_dtype", "stash", "slots", "precision", "loss_scale")},
         **{name: options[name] for name in ("layers_per_slot", "resident_layers", "recompute", "clip_grad_norm")},
         **{name: options[name] for name in ("master_weights", "exact_ties", "head_chunk_tokens", "sparse_rows")},
@@ -238,8 +241,9 @@ def _check_parts(options: dict[str, Any], axes: list[tuple[str, list[Any]]]) -> 
 
     for kind in ("device", "link", "host"):
         for name in next((values for axis, values in axes if axis == kind), [options[kind]]):
-            if name is not None:
-                load(kind, name)
+            for single in name.split(",") if kind == "device" else [name]:
+                if single is not None:
+                    load(kind, single.strip())
 
 
 def _axis(text: str) -> tuple[str, list[Any]]:

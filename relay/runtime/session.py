@@ -112,8 +112,9 @@ class Session:
         self._state_dtype = state_dtype
         known = [info.memory for info in infos if info.memory is not None]
         limit = min(known, default=None) if capacity is None else capacity
+        room = limit if resident_limit is None else resident_limit
         self._grouping = Grouping(
-            slot_count, stash_location, limit, resident_layers, layers_per_visit, device_speeds
+            slot_count, stash_location, room, resident_layers, layers_per_visit, device_speeds
         )
         self._visit_plans: dict[tuple[bool, tuple[CompiledModel, ...]], VisitPlan] = {}
         self._ties = ExactTies(exact_ties, slot_count, stash_location, limit, self._native, logger.warning)
@@ -374,7 +375,7 @@ class Session:
             size = scalar_bytes(len(compiled))
             memory = [lane.device.alloc(size, "losses and seeds") for lane in self.lanes]
             self._scalars = _scalars(memory, memory[visits.turn], compiled[0], losses)
-            self._stash = Stash(plans, [lane.stash for lane in self.lanes], self.host, values)
+            self._stash = Stash(plans, [lane.stash for lane in self.lanes], self.host, values, visits.groups_several)
             self._stash_key = key
         return self._stash, self._scalars
 

@@ -45,11 +45,11 @@ def power(machine: Machine, timeline: Timeline) -> list[tuple[float, float]]:
 
 
 def idle(machine: Machine) -> float:
-    """Watts of device and host while both are idle."""
-    return machine.device["power_idle"] + machine.host["power_idle"]
+    """Watts of all devices and the host while they are idle."""
+    return sum(one.device["power_idle"] for one in machine.each) + machine.host["power_idle"]
 
 
 def _above_idle(machine: Machine, device: float, host: float) -> float:
-    """What device and host draw beyond idle when they are busy for that many seconds."""
-    busy_times = (machine.device, device), (machine.host, host)
+    """What devices and host draw beyond idle when they are busy for that many seconds, each device for as many."""
+    busy_times = [*((one.device, device) for one in machine.each), (machine.host, host)]
     return sum((spec["power_busy"] - spec["power_idle"]) * busy for spec, busy in busy_times)

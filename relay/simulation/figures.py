@@ -82,7 +82,9 @@ class SimulationFigures:
     @property
     def lower_bound(self) -> float:
         """The busy seconds of the busiest resource, which no schedule can beat."""
-        return max(self.timeline.busy.values())
+        if self.step is None:
+            return max(self.timeline.busy.values())  # raises
+        return max(seconds for each in self.step.timelines for seconds in each.busy.values())
 
     @property
     def overlap_efficiency(self) -> float:
@@ -98,9 +100,13 @@ class SimulationFigures:
 
     @property
     def peak_flops(self) -> float:
-        """FLOP/s: the dense peak of the device in the run's precision, or the achieved rate where no peak is known."""
-        device, precision = self.machine.device, self.run.precision
-        return device[f"peak_{precision}"] if device.has(f"peak_{precision}") else device.sustained(precision)
+        """FLOP/s: the dense peak of all devices in the run's precision, or the achieved rate where no peak is known."""
+        precision = self.run.precision
+        devices = [one.device for one in self.machine.each]
+        return sum(
+            device[f"peak_{precision}"] if device.has(f"peak_{precision}") else device.sustained(precision)
+            for device in devices
+        )
 
     @property
     def mfu(self) -> float:

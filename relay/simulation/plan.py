@@ -107,7 +107,9 @@ def _several(name: str, values: Any) -> tuple[Any, ...]:
 def plan(
     model: str | ModelShape | None = None,
     *,
-    device: str | Machine = "generic",
+    device: str | Machine | Sequence[str] = "generic",
+    count: int = 1,
+    one_link: bool = False,
     link: str | None = None,
     host: str | None = None,
     software: str = "eager",
@@ -132,7 +134,8 @@ def plan(
 
     Arguments:
         model: The name of a model; or give `config`, or `layers`, `hidden` and so on (`shape`), as for
-        `relay.simulate`. device, link, host, software, host_memory, capacity, precision: As for `relay.simulate`.
+        `relay.simulate`. device, count, one_link, link, host, software, host_memory, capacity, precision: As for
+        `relay.simulate`.
         batch, seq: Sequences in a step and tokens in a sequence. A batch is cut into micro-batches by powers of
             two, and into single sequences.
         state_dtypes, stashes, slots: The values to choose among.
@@ -147,7 +150,7 @@ def plan(
         for name, values in (("state_dtypes", state_dtypes), ("stashes", stashes), ("slots", slots))
     )
     description = describe(model, **shape)
-    described = machine_of(device, link, host, software)
+    described = machine_of(device, link, host, software, count, one_link)
     precision = precision or default_precision(described)
     check_precision(described, precision)
     fixed: dict[str, Any] = {
@@ -205,6 +208,8 @@ def plan(
         options["mlp_chunk_tokens"] = mlp_chunk_tokens
     if loss_over != "auto":
         options["loss_over"] = loss_over
+    if described.others:
+        options["layers_per_visit"] = chosen.run.layers_per_visit
     if capacity is not None:
         options["capacity"] = parse_size(capacity)
     return Plan(options, chosen, tuple(reasons_for(chosen, changed, search)), len(search.tried))

@@ -8,11 +8,12 @@ from __future__ import annotations
 import csv
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hal.spec import Spec
+from hal.spec import Machine, Spec
 from hal.spec.timeline import LANES
 from hal.spec.units import format_binary_size, format_count, format_seconds, format_size
 from relay.checkpoint.atomic_file import write_whole
@@ -27,8 +28,8 @@ _FEWER_LAUNCHES = (
 _TRACKS = {"down": "link down", "up": "link up", "compute": "compute", "host": "host optimizer"}
 _RUN = (
     "seq", "batch", "microbatches", "precision", "state_dtype", "stash", "slots", "layers_per_slot", "resident_layers",
-    "recompute", "head_chunk_tokens", "mlp_chunk_tokens", "loss_over", "sparse_rows", "loss_scale", "clip_grad_norm",
-    "master_weights", "exact_ties",
+    "layers_per_visit", "recompute", "head_chunk_tokens", "mlp_chunk_tokens", "loss_over", "sparse_rows", "loss_scale",
+    "clip_grad_norm", "master_weights", "exact_ties",
 )  # fmt: skip
 
 
@@ -45,6 +46,7 @@ def as_json(found: SimulationFigures, tokens: float | None) -> dict[str, Any]:
         "run": {key: getattr(run, key) for key in _RUN},
         "device": {
             "name": found.machine.device.name,
+            "names": [one.device.name for one in found.machine.each],
             "resident_layers": memory.resident_layers,
             "capacity_bytes": found.device_capacity,
             "needed_bytes": memory.device_total,
@@ -115,11 +117,19 @@ def _of_segments(run: RunShape, resident: int) -> str:
         text += f", {run.recompute} segments recompute" if run.recompute else ", nothing recomputed"
     if run.head_chunk_tokens is not None:
         text += f", the head over chunks of {run.head_chunk_tokens} tokens"
+    if not isinstance(run.layers_per_visit, str) and run.layers_per_visit not in (1, (1, 1)):
+        text += f", visits of up to {run.layers_per_visit[0]} layers forward and {run.layers_per_visit[1]} backward"
     if run.mlp_chunk_tokens is not None:
         text += f", wide pieces of layers over chunks of {run.mlp_chunk_tokens}"
     if run.loss_over == "batch":
         text += ", head over the whole batch"
     return text
+
+
+def _devices(machine: Machine) -> str:
+    """The devices of a machine in words, alike ones counted."""
+    counts = Counter(one.device.title for one in machine.each)
+    return " and ".join(f"{count} x {title}" if count > 1 else title for title, count in counts.items())
 
 
 def as_text(found: SimulationFigures, tokens: float | None) -> str:
@@ -129,7 +139,7 @@ def as_text(found: SimulationFigures, tokens: float | None) -> str:
     lines = [
         f"{format_count(memory.parameters)} parameters: {shape.title}, {run.precision}, AdamW with {run.state_dtype} "
         f"states{', split masters' if run.master_weights == 'split' else ''}",
-        f"{machine.device.title}, {machine.link.title}, {machine.host.title}",
+        f"{_devices(machine)}, {'one ' if machine.one_link else ''}{machine.link.title}, {machine.host.title}",
         f"{run.tokens:,} tokens a step: {run.batch} sequences of {run.seq} in {run.microbatches} micro-batches, "
         f"stash on the {run.stash}, {run.slots} slots{_of_segments(run, memory.resident_layers)}",
         "",
@@ -187,16 +197,24 @@ def write_trace(found: SimulationFigures, path: str | Path) -> None:
     Each lane is a track; bytes in flight and watts are counters. Time starts with the step, and the integral of the
     watts over the step is the energy of the report.
     """
-    spans = (*found.timeline.spans, *found.timeline.unfinished)
-    track = {lane: number for number, lane in enumerate(LANES)}
+    assert found.step is not None
+    timelines = found.step.timelines
+    names = [f"{number}: " if len(timelines) > 1 else "" for number in range(len(timelines))]
     events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": 0, "tid": track[lane], "name": "thread_name", "args": {"name": _TRACKS[lane]}}
-        for lane in LANES
+        {"ph": "M", "pid": 0, "tid": 4 * device + number, "name": "thread_name", "args": {"name": name + _TRACKS[lane]}}
+        for device, name in enumerate(names)
+        for number, lane in enumerate(LANES)
+        if device == 0 or lane != "host"
+    ]
+    spans = [
+        (4 * device + LANES.index(span.lane), span)
+        for device, timeline in enumerate(timelines)
+        for span in (*timeline.spans, *timeline.unfinished)
     ]
     crossing: dict[float, int] = {}
-    for span in spans:
+    for track, span in spans:
         start, length = span.start * 1e6, (span.end - span.start) * 1e6
-        event = {"ph": "X", "pid": 0, "tid": track[span.lane], "name": span.label, "ts": start, "dur": length}
+        event = {"ph": "X", "pid": 0, "tid": track, "name": span.label, "ts": start, "dur": length}
         events.append({**event, "args": {"bytes": span.moved}})
         if span.lane in ("down", "up"):
             for time, change in ((span.start, span.moved), (span.end, -span.moved)):

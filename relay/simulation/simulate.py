@@ -10,8 +10,8 @@ is measured here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from inspect import signature
 from typing import Any
 
@@ -70,8 +70,12 @@ class Simulation(SimulationFigures):
 
 def default_precision(described: Machine) -> str:
     """bf16 where the device has it, else fp16, else fp32."""
-    device = described.device
-    return next(precision for precision in ("bf16", "fp16", "fp32") if device.computes(precision))
+    devices = [one.device for one in described.each]
+    return next(
+        precision
+        for precision in ("bf16", "fp16", "fp32")
+        if precision == "fp32" or all(device.computes(precision) for device in devices)
+    )
 
 
 @as_if_alone()
@@ -86,7 +90,9 @@ def simulate(
     vocabulary: int | None = None,
     ffn: int | None = None,
     tied: bool | None = None,
-    device: str | Machine = "generic",
+    device: str | Machine | Sequence[str] = "generic",
+    count: int = 1,
+    one_link: bool = False,
     link: str | None = None,
     host: str | None = None,
     software: str = "eager",
@@ -107,7 +113,10 @@ def simulate(
         example: A step's batch for an `nn.Module`, called as `module(**example)`. Only shapes and dtypes count.
         config: The path of a Hugging Face `config.json`.
         layers, hidden, heads, vocabulary, ffn, tied: The sizes of a model that has no name, as `describe` takes them.
-        device: A preset, a TOML or JSON file of the same form, or a whole `Machine`.
+        device: A preset, a TOML or JSON file of the same form, or a whole `Machine`. Several, as a list or joined by
+            commas, work together on the host of the first.
+        count: So many of the device, which work together.
+        one_link: Put several devices behind one link, that of the first. Otherwise each has its own.
         link, host: Presets or files. By default those of the device.
         software: "eager", "compiled" or "fused": how much of the traffic of pointwise ops reaches memory.
         host_memory, capacity: Bytes of the host and the device to use at most, as a number or such as "512GB".
@@ -119,8 +128,8 @@ def simulate(
         host_cache: Shares the host state between simulations of one model, which saves time.
         run: `seq`, `batch`, `microbatches` (by default one per sequence), `state_dtype`, `stash`, `slots`,
             `layers_per_slot`, `resident_layers`, `recompute`, `head_chunk_tokens`, `mlp_chunk_tokens`, `loss_over`,
-            `sparse_rows`, `clip_grad_norm`, `loss_scale`, `exact_ties`, `master_weights` and `optimizer`, as in
-            `RunShape`.
+            `layers_per_visit`, `sparse_rows`, `clip_grad_norm`, `loss_scale`, `exact_ties`, `master_weights` and
+            `optimizer`, as in `RunShape`.
 
     Raises DoesNotFit for a run that does not fit, SpecError for arithmetic that the device does not have, ShapeError
     for an impossible model or batch, ValueError for a value that `relay.Trainer` refuses too, and TypeError for an
@@ -136,7 +145,7 @@ def simulate(
         raise ShapeError("example= is for an nn.Module; this model was not given as one. Leave example= out.")
     description = describe(model, config, layers, hidden, heads, vocabulary, ffn, tied)
     shape = description.shape
-    described = machine_of(device, link, host, software)
+    described = machine_of(device, link, host, software, count, one_link)
     run.setdefault("microbatches", run.get("batch", RunShape.batch))
     wanted = RunShape(precision=precision or default_precision(described), **run)
     check_precision(described, wanted.precision)
@@ -169,30 +178,59 @@ def simulate(
     return result
 
 
-def machine_of(device: str | Machine, link: str | None, host: str | None, software: str) -> Machine:
-    """The machine with those parts. Raises SpecError for parts given beside a whole machine."""
-    if not isinstance(device, Machine):
-        return machine(device, link, host, software)
-    if link is not None or host is not None or software != "eager":
-        raise SpecError(
-            "device= is a whole Machine, with a link, a host and software of its own. Leave link=, host= and software= "
-            "out, or change the Machine with with_values()."
+def machine_of(
+    device: str | Machine | Sequence[str],
+    link: str | None,
+    host: str | None,
+    software: str,
+    count: int = 1,
+    one_link: bool = False,
+) -> Machine:
+    """The machine with those parts, and with further devices where several are named or `count` is more than 1.
+
+    Raises SpecError for parts given beside a whole machine, and ValueError for devices that cannot work together.
+    """
+    if isinstance(device, Machine):
+        if link is not None or host is not None or software != "eager":
+            raise SpecError(
+                "device= is a whole Machine, with a link, a host and software of its own. Leave link=, host= and "
+                "software= out, or change the Machine with with_values()."
+            )
+        found = [device]
+    else:
+        names = [name.strip() for name in device.split(",")] if isinstance(device, str) else list(device)
+        found = [machine(name, link, host, software) for name in names]
+    if count < 1 or (count > 1 and (len(found) > 1 or found[0].others)):
+        raise ValueError(
+            f"count={count!r} is how many of one device work together, at least 1. Name one device, or leave count out."
         )
-    return device
+    found *= count
+    if len(found) == 1:
+        if one_link and not found[0].others:
+            raise ValueError("one_link=True puts several devices behind one link, and there is one device.")
+        return found[0]
+    unified = next((one.device.title for one in found if one.device.unified), None)
+    if unified is not None:
+        raise ValueError(
+            f"{unified} works in host memory, so it cannot take layers in turn with other devices. Simulate it alone."
+        )
+    return replace(found[0], others=tuple(found[1:]), one_link=one_link)
 
 
 def check_precision(described: Machine, precision: str) -> None:
-    """Raise SpecError where the device has no arithmetic of that precision."""
-    device = described.device
-    if not device.computes(precision):
-        here = ", ".join(other for other in ("fp32", "fp16", "bf16") if device.computes(other))
-        notes = f" {device.notes}" if device.notes else ""
-        raise SpecError(f"{device.title} does not compute in {precision}; it has {here}.{notes} Choose one of these.")
+    """Raise SpecError where a device has no arithmetic of that precision."""
+    for device in (one.device for one in described.each):
+        if not device.computes(precision):
+            here = ", ".join(other for other in ("fp32", "fp16", "bf16") if device.computes(other))
+            notes = f" {device.notes}" if device.notes else ""
+            raise SpecError(
+                f"{device.title} does not compute in {precision}; it has {here}.{notes} Choose one of these."
+            )
 
 
 def _capacities(described: Machine, capacity: int | str | None, host_memory: int | str | None) -> tuple[int, int]:
-    device, host = described.device, described.host
-    usable = int(device["memory"] - device["reserved"])
+    host = described.host
+    usable = min(int(one.device["memory"] - one.device["reserved"]) for one in described.each)
     limit = usable if capacity is None else min(parse_size(capacity), usable)
     return limit, int(host["memory"]) if host_memory is None else parse_size(host_memory)
 

@@ -20,7 +20,7 @@ import torch
 from hal import registry
 from hal.errors import Unavailable
 from hal.spec import Machine
-from hal.spec.timeline import Timeline, VirtualBackend, VirtualDevice
+from hal.spec.timeline import Timeline, VirtualBackend, joined
 from relay.eps.bind_optimizer import bind
 from relay.eps.server import Clipping, ParameterServer
 from relay.eps.step_record import SubmittedStep
@@ -32,6 +32,8 @@ from relay.precision import COMPUTE
 from relay.runtime import run_step
 from relay.runtime.compiling.capture_segments import recomputing
 from relay.runtime.head.choose_chunks import HeadChunks, alike
+from relay.runtime.lanes.lane import Lane
+from relay.runtime.lanes.open_devices import refuse_unified
 from relay.runtime.memory_plan import kernel_workspace
 from relay.runtime.session import Session
 from relay.runtime.sparse_rows.sparse_rows import row_counts
@@ -72,6 +74,7 @@ class RunShape:
     layers_per_slot: int = 1
     recompute: bool | int = True
     resident_layers: int | str = 0
+    layers_per_visit: Any = "auto"
     master_weights: str = "fp32"
     head_chunk_tokens: int | str | None = None
     mlp_chunk_tokens: int | None = None
@@ -120,6 +123,8 @@ class RunShape:
 class Memory:
     """Bytes on the device by purpose, with the allocator's rounding, and on the host by state and dtype.
 
+    Of several devices they are those of the fullest one.
+
     `page_locked` is the part of the host memory that crosses the link, in whole pages. `parameters` is the number of
     elements in all parameters, `resident_layers` that of segments that stay on the device.
     """
@@ -148,11 +153,19 @@ class Memory:
 
 @dataclass(frozen=True)
 class Step:
-    """A simulated step. `weight_bytes` and `gradient_bytes` are the weights and gradients that crossed the link."""
+    """A simulated step. `weight_bytes` and `gradient_bytes` are the weights and gradients that crossed the links.
 
-    timeline: Timeline
+    Of several devices `timelines` has each one's, and `timeline` is that of all: see `joined`.
+    """
+
+    timelines: tuple[Timeline, ...]
     weight_bytes: int
     gradient_bytes: int
+
+    @functools.cached_property
+    def timeline(self) -> Timeline:
+        """The step in virtual time."""
+        return joined(self.timelines)
 
 
 class SimulatedRun:
@@ -177,9 +190,9 @@ class SimulatedRun:
         """
         compute = COMPUTE[run.precision]
         sizes = run.pieces()
-        device = machine.device
-        if capacity is None and not device.unified:
-            capacity = int(device["memory"] - device["reserved"])
+        self._machines = machine.each
+        if capacity is None and not machine.device.unified:
+            capacity = min(int(one.device["memory"] - one.device["reserved"]) for one in self._machines)
         self.notes: list[str] = []
         head = HeadChunks(run.head_chunk_tokens, layers=run.mlp_chunk_tokens)
         if run.head_chunk_tokens == "auto":
@@ -204,25 +217,32 @@ class SimulatedRun:
             run, microbatches=len(sizes), layers_per_slot=layers, recompute=repeats, loss_over=over
         )
         run = self.run = replace(run, head_chunk_tokens=None if chunks is None else chunks.size)
-        self._device = _open(replace(machine, device=machine.device.with_values(memory=float(UNLIMITED))))
+        unlimited = [replace(one, device=one.device.with_values(memory=float(UNLIMITED))) for one in self._machines]
+        self._devices = _simulator().open_machines(unlimited, False, machine.one_link)
+        refuse_unified([one.device.name for one in self._machines], [device.info for device in self._devices])
         self._host_cache = HostCache() if host_cache is None else host_cache
         self._state_key, self._state = self._host_state(shape)
         state = self._state
-        parts = state.model, [self._device], state.host, state.store, state.server
+        parts = state.model, self._devices, state.host, state.store, state.server
         self._session = Session(
             *parts, run.slots, run.stash, None, resident_layers=run.resident_layers, resident_limit=capacity,
             exact_ties=False,  # decided above
-            sparse_rows=run.sparse_rows,
+            sparse_rows=run.sparse_rows, layers_per_visit=run.layers_per_visit,
+            device_speeds=[one.device.sustained(run.precision) for one in self._machines],
         )  # fmt: skip
         self._session.guard.defer_updates = True
         self._prepared = self._session.prepare(self._compiled, state.groups, training=True)
+        if len(self._devices) > 1:
+            visits = self._prepared.visits
+            self.run = replace(run, layers_per_visit=visits.sizes)
+            self.notes += visits.cautions(len(sizes), len(self._devices))
         self._inputs = [_inputs(row) for row in self._prepared.rows]
         self._weights = [1.0] if whole else [size / sum(sizes) for size in sizes]
         self._number = 0
 
     def _host_state(self, shape: ModelShape | MetaModel) -> tuple[Hashable, HostState]:
         """The host state of this run and its key in the cache."""
-        run, device = self.run, self._device
+        run, device = self.run, self._devices[0]
         scaled = run.precision == "fp16" and run.loss_scale == "dynamic"
         decides = (
             shape, run.seq, run.state_dtype, run.master_weights, run.clip_grad_norm, scaled, device.info.unified
@@ -251,47 +271,57 @@ class SimulatedRun:
 
     def memory(self) -> Memory:
         """The memory that the run needs, which is known before any step."""
-        plans = self._prepared.stash.plans
-        slots = self._prepared.lanes[0].slots
-        assert slots is not None
-        rows = {
-            "slots: weights": self.run.slots * slots.ring.parameter_size,
-            "slots: gradients": self.run.slots * slots.ring.gradient_size,
-            **({"resident layers: weights": slots.resident_weights} if self.run.resident_layers else {}),
-            **({"resident layers: gradients": slots.resident_gradients} if self.run.resident_layers else {}),
-            "stash of activations": device_bytes(plans) - saved_bytes(plans) - tied_bytes(plans),
-            "saved tensors for backward": saved_bytes(plans),
-            TIED_STATE: tied_bytes(plans),
-            WORKSPACE: max(kernel_workspace(compiled) for compiled in set(self._prepared.compiled)),
-        }
-        peak = self._device.memory().peak
-        rows["scalars and rounding"] = peak - sum(rows.values())
+        rows, resident = max((self._memory_of(lane) for lane in self._prepared.lanes), key=lambda found: found[2])[:2]
         ledger = self._session.host.ledger.rows()
         host = [(state, str(dtype).removeprefix("torch."), size) for state, dtype, size in ledger]
         locked = self._session.host.page_locked
-        return Memory(rows, host, locked, self._state.parameters, len(slots.held))
+        return Memory(rows, host, locked, self._state.parameters, resident)
+
+    def _memory_of(self, lane: Lane) -> tuple[dict[str, int], int, int]:
+        """The bytes on a lane's device by purpose, how many segments are resident there, and all bytes."""
+        plans, number, slots = self._prepared.stash.plans, lane.number, lane.slots
+        assert slots is not None
+        count = len(slots.ring.slots)
+        rows = {
+            "slots: weights": count * slots.ring.parameter_size,
+            "slots: gradients": count * slots.ring.gradient_size,
+            **({"resident layers: weights": slots.resident_weights} if self.run.resident_layers else {}),
+            **({"resident layers: gradients": slots.resident_gradients} if self.run.resident_layers else {}),
+            "stash of activations": device_bytes(plans, number)
+            - saved_bytes(plans, number)
+            - tied_bytes(plans, number),
+            "saved tensors for backward": saved_bytes(plans, number),
+            TIED_STATE: tied_bytes(plans, number),
+            WORKSPACE: max(
+                kernel_workspace(compiled, self._prepared.visits, number) for compiled in set(self._prepared.compiled)
+            ),
+        }
+        peak = lane.device.memory().peak
+        rows["scalars and rounding"] = peak - sum(rows.values())
+        return rows, len(slots.held), peak
 
     def record(self) -> None:
         """Record a span of every call from now on."""
-        self._device.record()
+        for device in self._devices:
+            device.record()
 
     def step(self) -> Step:
         """A step in the steady state. Where updates are deferred that is the third step, else the first.
 
         Where layers are resident, their first transfer belongs to no step, so one more is made before.
         """
-        slots = self._prepared.lanes[0].slots
-        for _ in range(2 if self.run.defers_updates else 1 if slots is not None and slots.held else 0):
+        resident = any(lane.slots is not None and lane.slots.held for lane in self._prepared.lanes)
+        for _ in range(2 if self.run.defers_updates else 1 if resident else 0):
             self._step()
-        before = self._device.timeline()
+        before = [device.timeline() for device in self._devices]
         submitted = self._step()
-        timeline = self._device.timeline().since(before)
+        timelines = tuple(device.timeline().since(then) for device, then in zip(self._devices, before, strict=True))
         visited = zip(self._prepared.contents, self._prepared.gradient_plans, strict=True)
         gradients = sum(content.gradient_size for content, plan in visited if plan.names)
-        return Step(timeline, submitted.weight_bytes, gradients)
+        return Step(timelines, submitted.weight_bytes, gradients)
 
     def close(self) -> None:
-        """Close the simulated device and put the host state into the cache."""
+        """Close the simulated devices and put the host state into the cache."""
         self._session.close()
         self._host_cache.give(self._state_key, self._state)
 
@@ -310,10 +340,6 @@ def _inputs(compiled: CompiledModel) -> list[torch.Tensor]:
     partition = (compiled.whole or compiled).partition
     values = [partition.values[value] for value in partition.inputs]
     return [torch.empty(value.shape, dtype=value.dtype, device="meta") for value in values]
-
-
-def _open(machine: Machine) -> VirtualDevice:
-    return _simulator().open_machines([machine], numerics=False)[0]
 
 
 @functools.cache

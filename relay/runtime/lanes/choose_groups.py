@@ -11,6 +11,7 @@ results do not depend on the choice.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -25,8 +26,10 @@ from relay.runtime.stages import CompiledModel, Stage, StageProgram
 
 MOST = 8
 """Segments in a group at most: each needs a slot of its own."""
-WORTH = 0.01
+WORTH = 0.0025
 """Larger groups are taken only if the pass is shorter by at least this share."""
+LIGHT = 0.2
+"""A visit that takes less than this share of a middle one does not count in the size of a group."""
 MOVING = 100.0
 """The operations that a device makes in the time in which it moves a byte of its memory, roughly."""
 
@@ -53,13 +56,18 @@ def plan_visits(
     model = compiled[0]
     visits = visits_of(model.stages, training)
 
+    if len(speeds) == 1 and sizes == GroupSizes(1, 1):
+        return in_turn(visits, [1], [1])
+    work = {visit: sum(_work(program) for program in programs_of(model, visit)[:1]) for visit in visits}
+    light = _light(work)
+
     def plan(chosen: GroupSizes) -> VisitPlan:
         forward, backward = (_shares(size, speeds) for size in (chosen.forward, chosen.backward))
-        return in_turn(visits, forward, backward, lambda first, second: _must_part(model.stages, first, second))
+        parted = functools.partial(_must_part, model.stages)
+        return in_turn(visits, forward, backward, parted, light if chosen != GroupSizes(1, 1) else ())
 
     if sizes is not None:
         return plan(sizes)
-    work = {visit: sum(_work(program) for program in programs_of(model, visit)[:1]) for visit in visits}
     over_batch = model.head is not None
     best: tuple[float, VisitPlan] | None = None
     tried: set[VisitPlan] = set()
@@ -94,6 +102,16 @@ def duration(
             ready = np.maximum.accumulate(began) + (number + 1) * seconds
         free[group.lane] = float(ready[-1])
     return float(ready[-1])
+
+
+def _light(work: dict[VisitKey, float]) -> frozenset[VisitKey]:
+    """The visits that take little beside most others of their direction, such as that of an embedding."""
+    found = set()
+    for backward in (False, True):
+        own = {visit: seconds for visit, seconds in work.items() if visit.backward == backward}
+        middle = sorted(own.values())[len(own) // 2] if own else 0.0
+        found |= {visit for visit, seconds in own.items() if seconds < LIGHT * middle}
+    return frozenset(found)
 
 
 def _sizes(most: int, training: bool) -> Iterator[GroupSizes]:

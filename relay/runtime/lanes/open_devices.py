@@ -36,16 +36,24 @@ def open_devices(devices: str | Sequence[str], capacity: int | None) -> list[Dev
                 "name other devices beside it."
             )
     opened = [registry.open(names[0], capacity)] if len(names) == 1 else registry.open_together(names, capacity)
-    unified = next((name for name, device in zip(names, opened, strict=True) if device.info.unified), None)
-    if len(names) > 1 and unified is not None:
+    try:
+        refuse_unified(names, [device.info for device in opened])
+    except ValueError:
         for device in opened:
             device.close()
+        raise
+    return opened
+
+
+def refuse_unified(names: Sequence[str], infos: Sequence[DeviceInfo]) -> None:
+    """Raise ValueError for a device that works in host memory beside others."""
+    unified = next((name for name, info in zip(names, infos, strict=True) if info.unified), None)
+    if len(names) > 1 and unified is not None:
         alone = "" if unified != "cpu" else " ('cpu:discrete' is the CPU behind a link)"
         raise ValueError(
-            f"device={names!r}: {unified!r} works in host memory, so it cannot take layers in turn with other devices: "
-            f"there is no link that a second one would relieve. Leave it out, or use it alone{alone}."
+            f"device={list(names)!r}: {unified!r} works in host memory, so it cannot take layers in turn with other "
+            f"devices: there is no link that a second one would relieve. Leave it out, or use it alone{alone}."
         )
-    return opened
 
 
 def common_graphs(infos: Sequence[DeviceInfo]) -> tuple[Lowering, torch.device]:

@@ -11,7 +11,7 @@ those of a single lane in its order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,6 +58,33 @@ class VisitPlan:
         """The most segments that a lane visits in a group."""
         return max((len(group.visits) for group in self.groups if group.lane == lane), default=0)
 
+    @property
+    def groups_several(self) -> bool:
+        """Whether a group has several segments."""
+        return any(len(group.visits) > 1 for group in self.groups)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The most segments in a group of the forward, and of the backward."""
+        found = [
+            max((len(group.visits) for group in self.groups if group.visits[0].backward == back), default=1)
+            for back in (False, True)
+        ]
+        return found[0], found[1]
+
+    def cautions(self, microbatches: int, lanes: int) -> list[str]:
+        """What keeps lanes idle, in sentences."""
+        used = len({group.lane for group in self.groups})
+        found = []
+        if microbatches < lanes:
+            found.append(
+                f"{microbatches} micro-batches cannot keep {lanes} devices busy: about {lanes - microbatches} of them "
+                f"are idle at any time. Give at least {lanes} micro-batches."
+            )
+        if used < lanes:
+            found.append(f"The model has layers for {used} of {lanes} devices; the others stay idle.")
+        return found
+
 
 def visits_of(stages: Sequence[Stage], training: bool) -> list[VisitKey]:
     """The visits of a pass, in order: forward up to the last segment, which is visited once, and back down.
@@ -76,10 +103,12 @@ def in_turn(
     forward: Sequence[int],
     backward: Sequence[int],
     must_part: Callable[[VisitKey, VisitKey], bool] | None = None,
+    light: Collection[VisitKey] = (),
 ) -> VisitPlan:
     """Groups for one lane after the other, of as many segments as `forward` and `backward` have for that lane.
 
     The last segment, where the pass turns, is a group of its own, and visits that `must_part` are in different groups.
+    Visits that are `light` join a group without counting.
     """
     last = max(visit.segment for visit in visits)
     groups: list[list[VisitKey]] = []
@@ -87,7 +116,8 @@ def in_turn(
         lane = (len(groups) - 1) % len(forward)
         most = (backward if visit.backward else forward)[lane]
         alone = visit.segment == last or not groups or groups[-1][-1].segment == last
-        if alone or len(groups[-1]) >= most or (must_part and any(must_part(each, visit) for each in groups[-1])):
+        full = not alone and sum(each not in light for each in groups[-1]) + (visit not in light) > most
+        if alone or full or (must_part and any(must_part(each, visit) for each in groups[-1])):
             groups.append([visit])
         else:
             groups[-1].append(visit)

@@ -56,16 +56,18 @@ class _Copy:
 class _Cell:
     """One cell for one micro-batch: its memory on the host, if any, with the events that guard it, and its copies.
 
-    A cell without copies streams through the ring of its kind.
+    A cell without copies streams through the ring of its kind. `entry` is where the lane `writer` wrote it last.
     """
 
-    __slots__ = ("copies", "host", "readers", "ring", "state", "written")
+    __slots__ = ("copies", "entry", "host", "readers", "ring", "state", "writer", "written")
 
     def __init__(self, host: torch.Tensor | None, copies: dict[int, _Copy], ring: int, state: str) -> None:
         self.host = host
         self.copies = copies
         self.ring = ring
         self.state = state
+        self.entry: _RingEntry | None = None
+        self.writer = -1
         self.written: list[Event] = []
         self.readers: list[Event] = []
 
@@ -73,14 +75,18 @@ class _Cell:
 class _RingEntry:
     """One device buffer of the ring and the events after which it may be overwritten.
 
-    `views` are kept by layout: the tensors, and the view of all of them that crosses the link.
+    `views` are kept by layout: the tensors, and the view of all of them that crosses the link. `written` is the kernel
+    that made what it holds, of the cell `holds`, and `taken` when it was taken last, counted in takes of the ring.
     """
 
-    __slots__ = ("buffer", "free_after", "views")
+    __slots__ = ("buffer", "free_after", "holds", "taken", "views", "written")
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
         self.free_after: list[Event] = []
+        self.written: Event | None = None
+        self.holds: _Cell | None = None
+        self.taken = 0
         self.views: dict[_Layout, tuple[tuple[View, ...], View]] = {}
 
     def views_of(self, layout: _Layout) -> tuple[tuple[View, ...], View]:
@@ -108,13 +114,22 @@ class _Ring:
 
     def __init__(self) -> None:
         self.entries: list[_RingEntry] = []
-        self._next = 0
+        self._takes = 0
 
     def take(self) -> _RingEntry:
         """The next entry."""
-        entry = self.entries[self._next]
-        self._next = (self._next + 1) % len(self.entries)
+        entry = self.entries[self._takes % len(self.entries)]
+        self._takes += 1
+        entry.taken, entry.holds = self._takes, None
         return entry
+
+    def still_holds(self, cell: _Cell) -> bool:
+        """Whether what was written last to a cell stays in its entry until all that a kernel uses is taken.
+
+        A kernel takes at most half of the entries.
+        """
+        entry = cell.entry
+        return entry is not None and entry.holds is cell and self._takes - entry.taken < len(self.entries) // 2
 
 
 @dataclass(slots=True)
@@ -163,6 +178,10 @@ class Access:
                     other.fresh = lane == self.lane
         elif self.writes:
             self.entry.free_after = [self._send([event])]
+            self.entry.written, self.entry.holds = event, self.cell
+            self.cell.entry, self.cell.writer = self.entry, self.lane
+        elif self.transfer is None:
+            self.entry.free_after.append(event)
         else:
             self.entry.free_after = [event]
 
@@ -177,16 +196,25 @@ class Access:
 
 
 class Stash:
-    """The memory of a step on some lanes. Micro-batch j follows `plans[j]`, and `values[j]` are its values."""
+    """The memory of a step on some lanes. Micro-batch j follows `plans[j]`, and `values[j]` are its values.
+
+    With `passes_on` a kernel reads what the kernel before it wrote where that is, and not from the host: for groups.
+    """
 
     def __init__(
-        self, plans: Sequence[StashPlan], lanes: Sequence[StashQueues], host: Host, values: Sequence[Sequence[Value]]
+        self,
+        plans: Sequence[StashPlan],
+        lanes: Sequence[StashQueues],
+        host: Host,
+        values: Sequence[Sequence[Value]],
+        passes_on: bool = False,
     ) -> None:
         self.plans = list(plans)
         self.lanes = list(lanes)
         self.transfers: list[Event] = []
         self._host = host
         self._values = values
+        self._passes_on = passes_on
         self._views: dict[tuple[Key, int, int], tuple[View, ...]] = {}
         self._transfers: dict[tuple[Key, int, int], tuple[View, torch.Tensor]] = {}
         self._host_copies: dict[tuple[Key, int], torch.Tensor] = {}
@@ -226,8 +254,15 @@ class Stash:
         takes = adds or not writes
         if cell.copies:
             return self._access_copy(cell, key, microbatch, lane, writes, takes)
-        entry = self._rings[lane][cell.ring].take()
+        ring = self._rings[lane][cell.ring]
         layout = self._layout_of(self._values[microbatch][key.value], key.gradient)
+        if self._passes_on and not writes and cell.writer == lane and ring.still_holds(cell):
+            # A kernel just before wrote it, in a group: it is still in the ring.
+            entry = cell.entry
+            assert entry is not None
+            assert entry.written is not None
+            return Access(self, cell, lane, entry.views_of(layout)[0], [entry.written], False, entry)
+        entry = ring.take()
         views, whole = entry.views_of(layout)
         host_copy = self._host_copy(cell, key, microbatch, layout, whole.size)
         waits = entry.free_after
@@ -286,7 +321,7 @@ class Stash:
         """Forget all events. Everything submitted must have ended."""
         for row in self._cells:
             for cell in row:
-                cell.written, cell.readers = [], []
+                cell.written, cell.readers, cell.entry = [], [], None
                 for copy in cell.copies.values():
                     copy.written, copy.readers = [], []
         for rings in self._rings:
