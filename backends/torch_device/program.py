@@ -1,14 +1,16 @@
 """From a program to a Python function over torch tensors: what PyTorch's own devices execute.
 
-The graph is run as it was traced, op by op, undecomposed. Three things are changed, none of which changes a bit of
-any result:
+The graph is run as it was traced, op by op, undecomposed. Four things are changed, none of which changes a bit of any
+result:
 
   * an output is stored the moment it exists (written, or added to what is there), so that its memory is free for
     the next op instead of being occupied to the end (page faults were 5 to 10 % of a step);
   * where the op that makes an output can write to given memory (`mm.out`), it does: no copy;
   * copies that a functional graph does not need (`clone` of a contiguous value, `detach`) are dropped.
 
-It is not a compiler: it fuses nothing and reorders nothing.
+  * a matrix product that is added to an output adds inside the product (`backends.torch_device.adding_products`).
+
+Otherwise it is not a compiler: it fuses nothing and reorders nothing.
 """
 
 from __future__ import annotations
@@ -19,13 +21,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from backends.torch_device.adding_products import RESHAPES, add_inside, erase_chain
 from backends.torch_device.random import ON_DEVICE
 from hal.program import Program, Role
 
 aten = torch.ops.aten
-
-_RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.t.default, aten.squeeze.dim, aten.unsqueeze.default}
-"""Views through which an output can be written in place, if both ends are contiguous (same elements, same order)."""
 
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
 
@@ -50,12 +50,15 @@ def lower(program: Program, accumulate: tuple[bool, ...], device: torch.device =
     last_placeholder = next(reversed(graph.find_nodes(op="placeholder")), None)
     first = next(iter(graph.nodes))
     written: set[fx.Node] = set()
+    replaced: list[fx.Node] = []
     for position, (value, port) in enumerate(zip(values, program.outputs, strict=True)):
         with graph.inserting_before(first) if last_placeholder is None else graph.inserting_after(last_placeholder):
             target = last_placeholder = graph.placeholder(f"output_{position}")
         late = port.role is Role.BUFFER_UPDATE or value.op == "placeholder"
         if accumulate and accumulate[position] and port.role is Role.VALUE_GRADIENT and value.op != "placeholder":
             _add_use_by_use(graph, value, target)
+        elif accumulate and accumulate[position] and not late and add_inside(graph, value, target, device):
+            replaced.append(value)
         elif accumulate and accumulate[position]:
             with graph.inserting_before(output) if late else graph.inserting_after(value):
                 graph.call_function(aten.add_.Tensor, (target, value))
@@ -63,6 +66,8 @@ def lower(program: Program, accumulate: tuple[bool, ...], device: torch.device =
             with graph.inserting_before(output) if late else graph.inserting_after(value):
                 graph.call_function(aten.copy_.default, (target, value))
     output.args = ((),)
+    for value in replaced:
+        erase_chain(graph, value)
     graph.lint()
     move_to_device(graph, device)
     root = torch.nn.Module()
@@ -128,7 +133,7 @@ def _drop_copies(graph: fx.Graph) -> None:
 def _write_through(graph: fx.Graph, value: fx.Node, target: fx.Node, written: set[fx.Node]) -> bool:
     """Let the op that makes `value` write to `target` itself. False where it cannot."""
     producer = value
-    while producer.target in _RESHAPES:
+    while producer.target in RESHAPES:
         producer = producer.args[0]  # type: ignore[assignment]
     if producer.op != "call_function" or producer in written:
         return False
