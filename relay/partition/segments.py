@@ -128,7 +128,8 @@ class Partition:
     the batch's tensors among the `inputs`. `reads` are the attributes that the code around the layers read.
     `named_outputs` are the outputs that a training step returns besides the loss. The first `leading` segments prepare
     the batch for the last one. With a `head` the last segment stands for one that runs over the whole batch
-    (`relay.partition.whole_head`): its inputs are what the head takes of this micro-batch.
+    (`relay.partition.whole_head`): its inputs are what the head takes of this micro-batch. `left_whole` is why the last
+    segment does not run over chunks of positions where they were asked for.
     """
 
     segments: list[Segment]
@@ -143,6 +144,7 @@ class Partition:
     named_outputs: dict[str, NamedOutput] = field(default_factory=dict)
     leading: int = 0
     head: WholeHead | None = None
+    left_whole: str = ""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from hal.program import Role
 from hal.slot.layout import lay_out
 from hal.spec.units import format_size
 from relay.partition.segments import Value
+from relay.runtime.head.cut_advice import cut_advice, why_whole
 from relay.runtime.lanes.visit_plan import VisitKey, VisitPlan, visits_of
 from relay.runtime.stages import CompiledModel, StageProgram
 from relay.runtime.stash.plan import Key, Life, StashPlan, device_bytes, plan_stash, saved_bytes, tied_bytes
@@ -39,6 +40,8 @@ class Requirement:
         layers: the most layers that share a slot.
         group: the most segments that the device takes at a time; it has as many times the slots.
         resident: the slots of resident layers. There are `resident_count`; `most_resident` fit.
+        cuts: cuts of the head or of layers that would reduce the workspace, in words.
+        whole: why the head is not cut where that was asked for, as a sentence.
     """
 
     slots: int
@@ -53,6 +56,8 @@ class Requirement:
     resident: int = 0
     resident_count: int = 0
     most_resident: int = 0
+    cuts: tuple[str, ...] = ()
+    whole: str = ""
 
     @property
     def total(self) -> int:
@@ -87,12 +92,13 @@ class Requirement:
         if self.slot_count > self.group:
             fewer, each = self.slot_count // self.group - 1, format_size(self.slots // self.slot_count)
             options.append(f"slots={fewer} (each takes {each})")
+        options += self.cuts
         options.append(f"more micro-batches than {microbatches} (smaller pieces: less workspace and stash)")
         resident = f"{self.resident_count} resident layers {self.resident:,}, " if self.resident_count else ""
         return (
             f"It needs {self.total:,} bytes: {self.slot_count} slots of {self.slots // self.slot_count:,} (the largest "
             f"layer is {largest!r}), {resident}stash {self.stash:,}, workspace {self.workspace:,}. "
-            f"What reduces it: {'; '.join(options)}; or raise capacity=."
+            f"What reduces it: {'; '.join(options)}; or raise capacity=.{self.whole}"
         )
 
 
@@ -118,6 +124,8 @@ def requirement_of(
         tied=tied_bytes(plans, lane),
         layers=max(stage.segment.layers for stage in compiled[0].stages),
         group=1 if visits is None else max(1, visits.largest(lane)),
+        cuts=cut_advice(compiled),
+        whole=why_whole(compiled),
     )
 
 

@@ -60,6 +60,7 @@ class HeadChunks:
             chunked = partition if size is None else in_chunks(last, size)
         except NotByPosition as why:
             left_whole(self.tokens, str(why))
+            partition.left_whole = str(why)
             return partition
         return chunked
 

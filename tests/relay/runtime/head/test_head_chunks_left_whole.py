@@ -101,8 +101,16 @@ def test_a_step_takes_less_than_a_tenth_of_the_memory_that_the_whole_head_needs(
     with relay.Trainer(modules, loss, microbatches=1, capacity="20MB") as trainer:
         with pytest.raises(OutOfMemory) as refused:
             trainer.step((ids, ids))
+    assert "head_chunk_tokens='auto' (the head takes " in str(refused.value)
     with relay.Trainer(modules, loss, microbatches=1, head_chunk_tokens=size) as trainer:
         assert trainer.step((ids, ids)).device_peak_bytes < refused.value.requested / 10
+
+
+def test_a_head_that_is_left_whole_and_does_not_fit_is_refused_with_the_reason() -> None:
+    model = Model(Loss(softmax_over_positions, softmax_over_positions))
+    with relay.Trainer(model, microbatches=1, head_chunk_tokens=4, capacity="5kB") as trainer:
+        with pytest.raises(OutOfMemory, match=r"The head is left whole, since softmax goes over the positions"):
+            trainer.step(batch_of())
 
 
 def test_auto_chunks_for_all_micro_batches_or_for_none(caplog: pytest.LogCaptureFixture) -> None:
