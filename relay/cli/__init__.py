@@ -17,6 +17,7 @@ from relay.cli.checkpoint import export, inspect
 from relay.cli.conformance import conformance
 from relay.cli.console import Commands, json_option, print_json
 from relay.cli.finetune import finetune
+from relay.cli.generate import generate
 from relay.cli.new_backend import new_backend
 from relay.cli.plan import plan
 from relay.cli.sample import sample
@@ -37,6 +38,7 @@ def main() -> None:
       relay devices      list the devices of this machine, and why others cannot be used
       relay train        train a small GPT on text that every machine has
       relay finetune     tune a Hugging Face model on a file of yours
+      relay generate     print text that such a model writes, through the relay
       relay sample       print text that the trained model writes
       relay inspect      show the contents of a checkpoint and verify it
       relay export       write the model in a checkpoint as safetensors or ONNX
@@ -105,6 +107,7 @@ def _print_device(device: Probe) -> None:
 
 main.add_command(train)
 main.add_command(finetune)
+main.add_command(generate)
 main.add_command(sample)
 main.add_command(inspect)
 main.add_command(export)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,6 +20,7 @@ from transformers.trainer_pt_utils import nested_detach
 
 from hal.errors import OutOfMemory
 from relay.eps.bind_optimizer import as_spec
+from relay.hf.generation import generate
 from relay.hf.loss_module import COUNT, WITHOUT_LOSS, LossModule, widened
 from relay.hf.optimizer import LoopOptimizer, arguments_of, choose, full_groups
 from relay.hf.pairs import cut_pairs, join_pairs, join_rows, on_host
@@ -343,6 +344,25 @@ class RelayMixin(Trainer):
             logits = outputs[1:] if has_loss else outputs
         logits = nested_detach(logits)
         return None if loss is None else loss.detach().mean(), logits[0] if len(logits) == 1 else logits, labels
+
+    def generate(
+        self, prompts: torch.Tensor | Sequence[str], attention_mask: torch.Tensor | None = None, **given: Any
+    ) -> Any:
+        """Continue prompts through the relay, between steps or instead of them.
+
+        `prompts` are tokens (rows, tokens), padded on the left, with `attention_mask`: tokens are returned, as
+        `model.generate` does. Or they are texts, for the trainer's tokenizer: the new texts are returned. `given` is
+        what `relay.hf.generation.generate` takes: `max_new_tokens`, `temperature`, `top_p`, `eos_token_id`,
+        `pad_token_id`, `seed`.
+        """
+        relay, tokenizer = self._ready_relay(), cast(Any, self.processing_class)
+        if isinstance(prompts, torch.Tensor):
+            return generate(relay, self._library_model, prompts, attention_mask, **given)
+        if tokenizer is None:
+            raise ValueError("Texts need a tokenizer: give the trainer processing_class=, or give tokens as a tensor.")
+        rows = tokenizer(list(prompts), return_tensors="pt", padding=True, padding_side="left")
+        found = generate(relay, self._library_model, rows["input_ids"], rows["attention_mask"], **given)
+        return tokenizer.batch_decode(found[:, rows["input_ids"].shape[1] :], skip_special_tokens=True)
 
     # -- saving and loading -----------------------------------------------------------------------------------
 
