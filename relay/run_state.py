@@ -33,7 +33,7 @@ from relay.checkpoint.saving import (
     whole_state,
 )
 from relay.distributed.together import Together
-from relay.eps.joined_state import JoinedState
+from relay.eps.joined_state import JoinedState, WholeMaster
 from relay.eps.master_weights import to_master_weights
 from relay.eps.torch_form import RelayOptimizer
 from relay.errors import InconsistentState, RelayError
@@ -155,7 +155,8 @@ class RunState:
         """The model's parameters and buffers under its own names (a list's: those of `nn.Sequential(*list)`).
 
         The tensors are the store's own, as in PyTorch: the next step changes them. With split masters each is made
-        float32 when it is looked up, in memory of its own, and the mapping as a whole takes none.
+        float32 when it is looked up, in memory of its own, and the mapping as a whole takes none. Of several processes
+        that have split masters all call it, and each gets all of them, made at once.
         """
         own = self._own_state()
         store = self._session.store
@@ -163,6 +164,10 @@ class RunState:
             return own
         shown = (self._shown or self._model).named_parameters(remove_duplicate=False)
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        if self._together is not None:
+            whole = self._together.whole_weights(store)
+            joined = {key: whole[names[id(one)]] for key, one in shown if names[id(one)] in whole}
+            return JoinedState(own, {key: WholeMaster(tensor) for key, tensor in joined.items()}, self.synchronize)
         split = {key: store.split[names[id(one)]] for key, one in shown if names[id(one)] in store.split}
         return JoinedState(own, split, self.synchronize)
 
@@ -262,8 +267,9 @@ class RunState:
         )
         if self._together is not None:
             self.synchronize()
-            optimizer = session.server.optimizer
-            self._together.save(Path(path), self._model, optimizer, progress, parse_size(shard_bytes))
+            self._together.save(
+                Path(path), self._model, session.store, session.server.optimizer, progress, parse_size(shard_bytes)
+            )
             self._last_saved = str(path)
             return ended(Path(path))
         # Before the first step optimizer states may not be allocated yet.

@@ -153,7 +153,7 @@ class Trainer(RunState):
         clipping = Clipping(chosen.clip_grad_norm, chosen.clip_grad_value)
 
         def build(on: Host) -> tuple[LayerStore, ParameterServer]:
-            store = LayerStore(on, splits)
+            store = LayerStore(on, splits, None if together is None else together.part)
             part = None if together is None else together.owned(store)
             bound = bind(spec, on, store, chosen.state_dtype, part=part)
             _, group_of = grouping(compiler.model)  # the model may have been edited by now
@@ -445,10 +445,14 @@ class Trainer(RunState):
             self.wait_saved()
             self.synchronize()
         finally:
-            if self._together is not None and not self._closed:
-                self._together.close(join=not self._failed and self._session.guard.broken is None)
+            together, store = self._together, self._session.store
+            ended = self._closed or self._failed or self._session.guard.broken is not None
+            if together is not None and not ended and together.join_end():
+                together.join_weights(store)
             self._session.close()
-            self._session.store.give_back()
+            store.give_back()
+            if together is not None:
+                together.close()
             self._closed = True
 
     def __enter__(self) -> Trainer:

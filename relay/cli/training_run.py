@@ -127,8 +127,9 @@ def _train_gpt(options: dict[str, Any], log: Callable[[str], None]) -> dict[str,
                 with saving or nullcontext():
                     figures = _train(trainer, data, options["steps"], options["lr"], saving, trace, notice)
                 after = _mean_loss(trainer, held_out)
+            state = trainer.state_dict()
             if rank == 0:
-                gpt_folder.save(folder, trainer.state_dict(), configuration)
+                gpt_folder.save(folder, state, configuration)
         except KeyboardInterrupt as stop:
             raise RunStopped(_stopped("interrupted", trainer.steps, checkpoints)) from stop
         except DeviceLost as lost:

@@ -50,18 +50,20 @@ class Channel:
     def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
         """Send `outgoing[r]` to each other rank r, and receive `incoming[r]` from it. Called on the channel's thread.
 
+        Nothing is sent where a tensor has no elements.
         Raises RankLost. After that every exchange raises it.
         """
         if self._failure is not None:
             raise self._failure
-        others = [rank for rank in range(self.count) if rank != self.rank]
+        senders = [rank for rank in range(self.count) if rank != self.rank and incoming[rank].numel()]
+        receivers = [rank for rank in range(self.count) if rank != self.rank and outgoing[rank].numel()]
         pending: list[tuple[int, Any]] = []
         failed: tuple[int, str] | None = None
         rank = self.rank
         try:
-            for rank in others:
+            for rank in senders:
                 pending.append((rank, distributed.irecv(incoming[rank], rank, group=self._group)))
-            for rank in others:
+            for rank in receivers:
                 pending.append((rank, distributed.isend(outgoing[rank], rank, group=self._group)))
         except RuntimeError as problem:
             failed = rank, str(problem)
@@ -127,6 +129,10 @@ class Channel:
         found: list[Any] = []
         self._now(lambda: found.extend(self.gather(record)), f"{self._purpose} between ranks")
         return found
+
+    def exchange_now(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
+        """`exchange` from any thread, after everything that was submitted."""
+        self._now(lambda: self.exchange(outgoing, incoming), f"{self._purpose} between ranks")
 
     def _now(self, call: Callable[[], None], label: str) -> None:
         """Run a call after everything that was submitted, and raise its error as it is."""

@@ -25,6 +25,7 @@ from relay.distributed.ownership import Ownership
 from relay.distributed.ranks import Ranks
 from relay.eps.optimizer_state import BoundOptimizer
 from relay.eps.snapshot import Record
+from relay.eps.store import LayerStore
 from relay.errors import CheckpointError
 from relay.optim.int8_state import Int8State, group_count
 from relay.optim.optimizers import State
@@ -42,13 +43,14 @@ def write_together(
     ownership: Ownership,
     path: Path,
     model: nn.Module,
+    store: LayerStore,
     optimizer: BoundOptimizer,
     progress: Progress,
     shard_bytes: int,
 ) -> None:
     """Write a checkpoint at `path`, called on all ranks after the same step. No update may be running."""
     error: CheckpointError | None = None
-    states = _States(ranks, ownership, model, optimizer)
+    states = _States(ranks, ownership, model, store, optimizer)
     try:
         _write(ranks, states, path, progress, shard_bytes)
     except _OnAllRanks:
@@ -95,10 +97,13 @@ def _write(ranks: Ranks, states: _States, path: Path, progress: Progress, shard_
 class _States:
     """The parameters and optimizer states of all ranks, described on each and gathered one by one."""
 
-    def __init__(self, ranks: Ranks, ownership: Ownership, model: nn.Module, optimizer: BoundOptimizer) -> None:
+    def __init__(
+        self, ranks: Ranks, ownership: Ownership, model: nn.Module, store: LayerStore, optimizer: BoundOptimizer
+    ) -> None:
         self._ranks = ranks
         self._ownership = ownership
         self._optimizer = optimizer
+        self._split = store.split
         self._weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
         self.buffers = {name: Record(buffer.detach().cpu(), {}) for name, buffer in model.named_buffers()}
         own = {name: self._describe(name) for name in ownership.owned_names(list(self._weights))}
@@ -106,7 +111,7 @@ class _States:
         for each in ranks.control.gather_now(own):
             for name, state in each.items():
                 self._described.setdefault(name, state)
-        self.layout = {name: Record(weight, self._empty(name, "meta")) for name, weight in self._weights.items()}
+        self.layout = {name: Record(self._float(name, "meta"), self._empty(name, "meta")) for name in self._weights}
 
     def _describe(self, name: str) -> dict[str, dict[str, Any]]:
         described: dict[str, dict[str, Any]] = {}
@@ -120,6 +125,11 @@ class _States:
                 shape = list(self._weights[name].shape) if is_cut else list(value.shape)
                 described[label] = {"kind": "tensor", "dtype": NAMES[value.dtype], "shape": shape, "is_cut": is_cut}
         return described
+
+    def _float(self, name: str, device: str) -> torch.Tensor:
+        """A parameter's weight; one with a split master in float32, not filled."""
+        weight = self._weights[name]
+        return torch.empty(weight.shape, device=device) if name in self._split else weight
 
     def _empty(self, name: str, device: str) -> State:
         """A parameter's whole state, not filled."""
@@ -148,7 +158,11 @@ class _States:
                 self._gather_tensor(name, whole[label].scales, own[label].scales if own else None, writer, False)
             elif made["kind"] == "tensor":
                 self._gather_tensor(name, whole[label], own.get(label), writer, made["is_cut"])
-        return Record(self._weights[name], whole)
+        weight = self._float(name, "cpu" if is_writer else "meta")
+        if name in self._split:
+            part = self._split[name].to_float() if self._ownership.owns(name) else None
+            self._gather_tensor(name, weight, part, writer, True)
+        return Record(weight, whole)
 
     def _gather_tensor(
         self, name: str, whole: torch.Tensor, own: torch.Tensor | None, writer: int, is_cut: bool

@@ -17,6 +17,7 @@ from relay.distributed.block_norms import block_of
 from relay.eps.split_weights import SplitWeights
 from relay.eps.store import LayerStore
 from relay.optim import optimizers
+from relay.optim.split_master import SplitMaster
 
 BY_ELEMENT = (optimizers.AdamW, optimizers.Adam, optimizers.SGD, optimizers.Lion)
 """The optimizers that change each element by itself."""
@@ -97,24 +98,28 @@ class OwnedWeights:
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._cut(name, self._store[name])
 
-    def master(self, name: str) -> torch.Tensor:
-        return self[name]
+    def master(self, name: str) -> torch.Tensor | SplitMaster:
+        return self._store.split[name] if name in self._store.split else self[name]
 
     def dtype(self, name: str) -> torch.dtype:
         return self._store.dtype(name)
 
     def read(self, name: str) -> torch.Tensor:
-        return self[name]
+        master = self.master(name)
+        return master.to_float() if isinstance(master, SplitMaster) else master
 
     def rounded(self, name: str) -> list[torch.Tensor]:
         return [self._cut(name, copy) for copy in self._store.rounded(name)]
 
     def updated_from(self, name: str, updated: torch.Tensor) -> None:
+        master = self.master(name)
+        if isinstance(master, SplitMaster):
+            master.assign(updated)
         self.round(name)
 
     def round(self, name: str) -> None:
         for copy in self.rounded(name):
-            copy.copy_(self[name])
+            copy.copy_(self.read(name))
 
     def _cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         start, stop = self._ownership.own(name)

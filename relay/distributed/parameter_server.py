@@ -32,6 +32,7 @@ from relay.distributed.ownership import Ownership
 from relay.distributed.ranks import Ranks
 from relay.distributed.step_agreement import agree_on_end, agree_on_loss, agree_on_norm
 from relay.distributed.step_progress import Layouts, Message, StepProgress, messages_of, settled
+from relay.distributed.update_by_group import update_by_group
 from relay.eps.gradient_plan import GradientPlan
 from relay.eps.optimizer_state import BoundOptimizer
 from relay.eps.regions import GRADIENTS
@@ -281,24 +282,18 @@ class RankParameterServer(ParameterServer):
         factor: torch.Tensor | None,
         submitted: SubmittedStep,
     ) -> None:
+        """Update what this rank owns of a segment, unless the step is skipped."""
         result = submitted.result
         if result.skipped:
             return
-        if self.deferred:
-            factor = result.factor
-        sums = progress.sums[plan]
-        by_group: dict[int, list[int]] = {}
-        for index in sums:
-            by_group.setdefault(self._group_of[plan.names[plan.updates[index]]], []).append(index)
-        with torch.no_grad():
-            for number, indices in by_group.items():
-                names = [plan.names[plan.updates[index]] for index in indices]
-                totals = [sums[index] for index in indices]
-                if self.ownership.whole:
-                    totals = [total.view(self.store[name].shape) for total, name in zip(totals, names, strict=True)]
-                result.updating = True
-                self.optimizer.allocate(names, groups[number])
-                self.optimizer.update(names, totals, groups[number], factor)
+        shapes = {index: self.store[plan.names[plan.updates[index]]].shape for index in progress.sums[plan]}
+        sums = {
+            index: total.view(shapes[index]) if self.ownership.whole else total
+            for index, total in progress.sums[plan].items()
+        }
+        result.updating = True
+        factor = result.factor if self.deferred else factor
+        update_by_group(plan, sums, self.optimizer, groups, self._group_of, factor)
 
     def _gather(
         self, progress: StepProgress, plan: GradientPlan, updated: Event | None, submitted: SubmittedStep

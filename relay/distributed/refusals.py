@@ -17,7 +17,6 @@ def refuse_options(options: TrainOptions) -> None:
         ("loss_over", options.loss_over == "batch", "The head would have to see the samples of all ranks."),
         ("on_device_lost", options.on_device_lost == "retry", "Use torchrun --max-restarts and checkpoints instead."),
         ("sparse_rows", options.sparse_rows is True, "Leave it out: whole tables are sent."),
-        ("master_weights", options.master_weights == "split", "Use master_weights='fp32'."),
     )
     for name, is_given, advice in refused:
         if is_given:

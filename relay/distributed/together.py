@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from hal.device import Device
@@ -40,7 +40,9 @@ from relay.runtime.schedule import PreparedStep
 
 Prepare = Callable[[Any], tuple[PreparedBatch, PreparedStep]]
 
-TRAIN, EVALUATE, SAVE, LOAD, ASK, CLOSE = "step", "evaluate", "save", "load", "checkpoints", "close"
+TRAIN, EVALUATE, SAVE, LOAD, STATE, ASK, CLOSE = (
+    "step", "evaluate", "save", "load", "state_dict", "checkpoints", "close",
+)  # fmt: skip
 
 
 @dataclass
@@ -74,6 +76,11 @@ class Together:
     def is_first(self) -> bool:
         """Whether this is rank 0, which logs, and reads and deletes what is shared."""
         return self.ranks.rank == 0
+
+    @property
+    def part(self) -> Callable[[str], tuple[int, int]]:
+        """The elements of a parameter that this rank owns."""
+        return self.ownership.own
 
     def owned(self, store: LayerStore) -> OwnedWeights | None:
         """What the optimizer sees of a store, if parameters are cut."""
@@ -133,11 +140,17 @@ class Together:
     # -- checkpoints ------------------------------------------------------------------------------------------
 
     def save(
-        self, path: Path, model: nn.Module, optimizer: BoundOptimizer, progress: Progress, shard_bytes: int
+        self,
+        path: Path,
+        model: nn.Module,
+        store: LayerStore,
+        optimizer: BoundOptimizer,
+        progress: Progress,
+        shard_bytes: int,
     ) -> None:
         """Write a checkpoint with the other ranks. No update may be running. Raises CheckpointError on all of them."""
         self._exchange({"call": SAVE, "error": None, "facts": {"path of the checkpoint": str(path.resolve())}}, None)
-        write_together(self.ranks, self.ownership, path, model, optimizer, progress, shard_bytes)
+        write_together(self.ranks, self.ownership, path, model, store, optimizer, progress, shard_bytes)
 
     def agree_on_load(self, error: Exception | None, checkpoint: str) -> None:
         """Agree that all ranks load this checkpoint now. `error` is what keeps this rank from it."""
@@ -155,6 +168,29 @@ class Together:
     def of_first(self, value: Any) -> Any:
         """The plain value of rank 0."""
         return self._exchange({"call": ASK, "error": None, "value": value}, None)[0]["value"]
+
+    def join_weights(self, store: LayerStore) -> None:
+        """Let the store make whole float32 parameters of the ranks' parts, from a call that all ranks make."""
+        ranges, bulk, rank = self.ownership.ranges, self.ranks.bulk, self.ranks.rank
+
+        def join(name: str, shape: torch.Size) -> torch.Tensor:
+            whole = torch.empty(shape, dtype=torch.float32)
+            parts = [whole.view(-1)[start:stop] for start, stop in ranges(name)]
+            if parts[rank].numel():
+                parts[rank].copy_(store.split[name].to_float().view(-1))
+            bulk.exchange_now([parts[rank]] * len(parts), parts)
+            return whole
+
+        store.split.join = join
+
+    def whole_weights(self, store: LayerStore) -> dict[str, torch.Tensor]:
+        """The parameters with split masters in float32, called on all ranks."""
+        self._exchange({"call": STATE, "error": None}, None)
+        self.join_weights(store)
+        try:
+            return {name: store.split.whole(name) for name in store.split}
+        finally:
+            store.split.join = None
 
     # -- what all passes have in common -----------------------------------------------------------------------
 
@@ -239,11 +275,16 @@ class Together:
         """Compare what all ranks have built. Raises RanksDiffer on every rank."""
         refuse_differences([each["built"] for each in agree_on_construction(self.ranks, record, None)], self._names)
 
-    def close(self, join: bool) -> None:
-        """End the channels. With `join`, first take part in what the others still evaluate, until all close."""
-        if join:
-            with suppress(RankLost, RanksDiffer, RankFailed):
-                self._exchange({"call": CLOSE, "error": None}, None)
+    def join_end(self) -> bool:
+        """Take part in what the others still evaluate, until all ranks close. False if others fail or are gone."""
+        try:
+            self._exchange({"call": CLOSE, "error": None}, None)
+        except (RankLost, RanksDiffer, RankFailed):
+            return False
+        return True
+
+    def close(self) -> None:
+        """End the channels."""
         self.ranks.close()
 
 

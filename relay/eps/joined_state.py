@@ -8,11 +8,27 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
-from relay.optim.split_master import SplitMaster
+
+class Joinable(Protocol):
+    """A parameter that can be had in float32."""
+
+    def to_float(self) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class WholeMaster:
+    """A parameter that was made float32 before."""
+
+    tensor: torch.Tensor
+
+    def to_float(self) -> torch.Tensor:
+        """The tensor."""
+        return self.tensor
 
 
 class JoinedState(Mapping[str, torch.Tensor]):
@@ -22,7 +38,7 @@ class JoinedState(Mapping[str, torch.Tensor]):
     """
 
     def __init__(
-        self, own: Mapping[str, torch.Tensor], split: Mapping[str, SplitMaster], ready: Callable[[], None]
+        self, own: Mapping[str, torch.Tensor], split: Mapping[str, Joinable], ready: Callable[[], None]
     ) -> None:
         self._own = own
         self._split = split

@@ -8,7 +8,7 @@ and the tensor of the model is its bfloat16 half.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -58,11 +58,52 @@ def in_halves(flat: torch.Tensor, highs: Sequence[torch.Tensor]) -> list[SplitMa
 
 
 class SplitWeights:
-    """The split masters by the model's names."""
+    """The split masters by the model's names.
 
-    def __init__(self) -> None:
+    `part` gives the elements of a parameter (from the first to behind the last one) whose remainders are here; None for
+    all. Then the bfloat16 halves are whole, and a master is that of the part; a part that is the whole has its shape.
+
+    Attributes:
+        join: makes a whole float32 parameter of this shape of the parts of several processes; None where they cannot be
+            had.
+    """
+
+    def __init__(self, part: Callable[[str], tuple[int, int]] | None = None) -> None:
         self._masters: dict[str, SplitMaster] = {}
         self._flats: dict[str, torch.Tensor] = {}
+        self._homes: dict[str, torch.Tensor] = {}
+        self._part = part
+        self.join: Callable[[str, torch.Size], torch.Tensor] | None = None
+
+    def _own(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements of a parameter whose remainders are here."""
+        start, stop = (0, tensor.numel()) if self._part is None else self._part(name)
+        return tensor if stop - start == tensor.numel() else tensor.reshape(-1)[start:stop]
+
+    def take(
+        self, names: Sequence[str], homes: Sequence[torch.Tensor], allocate: Callable[[int], torch.Tensor]
+    ) -> torch.Tensor:
+        """Add masters whose bfloat16 halves are `homes`, and return the memory that their remainders are given."""
+        highs = [self._own(name, home) for name, home in zip(names, homes, strict=True)]
+        flat = allocate(remainder_bytes([high.numel() for high in highs]))
+        for name, home, master in zip(names, homes, in_halves(flat, highs), strict=True):
+            self._masters[name], self._flats[name], self._homes[name] = master, flat, home
+        return flat
+
+    def assign(self, name: str, values: torch.Tensor) -> None:
+        """Set a parameter to these values, of which the remainders of the part are kept."""
+        own = self._own(name, values)
+        if own is not values:
+            self._homes[name].copy_(values)
+        if own.numel():
+            self._masters[name].assign(own)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A parameter in float32. Where parts cannot be joined it is what its bfloat16 shows."""
+        if self._part is None:
+            return self._masters[name].to_float()
+        home = self._homes[name]
+        return home.float() if self.join is None else self.join(name, home.shape)
 
     def __contains__(self, name: str) -> bool:
         return name in self._masters
@@ -76,11 +117,6 @@ class SplitWeights:
     def __len__(self) -> int:
         return len(self._masters)
 
-    def add(self, name: str, master: SplitMaster, flat: torch.Tensor) -> None:
-        """Add a master whose remainder lies in `flat`."""
-        self._masters[name] = master
-        self._flats[name] = flat
-
     def regions(self) -> set[int]:
         """The addresses of the regions that hold remainders."""
         return {flat.data_ptr() for flat in self._flats.values()}
@@ -90,11 +126,13 @@ class SplitWeights:
         renamed = [(names.get(name, name), name) for name in self._masters]
         self._masters = {new: self._masters[name] for new, name in renamed if new is not None}
         self._flats = {new: self._flats[name] for new, name in renamed if new is not None}
+        self._homes = {new: self._homes[name] for new, name in renamed if new is not None}
 
     def clear(self) -> None:
         """Drop all masters."""
         self._masters.clear()
         self._flats.clear()
+        self._homes.clear()
 
 
 @contextmanager

@@ -39,7 +39,6 @@ from relay.eps.rows import ROWS, TableRows
 from relay.eps.split_weights import (
     REMAINDERS,
     SplitWeights,
-    in_halves,
     shown_as_float32,
     to_be_split,
 )
@@ -53,12 +52,15 @@ TRIM_EVERY = 16 << 20
 
 
 class LayerStore:
-    """Parameters and buffers by the model's own names. With `splits`, masters are split where they can be."""
+    """Parameters and buffers by the model's own names. With `splits`, masters are split where they can be.
 
-    def __init__(self, host: Host, splits: bool = False) -> None:
+    `part` is that of `SplitWeights`.
+    """
+
+    def __init__(self, host: Host, splits: bool = False, part: Callable[[str], tuple[int, int]] | None = None) -> None:
         self._host = host
         self.splits = splits
-        self.split = SplitWeights()
+        self.split = SplitWeights(part)
         self._stored: dict[Wanted, Stored] = {}
         self._master: dict[str, torch.dtype] = {}
         self._copies: dict[str, list[torch.Tensor]] = {}
@@ -97,23 +99,20 @@ class LayerStore:
             names, fields, dtype, state = plan.names, plan.fields, plan.dtype, plan.state
             flat = self._host.alloc(plan.size // dtype.itemsize, dtype, state, crosses=plan.crosses)
             self._regions.append((flat, state))
-            remainder = self._host.alloc(plan.remainder, torch.uint8, REMAINDERS) if plan.remainder else None
-            if remainder is not None:
-                self._regions.append((remainder, REMAINDERS))
             raw = flat.view(torch.uint8)
             moved += raw.numel()
             if moved >= TRIM_EVERY:
                 give_back_free_memory()
                 moved = 0
             homes = [raw[field.offset : field.offset + field.size].view(dtype).view(field.shape) for field in fields]
-            if remainder is not None:
-                for name, master in zip(names, in_halves(remainder, homes), strict=True):
-                    self.split.add(name, master, remainder)
+            if plan.remainder:
+                remainder = self.split.take(names, homes, lambda size: self._host.alloc(size, torch.uint8, REMAINDERS))
+                self._regions.append((remainder, REMAINDERS))
             for name, field, home in zip(names, fields, homes, strict=True):
                 tensor = tensors[name]
                 with torch.no_grad():
-                    if remainder is not None:
-                        self.split[name].assign(tensor)
+                    if plan.remainder:
+                        self.split.assign(name, tensor)
                         if name in self._adopted:
                             self._adopted[name] = (tensor, torch.bfloat16)
                     else:
@@ -199,7 +198,7 @@ class LayerStore:
     def updated_from(self, name: str, updated: torch.Tensor) -> None:
         """Take in an update of what `read` returned, and write the copies of the master weight anew."""
         if name in self.split:
-            self.split[name].assign(updated)
+            self.split.assign(name, updated)
         self.round(name)
 
     def round(self, name: str) -> None:
@@ -347,7 +346,7 @@ class LayerStore:
                     alias = self.aliases.get(name)
                     owner = None if alias is None else given.get(alias.owner)
                     if name in self.split:
-                        tensor.data = self.read(name)
+                        tensor.data = self.split.whole(name)
                     elif alias is None or owner is None:
                         tensor.data = home.clone()
                     else:

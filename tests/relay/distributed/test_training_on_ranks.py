@@ -68,7 +68,9 @@ def test_clipping_by_norm_is_plain_pytorchs_to_rounding_and_equal_on_all_ranks(d
 
 
 MATRIX = {
-    "AdamW in bf16, dropout": ("dropout", {"optimizer": relay.AdamW(lr=1e-2), "precision": "bf16"}),
+    "AdamW in bf16 with split masters, dropout": (
+        "dropout", {"optimizer": relay.AdamW(lr=1e-2), "precision": "bf16", "master_weights": "split"},
+    ),
     "SGD in fp16, clipped by value": (
         "plain", {"optimizer": relay.SGD(lr=0.1), "precision": "fp16", "clip_grad_value": 1e-3},
     ),
@@ -77,6 +79,10 @@ MATRIX = {
         "dropout", {"optimizer": relay.LAMB(lr=1e-2), "device": "cpu:discrete", "stash": "host"},
     ),
     "Lion, one slot": ("plain", {"optimizer": relay.Lion(lr=1e-3), "slots": 1, "device": "cpu:discrete"}),
+    "Muon in bf16 with split masters": (
+        "plain", {"optimizer": relay.Muon(lr=1e-2), "precision": "bf16", "master_weights": "split"},
+    ),
+    "AdamW in bf16": ("plain", {"optimizer": relay.AdamW(lr=1e-2), "precision": "bf16"}),
     "Adafactor": ("plain", {"optimizer": relay.Adafactor(lr=1e-2)}),
     "Adam with 8-bit states": ("plain", {"optimizer": relay.Adam(lr=1e-2), "state_dtype": "int8"}),
     "AdamW with bfloat16 states": ("plain", {"optimizer": relay.AdamW(lr=1e-2), "state_dtype": "bf16"}),
@@ -89,7 +95,12 @@ MATRIX = {
         "plain", {"optimizer": relay.AdamW(lr=1e-2), "param_groups": [{"params": ["*.bias"], "weight_decay": 0.0}]},
     ),
 }  # fmt: skip
-SAMPLE = ("AdamW in bf16, dropout", "SGD in fp16, clipped by value", "Muon", "LAMB, discrete, host stash")
+SAMPLE = (
+    "AdamW in bf16 with split masters, dropout",
+    "SGD in fp16, clipped by value",
+    "Muon",
+    "LAMB, discrete, host stash",
+)
 
 
 @pytest.mark.parametrize("names", [SAMPLE, pytest.param(tuple(MATRIX)[len(SAMPLE) :], marks=pytest.mark.exhaustive)])
@@ -118,11 +129,14 @@ def test_the_norm_is_the_same_to_the_bit_on_two_three_and_four_ranks() -> None:
         assert_equal(result["parameters"], found[0]["parameters"])
 
 
-def test_a_rank_holds_its_share_of_the_optimizer_states() -> None:
+def test_a_rank_holds_its_share_of_the_optimizer_states_and_of_the_masters() -> None:
     sizes = (4, 4, 4, 4)
-    results = run_ranks(4, train, [shares(batch(0, 16), sizes)], {"optimizer": MINE["adamw"], "microbatches": 1})
+    options = {"optimizer": MINE["adamw"], "microbatches": 1, "precision": "bf16", "master_weights": "split"}
+    results = run_ranks(4, train, [shares(batch(0, 16), sizes)], options)
     elements = sum(parameter.numel() for module in layers() for parameter in module.parameters())
     moments = [result["ledger"]["first moments", torch.float32] // 4 for result in results]
     assert sum(moments) == elements
     largest_layer = max(sum(parameter.numel() for parameter in module.parameters()) for module in layers())
     assert max(moments) <= elements / 4 + largest_layer / 4
+    remainders = [result["ledger"]["weight remainders", torch.uint8] for result in results]
+    assert max(remainders) <= 2.5 * (elements / 4 + largest_layer / 4)
