@@ -70,7 +70,6 @@ class RankParameterServer(ParameterServer):
         self._dtypes: dict[GradientPlan, list[torch.dtype]] = {}
         self._kept: dict[str, torch.Tensor] = {}
         self._progress = StepProgress(ranks, (), {})
-        self._plans: Sequence[GradientPlan] = ()
         self._lagging: Callable[[], None] | None = None
         self._in_step = False
 
@@ -126,7 +125,6 @@ class RankParameterServer(ParameterServer):
         self._progress = StepProgress(
             self._ranks, messages_of(plans, self.deferred), {plan: self._layouts_of(plan) for plan in plans}
         )
-        self._plans = plans
         self._lagging = None
         self._in_step = True
         try:
@@ -286,14 +284,12 @@ class RankParameterServer(ParameterServer):
         result = submitted.result
         if result.skipped:
             return
-        shapes = {index: self.store[plan.names[plan.updates[index]]].shape for index in progress.sums[plan]}
-        sums = {
-            index: total.view(shapes[index]) if self.ownership.whole else total
-            for index, total in progress.sums[plan].items()
-        }
+        sums = progress.sums[plan]
+        if self.ownership.whole:
+            sums = {index: sums[index].view(self.store[plan.names[plan.updates[index]]].shape) for index in sums}
         result.updating = True
-        factor = result.factor if self.deferred else factor
-        update_by_group(plan, sums, self.optimizer, groups, self._group_of, factor)
+        chosen = result.factor if self.deferred else factor
+        update_by_group(plan, sums, self.optimizer, groups, self._group_of, chosen)
 
     def _gather(
         self, progress: StepProgress, plan: GradientPlan, updated: Event | None, submitted: SubmittedStep
@@ -387,7 +383,7 @@ class RankParameterServer(ParameterServer):
         if message.plan is None:
 
             def send_norm() -> None:
-                self._norm(progress, self._plans, error, False)
+                self._norm(progress, list(progress.layouts), error, False)
 
             return self._ranks.control.submit(send_norm, (), "norm of a failed step")
         plan = message.plan
