@@ -8,6 +8,7 @@ project. Invariant: an arrow is drawn if and only if a file of one folder import
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -38,6 +39,12 @@ def imports(tree: ast.AST, lazy: bool = False) -> Iterator[Import]:
             yield from imports(node, lazy or inside)
 
 
+@functools.cache
+def tree_of(text: str, file: str) -> ast.Module:
+    """A file's syntax tree, which each rule about imports looks at."""
+    return ast.parse(text, file)
+
+
 def files(root: Path) -> list[str]:
     """The Python files of the three packages, relative to the root, in order."""
     return [
@@ -61,7 +68,7 @@ def imported_files(root: Path) -> Iterator[tuple[str, str, Import]]:
     """Every import of one file of the project by another: the importing file, the imported file, the statement."""
     known = modules(root)
     for file in known.values():
-        tree = ast.parse((root / file).read_text(encoding="utf-8"), file)
+        tree = tree_of((root / file).read_text(encoding="utf-8"), file)
         for statement in imports(tree):
             module = module_of(statement.module, known)
             if module is not None and known[module] != file:

@@ -5,6 +5,7 @@ a small tree with one import the wrong way.
 """
 
 import ast
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
@@ -74,15 +75,19 @@ def statements(root: Path, *folders: str) -> Iterator[tuple[str, str, int, bool]
     """(file, imported name, line, lazy) for every import of the packages' files, or of those in some folders."""
     for file in DRAWING.files(root):
         if not folders or any(file.startswith(f"{folder}/") for folder in folders):
-            for entry in DRAWING.imports(ast.parse((root / file).read_text(encoding="utf-8"), file)):
+            for entry in DRAWING.imports(DRAWING.tree_of((root / file).read_text(encoding="utf-8"), file)):
                 yield file, entry.module, entry.line, entry.lazy
 
 
-def uses(root: Path, file: str) -> Iterator[tuple[str, int]]:
-    """Dotted uses such as torch.cuda.synchronize(), which need no import of their own."""
-    for node in ast.walk(ast.parse((root / file).read_text(encoding="utf-8"), file)):
-        if isinstance(node, ast.Attribute):
-            yield ast.unparse(node), node.lineno
+@functools.cache
+def uses_in(text: str, file: str) -> list[tuple[str, int]]:
+    """Dotted uses such as torch.cuda.synchronize(), which need no import of their own, and their lines."""
+    tree = DRAWING.tree_of(text, file)
+    return [(ast.unparse(node), node.lineno) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+
+
+def uses(root: Path, file: str) -> list[tuple[str, int]]:
+    return uses_in((root / file).read_text(encoding="utf-8"), file)
 
 
 def wrong_between_packages(root: Path) -> list[str]:
