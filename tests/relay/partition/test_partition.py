@@ -189,7 +189,7 @@ class Masked(nn.Module):
 def test_masks_keywords_and_a_bias_that_all_layers_share_work(build: Build, stash: str, device: str) -> None:
     given = batches()
     for number, batch in enumerate(given):
-        batch["mask"] = torch.rand(10, 5, generator=torch.Generator().manual_seed(number)) > 0.3
+        batch["mask"] = torch.rand(12, 5, generator=torch.Generator().manual_seed(number)) > 0.3
         batch["mask"][:, 0] = True
     check(build, Masked, given, stash=stash, device=device)
 
