@@ -27,6 +27,8 @@ class Metrics:
             may add up to more than `seconds`. With `defer_updates=True` and clipping by norm or a
             dynamic loss scale, `optimizer_seconds` is that of the step before.
         weight_bytes: the bytes of weights that were sent to the device.
+        optimizer_bytes: the bytes that crossed the link, both ways together, for what the device computes of updates
+            (Muon's matrices).
         resident_layers: how many segments (embedding, layers of a slot, head) were resident on the device.
         skipped: True if nothing of the step was applied, since its loss was not finite, or, under clipping by norm or a
             dynamic loss scale, its gradients were not.
@@ -46,6 +48,7 @@ class Metrics:
     weight_bytes: int
     skipped: bool = False
     resident_layers: int = 0
+    optimizer_bytes: int = 0
     outputs: list[dict[str, Any] | None] = field(default_factory=list)
 
     @property

@@ -427,6 +427,7 @@ class Trainer(RunState):
         refuse_in_child(self._process)
         self._refuse_among_ranks("reopen", "Start all ranks again, and load the newest checkpoint.")
         session = self._session
+        session.guard.end_on_host()
         broken = session.guard.broken
         session.reopen(open_devices(self.options.device, session.capacity))
         session.guard.broken = broken

@@ -29,7 +29,7 @@ MACHINES = Path(__file__).parent / "support" / "machines"
 SCHEDULER = (
     "edit_layers", "checkpoint", "clipping", "cut_off_models", "eager_fallback", "dropout", "evaluation", "exact_ties",
     "deferred_updates", "exactness", "families", "faults", "fixed_loss_scale", "head_chunks", "layer_chunks",
-    "memory_model", "optimizer_options",
+    "memory_model", "muon_on_device", "optimizer_options",
     "narrow_gradients", "overflow", "precision", "resident_layers", "resume", "semantics", "split_masters",
     "tied_weights", "whole_batch_head",
 )  # fmt: skip

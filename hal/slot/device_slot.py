@@ -45,6 +45,7 @@ class Region:
     """A contiguous region of device memory, and its views, which layers alike have in common."""
 
     def __init__(self, device: Device, size: int, what: str) -> None:
+        self.device = device
         self._buffer: Buffer = device.alloc(size, what)
         self._parts: dict[tuple[int, int], View] = {}  # by offset and bytes
         self._fields: dict[tuple[Field, ...], list[View]] = {}

@@ -111,7 +111,7 @@ def start(
 
     def begin() -> None:
         snapshot.begin()
-        server.snapshot = snapshot
+        server.updater.snapshot = snapshot
 
     # In order with the updates: after those of this step, before those of the next.
     begun = host.run(begin, list(pending), "beginning of a checkpoint")
@@ -124,7 +124,7 @@ def start(
         except BaseException as failure:  # `Saving.wait` raises it
             error = failure
         finally:
-            server.snapshot = None
+            server.updater.snapshot = None
             snapshot.end()
             saving.end(error)
 

@@ -23,7 +23,7 @@ import torch
 from hal.device import Device, Queue
 from hal.event import Event
 from hal.host import Host
-from hal.slot.device_slot import DeviceSlot
+from hal.slot.device_slot import DeviceSlot, GradientRegion
 from hal.slot.layout import SlotContent
 from relay.distributed.block_norms import block_norms
 from relay.distributed.exchange_memory import ExchangeMemory
@@ -62,6 +62,7 @@ class RankParameterServer(ParameterServer):
         sizes: Mapping[str, int],
     ) -> None:
         super().__init__(device, host, store, optimizer, group_of, order, clipping, scaled)
+        self.updater.without_device()
         self.ownership = ownership
         self._sizes = sizes
         self._ranks = ranks
@@ -270,7 +271,8 @@ class RankParameterServer(ParameterServer):
         gathered = self._ranks.bulk.submit(
             lambda: self._gather(progress, plan, updated, submitted), (), f"weights of {plan.name}"
         )
-        self._note_update(plan, gathered, submitted)
+        self.store.changed(plan.names[index] for index in plan.updates)
+        self.updater.note(plan, gathered, submitted)
 
     def _update_owned(
         self,
@@ -289,7 +291,7 @@ class RankParameterServer(ParameterServer):
             sums = {index: sums[index].view(self.store[plan.names[plan.updates[index]]].shape) for index in sums}
         result.updating = True
         chosen = result.factor if self.deferred else factor
-        update_by_group(plan, sums, self.optimizer, groups, self._group_of, chosen)
+        update_by_group(plan, sums, self.optimizer, groups, self.updater.group_of, chosen)
 
     def _gather(
         self, progress: StepProgress, plan: GradientPlan, updated: Event | None, submitted: SubmittedStep
@@ -318,7 +320,8 @@ class RankParameterServer(ParameterServer):
     def conclude(
         self,
         plans: Sequence[GradientPlan],
-        gradients: Sequence[Sequence[torch.Tensor]],
+        contents: Sequence[SlotContent],
+        regions: Sequence[GradientRegion],
         groups: Groups,
         unscale: float,
         submitted: SubmittedStep,

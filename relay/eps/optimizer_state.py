@@ -19,6 +19,7 @@ from relay.optim import fused
 from relay.optim.int8_state import GROUP, Int8State, group_count
 from relay.optim.optimizers import HostOptimizer, State
 from relay.optim.split_master import SplitMaster
+from relay.optim.tensor_optimizer import DevicePart
 from relay.precision import STATE_DTYPES
 
 LABELS = {
@@ -78,6 +79,33 @@ class BoundOptimizer(Protocol):
         `factor` (a float32 scalar) multiplies the gradients first; the gradients may be overwritten.
         """
 
+    def device_part(self, group: Mapping[str, Any]) -> DevicePart | None:
+        """What a device computes in the middle of updates with this group. The methods below are then there."""
+
+    def place(self, names: Collection[str], on_device: Collection[str]) -> None:
+        """Of these tensors, those `on_device` are updated in two halves, with the device's part between them."""
+
+    def begin(
+        self,
+        name: str,
+        gradient: torch.Tensor,
+        group: Mapping[str, Any],
+        factor: torch.Tensor | None,
+        target: torch.Tensor,
+    ) -> bool:
+        """The first half of an update: `target` gets what the device takes.
+
+        `factor` multiplies the gradient first. Returns whether the gradient was overwritten by that product.
+        """
+
+    def finish(self, name: str, result: torch.Tensor, group: Mapping[str, Any]) -> None:
+        """The second half, by the device's result."""
+
+    def finish_on_host(
+        self, name: str, gradient: torch.Tensor, group: Mapping[str, Any], factor: torch.Tensor | None
+    ) -> None:
+        """The second half without the device, which was lost; the gradient and its factor as after `begin`."""
+
     def state(self, name: str) -> State:
         """The optimizer's state of one parameter, by torch.optim's names; what `restore` took, if not yet allocated."""
 
@@ -117,7 +145,26 @@ class BoundOptimizer(Protocol):
         """The bytes of a state that an update reads and writes; those of two moments if it is not allocated yet."""
 
 
-class BoundHostOptimizer:
+class WithoutDevice:
+    """An optimizer whose updates are the host's altogether."""
+
+    def device_part(self, group: Mapping[str, Any]) -> DevicePart | None:
+        return None
+
+    def place(self, names: Collection[str], on_device: Collection[str]) -> None:
+        """Does nothing: no tensor is on the device."""
+
+    def begin(self, *_: Any) -> bool:
+        raise NotImplementedError
+
+    def finish(self, *_: Any) -> None:
+        raise NotImplementedError
+
+    def finish_on_host(self, *_: Any) -> None:
+        raise NotImplementedError
+
+
+class BoundHostOptimizer(WithoutDevice):
     """Each state of a layer is one flat region, in the layer's own order of parameters."""
 
     def __init__(

@@ -18,7 +18,6 @@ decides no order of layers, and reaches the device only through the slot that it
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,14 +27,14 @@ import torch
 from hal.device import Device, Queue
 from hal.event import Event
 from hal.host import Host, HostWork
-from hal.slot.device_slot import DeviceSlot
+from hal.slot.device_slot import DeviceSlot, GradientRegion
 from hal.slot.layout import SlotContent
 from relay.eps.gradient_plan import GradientPlan
 from relay.eps.optimizer_state import BoundOptimizer
 from relay.eps.rows import WholeGradients
-from relay.eps.snapshot import Snapshot
-from relay.eps.step_record import StepAgreement, StepResult, SubmittedStep
+from relay.eps.step_record import StepAgreement, SubmittedStep
 from relay.eps.store import LayerStore
+from relay.eps.updates.updater import Updater
 from relay.errors import GradientOverflow
 
 STAGING = "gradients in transit"
@@ -78,9 +77,6 @@ class ParameterServer(StepAgreement):
         self._device = device
         self._host = host
         self.store = store
-        self.optimizer = optimizer
-        self.snapshot: Snapshot | None = None
-        self._group_of = group_of
         self._order = order
         self._clipping = clipping
         self._scaled = scaled
@@ -90,6 +86,16 @@ class ParameterServer(StepAgreement):
         self._staging: list[torch.Tensor] = []
         self._staging_free: list[list[Event]] = [[], []]
         self._turn = 0
+        self.updater = Updater(device, host, store, optimizer, group_of)
+
+    @property
+    def optimizer(self) -> BoundOptimizer:
+        """What updates parameters, and holds their optimizer states."""
+        return self.updater.optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: BoundOptimizer) -> None:
+        self.updater.optimizer = optimizer
 
     @property
     def keeps_gradients(self) -> bool:
@@ -118,8 +124,8 @@ class ParameterServer(StepAgreement):
                     parameter = self.store[name]
                     flat = self._host.alloc(parameter.numel(), self.store.dtype(name), TIED_SUMS)
                     self._sums[name] = flat.view(parameter.shape)
-            for number, indices in self._by_group(plan).items():
-                self.optimizer.allocate(self.owned([plan.names[index] for index in indices]), groups[number])
+        for plan, content in zip(plans, contents, strict=bool(plans)):
+            self.updater.allocate(plan, content, groups, self.owned)
         largest = max((content.gradient_size for content in contents), default=0)
         copied = any(content.kept_gradients for content in contents)
         in_transit = not self.keeps_gradients and not self._device.info.unified
@@ -164,6 +170,10 @@ class ParameterServer(StepAgreement):
             arrived = slot.drain(queue, slot.flat_gradients(pieces), wait)
             submitted.drains += arrived
 
+        split = None if self.deferred else self.updater.halves(plan, content, slot.region, groups)
+        if split is not None:
+            submitted.halves[plan] = split
+
         # Rows come through one staging, and the other one may take the whole gradient: its last reader came before.
         whole = self._whole.of(plan.rows, self.store, self._staging[1 - turn] if staging is not None else None)
 
@@ -188,8 +198,10 @@ class ParameterServer(StepAgreement):
             filled += gradient.cleared
         if content.kept_gradients:
             filled += sum(content.gradient_sizes) + sum(_size(kept) for kept in content.kept_gradients)
-        work = HostWork(self._work(plan, sizes, True, not self.deferred).bytes + filled)
-        done = self._host.run(arrive, [*arrived, verdict], label, work)
+        moved = filled + self._moved(plan, sizes)
+        if not self.deferred:
+            moved += self.updater.moved(plan, sizes, split)
+        done = self._host.run(arrive, [*arrived, verdict], label, HostWork(moved))
         submitted.arrivals.append(done)
         if self._device.info.unified:
             slot.hold_gradients([done])
@@ -202,12 +214,18 @@ class ParameterServer(StepAgreement):
     def conclude(
         self,
         plans: Sequence[GradientPlan],
-        gradients: Sequence[Sequence[torch.Tensor]],
+        contents: Sequence[SlotContent],
+        regions: Sequence[GradientRegion],
         groups: Sequence[Mapping[str, Any]],
         unscale: float,
         submitted: SubmittedStep,
     ) -> None:
-        """After the last `collect`: submit the norm, and for deferred gradients the decision and the updates."""
+        """After the last `collect`: submit the norm, and for deferred gradients the decision and the updates.
+
+        `regions` is memory of a device that each segment's update may use. An update that the device has a part in
+        is submitted when its parameters are read next, or by `Updater.submit_deferred`.
+        """
+        self.updater.end_open(submitted)
         result = submitted.result
 
         def decide() -> None:
@@ -226,32 +244,22 @@ class ParameterServer(StepAgreement):
         submitted.decision = self._host.run(decide, list(submitted.arrivals), "decision on the step")
         if not self.deferred:
             return
-        for plan, arrived in zip(plans, gradients, strict=True):
-            tensors = list(arrived)
-            for index, gradient in self._whole.of(plan.rows, self.store, None).items():
-                tensors[index] = gradient.memory
-            if plan.updates:
-                done = self._host.run(
-                    functools.partial(self._update, plan, tensors, groups, None, result),
-                    [submitted.decision],
-                    f"update of {plan.name}",
-                    self._work(plan, [_size(tensor) for tensor in tensors], False, True),
-                )
-                self._note_update(plan, done, submitted)
+        self.updater.defer(plans, contents, regions, groups, self._whole, submitted)
 
     def group(self, group_of: Mapping[str, int]) -> None:
         """Look up each parameter's group here from now on."""
-        self._group_of = group_of
+        self.updater.group_of = group_of
 
     def follow(self, device: Device) -> None:
         """Serve another device from now on."""
         self._device = device
+        self.updater.follow(device)
         self.settle()
 
     def rename(self, names: Mapping[str, str | None], group_of: Mapping[str, int], order: Sequence[str]) -> None:
         """Give the model's tensors new names (None: removed); `group_of` and `order` are those of the new model."""
         self.optimizer.rename(names)
-        self._group_of = group_of
+        self.updater.group_of = group_of
         self._order = order
         for total in self._sums.values():
             self._host.free(total.view(-1), TIED_SUMS)
@@ -259,8 +267,9 @@ class ParameterServer(StepAgreement):
         self._whole.free()
 
     def settle(self) -> None:
-        """Forget the events of the stagings. Everything submitted must have ended."""
+        """Forget the events of the stagings. Everything submitted must have ended, except deferred updates."""
         self._staging_free = [[], []]
+        self.updater.settle()
 
     def _receive(
         self,
@@ -278,7 +287,7 @@ class ParameterServer(StepAgreement):
             kept.copy_(gradient)
         if not self.deferred:
             factor = None if unscale == 1.0 else torch.tensor(unscale)
-            self._update(plan, gradients, groups, factor, submitted.result)
+            self.updater.update(plan, gradients, groups, factor, submitted.result, submitted.halves.get(plan))
 
     def _arrived(
         self,
@@ -290,7 +299,7 @@ class ParameterServer(StepAgreement):
     ) -> None:
         """Called when the host task of a segment, which ends with `done`, has been submitted."""
         if not self.deferred:
-            self._note_update(plan, done, submitted)
+            self.updater.submit(plan, submitted.halves.get(plan), done, submitted)
 
     def _join_uses(self, plan: GradientPlan, gradients: Sequence[torch.Tensor], submitted: SubmittedStep) -> None:
         """Sum the uses of tied parameters, and note which parameters have a gradient."""
@@ -335,66 +344,13 @@ class ParameterServer(StepAgreement):
         ):
             raise GradientOverflow(plan.name, 1.0 / unscale)
 
-    def _update(
-        self,
-        plan: GradientPlan,
-        gradients: Sequence[torch.Tensor],
-        groups: Sequence[Mapping[str, Any]],
-        factor: torch.Tensor | None,
-        result: StepResult,
-    ) -> None:
-        """Update the parameters that a segment's gradients complete, unless the step is skipped."""
-        if result.skipped:
-            return
-        if self.deferred:
-            factor = result.factor
-        with torch.no_grad():
-            for number, indices in self._by_group(plan).items():
-                if plan.presence is not None or plan.late:
-                    indices = [index for index in indices if plan.names[index] in result.reached]
-                    self.optimizer.allocate([plan.names[index] for index in indices], groups[number])
-                    if not indices:
-                        continue
-                names = [plan.names[index] for index in indices]
-                if self.snapshot is not None:
-                    followers = [name for name in self.store.aliases if self.store.owner(name) in names]
-                    self.snapshot.before_update([*names, *followers])
-                result.updating = True
-                self.optimizer.update(names, [gradients[index] for index in indices], groups[number], factor)
-
-    def _work(self, plan: GradientPlan, sizes: Sequence[int], arrives: bool, updates: bool) -> HostWork:
-        """The host memory that `_take_in` and `_update` read and write: each operand once each way.
+    def _moved(self, plan: GradientPlan, sizes: Sequence[int]) -> int:
+        """The bytes of host memory that taking gradients in reads and writes: each operand once each way.
 
         `sizes` are the bytes of the segment's gradients.
         """
-        moved = 0
-        if arrives:
-            for index in plan.partial:
-                moved += (2 if index in plan.first_arrivals else 3) * sizes[index]
-            moved += sum(3 * sizes[index] for index in plan.joined)
-            moved += sum(sizes[index] for index in plan.updates)
-        if updates:
-            for index in plan.updates:
-                name = plan.names[index]
-                # A split master is as long as a float32 one, and has its rounded weights in it.
-                moved += sizes[index] + 2 * self.store[name].numel() * self.store.dtype(name).itemsize
-                moved += sum(_size(copy) for copy in self.store.rounded(name))
-                moved += 2 * self.optimizer.state_bytes(name)
-        return HostWork(moved)
-
-    def _note_update(self, plan: GradientPlan, done: Event, submitted: SubmittedStep) -> None:
-        submitted.updates.append(done)
-        submitted.updated_segments.append(plan.name)
-        self.store.changed(plan.names[index] for index in plan.updates)
-        for index in plan.updates:
-            self.store.updated[plan.names[index]] = done
-
-    def _by_group(self, plan: GradientPlan) -> dict[int, list[int]]:
-        """The indices of a plan's updates, by parameter group."""
-        by_group: dict[int, list[int]] = {}
-        for index in plan.updates:
-            by_group.setdefault(self._group_of[plan.names[index]], []).append(index)
-        return by_group
+        moved = sum((2 if index in plan.first_arrivals else 3) * sizes[index] for index in plan.partial)
+        return moved + sum(3 * sizes[index] for index in plan.joined) + sum(sizes[index] for index in plan.updates)
 
 
 def _size(tensor: torch.Tensor) -> int:

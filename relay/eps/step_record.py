@@ -12,12 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hal.event import Event
 from relay.eps.gradient_plan import GradientPlan
+
+if TYPE_CHECKING:
+    from relay.eps.updates.split_update import SplitUpdate
 
 
 @dataclass
@@ -57,8 +60,10 @@ class SubmittedStep:
             before; without, they are `updates`.
         verdict: the host task that checks the loss.
         decision: the host task that computes the gradient norm, and for deferred updates the factor.
+        optimizer_bytes: what crosses the link, both ways together, for parts of updates that the device computes.
         resident_layers: how many segments are resident on the device.
         touched_rows: of tied embeddings, by name, the rows in which the gradient that arrives last is complete.
+        halves: the updates that a device has a part in, by segment.
         result: what came of the pass.
     """
 
@@ -73,8 +78,10 @@ class SubmittedStep:
     verdict: Event | None = None
     decision: Event | None = None
     weight_bytes: int = 0
+    optimizer_bytes: int = 0
     resident_layers: int = 0
     touched_rows: dict[str, torch.Tensor] = field(default_factory=dict)
+    halves: dict[GradientPlan, SplitUpdate] = field(default_factory=dict)
     result: StepResult = field(default_factory=StepResult)
 
     def required(self) -> list[Event]:

@@ -36,12 +36,7 @@ from relay.eps.regions import (
     plan_regions,
 )
 from relay.eps.rows import ROWS, TableRows
-from relay.eps.split_weights import (
-    REMAINDERS,
-    SplitWeights,
-    shown_as_float32,
-    to_be_split,
-)
+from relay.eps.split_weights import REMAINDERS, SplitWeights, shown_as_float32, to_be_split
 from relay.errors import ModelChanged
 from relay.optim.split_master import SplitMaster
 
@@ -76,8 +71,8 @@ class LayerStore:
         self.version = 0
         self._changes: dict[str, int] = {}
         self._change = 0
-        self.moved: Callable[[], None] = lambda: None
-        """Called after the model's tensors have moved."""
+        self.moved: Callable[[], None] = lambda: None  # called after the model's tensors have moved
+        self.before_reading: Callable[[Sequence[str]], None] = lambda names: None  # called by `updates_of`
 
     def take_over(self, model: nn.Module, groups: Iterable[Sequence[Wanted]]) -> None:
         """Move a model's tensors in, one group (a segment's) after another. Tensors that are here already are skipped.
@@ -389,8 +384,12 @@ class LayerStore:
 
     def ready(self, content: SlotContent) -> list[Event]:
         """The updates that must have ended before a content is sent to the device."""
-        events = [self.updated[name] for name in self._contents.names_of(content) if name in self.updated]
-        return list(dict.fromkeys(events))
+        return self.updates_of(self._contents.names_of(content))
+
+    def updates_of(self, names: Sequence[str]) -> list[Event]:
+        """The updates that must have ended before these tensors are read. Deferred ones are submitted."""
+        self.before_reading(names)
+        return list(dict.fromkeys(self.updated[name] for name in names if name in self.updated))
 
     def _shape(self, name: str) -> tuple[int, ...]:
         """The shape of a parameter, or of the rows of one."""

@@ -7,7 +7,8 @@ for one tensor. Invariant: the ledger before the first step is that after it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from relay.eps.optimizer_state import LABELS, BoundHostOptimizer, fill_state, si
 from relay.eps.store import LayerStore
 from relay.optim.optimizers import State
 from relay.optim.split_master import SplitMaster
-from relay.optim.tensor_optimizer import TensorOptimizer
+from relay.optim.tensor_optimizer import DevicePart, TensorOptimizer
 
 WORK = "work space of the optimizer"
 WIDENED = "float32 of one tensor"
@@ -29,11 +30,14 @@ class BoundTensorOptimizer(BoundHostOptimizer):
     def __init__(self, optimizer: TensorOptimizer, host: Host, store: LayerStore) -> None:
         super().__init__(optimizer, host, store, "fp32")
         self._by_tensor = optimizer
+        self._on_device: set[str] = set()
         self._work = host.alloc(0, torch.float32, WORK)
         self._widened = host.alloc(0, torch.float32, WIDENED)
 
     def allocate(self, names: Sequence[str], group: Mapping[str, Any]) -> None:
-        work = [self._by_tensor.work_elements(self._store[name].shape, group) for name in names]
+        work = [
+            self._by_tensor.work_elements(self._store[name].shape, group, name in self._on_device) for name in names
+        ]
         self._work = self._at_least(self._work, max(work, default=0), WORK)
         widened = [self._store[name].numel() for name in names if self._store[name].dtype is not torch.float32]
         self._widened = self._at_least(self._widened, max(widened, default=0), WIDENED)
@@ -73,16 +77,65 @@ class BoundTensorOptimizer(BoundHostOptimizer):
         factor: torch.Tensor | None,
     ) -> None:
         for name, gradient in zip(names, gradients, strict=True):
-            state, master = self._state[name], self._store.master(name)
+            state = self._state[name]
             state["step"] += 1
-            gradient = gradient.to(self._store.dtype(name))
-            if factor is not None:
-                gradient.mul_(factor)
-            weight = self._as_float32(master)
-            self._by_tensor.update_tensor(weight, gradient.float(), state, group, self._work)
-            if isinstance(master, torch.Tensor) and weight is not master:
-                master.copy_(weight)
-            self._store.updated_from(name, weight)
+            taken, _ = self._scaled(name, gradient, factor)
+            with self._weight(name) as weight:
+                self._by_tensor.update_tensor(weight, taken, state, group, self._work)
+
+    def device_part(self, group: Mapping[str, Any]) -> DevicePart | None:
+        return self._by_tensor.device_part(group)
+
+    def place(self, names: Collection[str], on_device: Collection[str]) -> None:
+        self._on_device.difference_update(names)
+        self._on_device.update(on_device)
+
+    def begin(
+        self,
+        name: str,
+        gradient: torch.Tensor,
+        group: Mapping[str, Any],
+        factor: torch.Tensor | None,
+        target: torch.Tensor,
+    ) -> bool:
+        state = self._state[name]
+        state["step"] += 1
+        taken, in_place = self._scaled(name, gradient, factor)
+        target.copy_(self._by_tensor.begin_update(taken, state, group, self._work))
+        return in_place
+
+    def finish(self, name: str, result: torch.Tensor, group: Mapping[str, Any]) -> None:
+        with self._weight(name) as weight:
+            self._by_tensor.finish_update(weight, result, group)
+
+    def finish_on_host(
+        self, name: str, gradient: torch.Tensor, group: Mapping[str, Any], factor: torch.Tensor | None
+    ) -> None:
+        part = self._by_tensor.device_part(group)
+        assert part is not None
+        shape = self._store[name].shape
+        taken, _ = self._scaled(name, gradient, factor)
+        matrix = self._by_tensor.again(taken, self._state[name], group, self._work)
+        work = self._host.alloc(part.work_elements(shape), torch.float32, WORK)
+        self.finish(name, part.on_host(matrix, work), group)
+        self._host.free(work, WORK)
+
+    def _scaled(self, name: str, gradient: torch.Tensor, factor: torch.Tensor | None) -> tuple[torch.Tensor, bool]:
+        """A gradient in the master's precision, then float32, times the factor; and whether that is in its memory."""
+        taken = gradient.to(self._store.dtype(name))
+        if factor is not None:
+            taken.mul_(factor)
+        return taken.float(), taken is gradient
+
+    @contextlib.contextmanager
+    def _weight(self, name: str) -> Iterator[torch.Tensor]:
+        """A master weight as float32, to be changed in place."""
+        master = self._store.master(name)
+        weight = self._as_float32(master)
+        yield weight
+        if isinstance(master, torch.Tensor) and weight is not master:
+            master.copy_(weight)
+        self._store.updated_from(name, weight)
 
     def _as_float32(self, master: torch.Tensor | SplitMaster) -> torch.Tensor:
         if isinstance(master, torch.Tensor) and master.dtype is torch.float32:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hal.host import Host
+from relay.eps.optimizer_state import WithoutDevice
 from relay.eps.store import LayerStore
 
 JOINED = "split weights of one layer"
@@ -33,9 +34,7 @@ class TorchOptimizer:
         self._refusals: dict[torch.dtype, str] = {}
         name = getattr(getattr(factory, "func", factory), "__name__", "")
         if name in WHOLE_MODEL:
-            raise TypeError(
-                f"torch.optim.{name} cannot run layer by layer: {WHOLE_MODEL[name]}."
-            )
+            raise TypeError(f"torch.optim.{name} cannot run layer by layer: {WHOLE_MODEL[name]}.")
 
     def defaults(self) -> dict[str, Any]:
         """The hyperparameters of a parameter group, as the class fills them in."""
@@ -70,7 +69,7 @@ class TorchOptimizer:
         return BoundTorchOptimizer(self, self._factory, host, store)
 
 
-class BoundTorchOptimizer:
+class BoundTorchOptimizer(WithoutDevice):
     """See `relay.eps.optimizer_state.BoundOptimizer`."""
 
     def __init__(

@@ -60,7 +60,7 @@ class Adafactor(TensorOptimizer):
             return {**shapes, "exp_avg_sq_row": tuple(shape[:-1]), "exp_avg_sq_col": (*shape[:-2], shape[-1])}
         return {**shapes, "exp_avg_sq": tuple(shape)}
 
-    def work_elements(self, shape: torch.Size, group: Mapping[str, Any]) -> int:
+    def work_elements(self, shape: torch.Size, group: Mapping[str, Any], on_device: bool) -> int:
         return shape.numel()
 
     def update_tensor(

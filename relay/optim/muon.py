@@ -1,9 +1,10 @@
 """Muon: the momentum of each matrix, orthogonalized by Newton-Schulz iterations.
 
 It updates the matrices of the layers. Embeddings, the head, norms and biases are updated by AdamW, in a parameter group
-of their own, so that learning-rate schedules reach both. The relay has whole matrices on the host, so nothing is
-flattened or sharded. The iterations run on the host, once a step, in bfloat16, as in `torch.optim.Muon`. Invariant: a
-float32 matrix is updated as by that class, to the bit, and the others as by `torch.optim.AdamW(fused=True)`.
+of their own, so that learning-rate schedules reach both. The relay has whole matrices, so nothing is flattened or
+sharded. The momentum is the host's; the iterations (`relay.optim.newton_schulz`) are the part of an update that the
+device computes, once a step, in bfloat16, as in `torch.optim.Muon`. Invariant: a float32 matrix is updated as by that
+class, to the bit where PyTorch runs the iterations, and the others as by `torch.optim.AdamW(fused=True)`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from relay.optim.newton_schulz import NewtonSchulz
 from relay.optim.optimizers import AdamW
 from relay.optim.param_groups import split_into_groups
 from relay.optim.tensor_optimizer import TensorOptimizer
@@ -91,11 +93,18 @@ class Muon(TensorOptimizer):
         labels = ("momentum_buffer",) if group["use_muon"] else ("exp_avg", "exp_avg_sq")
         return dict.fromkeys(labels, tuple(shape))
 
-    def work_elements(self, shape: torch.Size, group: Mapping[str, Any]) -> int:
+    def device_part(self, group: Mapping[str, Any]) -> NewtonSchulz | None:
         if not group["use_muon"]:
+            return None
+        return NewtonSchulz(tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"])
+
+    def work_elements(self, shape: torch.Size, group: Mapping[str, Any], on_device: bool) -> int:
+        part = self.device_part(group)
+        if part is None:
             return 0
-        # The update in float32; in bfloat16 two matrices like it and two squares of its shorter side.
-        return shape.numel() + shape.numel() + min(shape) ** 2
+        # The update in float32, of which the momentum itself is one without Nesterov's.
+        update = shape.numel() if group["nesterov"] else 0
+        return update if on_device else update + part.work_elements(shape)
 
     def update_tensor(
         self,
@@ -105,47 +114,35 @@ class Muon(TensorOptimizer):
         group: Mapping[str, Any],
         work: torch.Tensor,
     ) -> None:
-        lr = float(group["lr"])
-        if not group["use_muon"]:
+        part = self.device_part(group)
+        if part is None:
             torch._fused_adamw_(
                 [weight], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]],
-                amsgrad=False, lr=lr, beta1=group["betas"][0], beta2=group["betas"][1],
+                amsgrad=False, lr=float(group["lr"]), beta1=group["betas"][0], beta2=group["betas"][1],
                 weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
             )  # fmt: skip
             return
-        average, momentum = state["momentum_buffer"], group["momentum"]
-        average.lerp_(gradient, 1 - momentum)
-        update = average
-        if group["nesterov"]:
-            update = torch.lerp(gradient, average, momentum, out=work[: weight.numel()].view(weight.shape))
-        direction = orthogonalized(update, group["ns_coefficients"], group["ns_steps"], group["eps"], work)
+        update = self.begin_update(gradient, state, group, work)
+        self.finish_update(weight, part.on_host(update, work[weight.numel() if group["nesterov"] else 0 :]), group)
+
+    def begin_update(
+        self, gradient: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any], work: torch.Tensor
+    ) -> torch.Tensor:
+        state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+        return self.again(gradient, state, group, work)
+
+    def again(
+        self, gradient: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any], work: torch.Tensor
+    ) -> torch.Tensor:
+        average: torch.Tensor = state["momentum_buffer"]
+        if not group["nesterov"]:
+            return average
+        return torch.lerp(gradient, average, group["momentum"], out=work[: gradient.numel()].view(gradient.shape))
+
+    def finish_update(self, weight: torch.Tensor, result: torch.Tensor, group: Mapping[str, Any]) -> None:
+        lr = float(group["lr"])
         weight.mul_(1 - lr * group["weight_decay"])
-        weight.add_(direction, alpha=-lr * _ratio(group["adjust_lr_fn"], weight.shape))
-
-
-def orthogonalized(
-    matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float, work: torch.Tensor
-) -> torch.Tensor:
-    """A bfloat16 matrix of the same singular vectors, with singular values near 1, by quintic iterations.
-
-    `work` is flat float32 memory, of which the first `matrix.numel()` may be the matrix itself; the result lies in it.
-    """
-    rows, columns = matrix.shape
-    count, short = matrix.numel(), min(rows, columns)
-    halves = work[count:].view(torch.bfloat16)
-    first, second = halves[:count], halves[count : 2 * count]
-    squares = halves[2 * count : 2 * count + 2 * short * short].view(2, short, short)
-    now = first.view(rows, columns).copy_(matrix)
-    now = now.T if rows > columns else now
-    now.div_(now.norm().clamp(min=eps))
-    other = second
-    a, b, c = coefficients
-    for _ in range(steps):
-        gram = torch.mm(now, now.T, out=squares[0])
-        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c, out=squares[1])
-        then = torch.addmm(now, polynomial, now, beta=a, out=other.view(short, count // short if short else 0))
-        now, other = then, first if other is second else second
-    return now.T if rows > columns else now
+        weight.add_(result, alpha=-lr * _ratio(group["adjust_lr_fn"], weight.shape))
 
 
 def _ratio(adjustment: str | None, shape: torch.Size) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hal.errors import OutOfMemory
-from hal.program import Role
+from hal.program import Program, Role
 from hal.slot.layout import lay_out
 from hal.spec.units import format_size
 from relay.partition.segments import Value
@@ -109,16 +109,21 @@ def requirement_of(
     slot_size: int,
     visits: VisitPlan | None = None,
     lane: int = 0,
+    parts: Sequence[Program] = (),
 ) -> Requirement:
     """What a pass on these micro-batches, with their stash plans, needs with slots of `slot_size` bytes.
 
-    With a plan of `visits`, what one lane needs of it; else all is on one.
+    With a plan of `visits`, what one lane needs of it; else all is on one. `parts` are the device's parts of updates.
     """
     return Requirement(
         slots=slot_count * slot_size,
         slot_count=slot_count,
         stash=device_bytes(plans, lane),
-        workspace=max(kernel_workspace(model, visits, lane) for model in dict.fromkeys(compiled)),
+        workspace=max(
+            *(kernel_workspace(model, visits, lane) for model in dict.fromkeys(compiled)),
+            *(part.workspace for part in parts),
+            0,
+        ),
         scalars=scalar_bytes(len(compiled)),
         saved=saved_bytes(plans, lane),
         tied=tied_bytes(plans, lane),

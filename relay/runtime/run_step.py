@@ -123,7 +123,7 @@ def _step_without_work(
             for plan in reversed(prepared.gradient_plans):
                 if plan.names:
                     server.collect_nothing(plan, groups, unscale, submitted)
-            server.conclude(prepared.gradient_plans, [], groups, unscale, submitted)
+            server.conclude(prepared.gradient_plans, prepared.contents, [], groups, unscale, submitted)
     except NonFiniteLoss as problem:
         return _skipped(problem, submitted, on_nonfinite)
     session.guard.note_updates(submitted)
@@ -307,6 +307,7 @@ def metrics_of(
         weight_bytes=submitted.weight_bytes,
         skipped=submitted.result.skipped,
         resident_layers=submitted.resident_layers,
+        optimizer_bytes=submitted.optimizer_bytes,
         outputs=list(outputs),
     )
 

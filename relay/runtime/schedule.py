@@ -20,6 +20,7 @@ import torch
 from hal.device import Buffer, KernelCall, View
 from hal.event import Event
 from hal.random import RandomKey
+from hal.slot.device_slot import GradientRegion
 from hal.slot.layout import SlotContent
 from relay.eps.gradient_plan import GradientPlan
 from relay.eps.server import ParameterServer
@@ -63,6 +64,7 @@ class PreparedStep:
         stash: the values between segments.
         scalars: the losses and the gradient seeds.
         saved_buffers: memory for the buffers that the pass changes, by name, in case the step is not applied.
+        workspaces: bytes that the largest kernel needs while it runs, on each lane.
         advice: what would reduce the need of device memory.
         loose_ties: the tied parameters whose gradients are not added in PyTorch's order.
     """
@@ -78,6 +80,7 @@ class PreparedStep:
     saved_buffers: Mapping[str, torch.Tensor]
     advice: str
     loose_ties: frozenset[str] = frozenset()
+    workspaces: Sequence[int] = ()
 
     @property
     def rows(self) -> list[CompiledModel]:
@@ -140,30 +143,51 @@ class Scheduler:
             return [scalars.seeds[microbatch]], [scalars.losses[microbatch]], [step.seeds_ready]
 
         groups = self._groups_of(prepared)
+        unsent: list[Visit] = []  # the updates of these are not submitted as a whole
         for group in self._loaded(groups, submitted, trace):
+            for visit in group:
+                if visit.region is not None:
+                    self._server.updater.end_open(submitted, visit.region)
             turning = group[0].index == last
             self._run_group(group, step, submitted, at_the_turn if turning else None)
             if turning:
                 submitted.verdict = step.submit_verdict(submitted)
             for visit in group:
                 if visit.backward and prepared.gradient_plans[visit.index].names:
-                    self._collect(visit, visit is not groups[-1][-1], step, submitted)
-        gradients = [content.kept_gradients or content.gradient_tensors for content in contents]
-        self._server.conclude(prepared.gradient_plans, gradients, step.groups, step.unscale, submitted)
+                    self._collect(visit, step, submitted)
+                    unsent += [visit] if visit is not groups[-1][-1] else []
+                    unsent = self._refresh_updated(unsent, prepared.gradient_plans, submitted, trace)
+        regions = self._regions_of(prepared)
+        self._server.conclude(prepared.gradient_plans, contents, regions, step.groups, step.unscale, submitted)
+        self._refresh_updated(unsent, prepared.gradient_plans, submitted, trace)
         if trace is not None:
             for segment, event in zip(submitted.updated_segments, submitted.updates, strict=True):
                 trace.mark("update", segment, event)
 
-    def _collect(self, visit: Visit, refreshes: bool, step: TrainingStep, submitted: SubmittedStep) -> None:
-        """Send a segment's gradients to the parameter server, and its new weights to its slot if it `refreshes`."""
+    def _regions_of(self, prepared: PreparedStep) -> list[GradientRegion]:
+        """Memory for gradients of each segment, outside of the backward, on a lane that visits it."""
+        lane_of = {visit.segment: group.lane for group in prepared.visits.groups for visit in group.visits}
+        of_lane = [lane.slots.regions_of(prepared.contents) if lane.slots is not None else [] for lane in self._lanes]
+        return [of_lane[lane_of[index]][index] for index in range(len(prepared.contents))]
+
+    def _collect(self, visit: Visit, step: TrainingStep, submitted: SubmittedStep) -> None:
+        """Send a segment's gradients to the parameter server."""
         plan, drained = step.prepared.gradient_plans[visit.index], len(submitted.drains)
         assert visit.slot is not None
         self._server.collect(plan, visit.slot, visit.lane.drain, step.groups, step.unscale, submitted)
         if step.trace is not None:
             for event in submitted.drains[drained:]:
                 step.trace.mark(f"{visit.lane.label}drain", "gradients", event)
-        if refreshes:
-            self._refresh(visit, submitted, step.trace)
+
+    def _refresh_updated(
+        self, visits: Sequence[Visit], plans: Sequence[GradientPlan], submitted: SubmittedStep, trace: Trace | None
+    ) -> list[Visit]:
+        """Refresh those of these visits of which all of the update is submitted; the others are returned."""
+        waiting = [visit for visit in visits if self._server.updater.is_open(plans[visit.index])]
+        for visit in visits:
+            if visit not in waiting:
+                self._refresh(visit, submitted, trace)
+        return waiting
 
     def forward(self, step: ForwardPass, submitted: SubmittedStep) -> None:
         """Submit a forward pass alone, and note its events in `submitted`."""

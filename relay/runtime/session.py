@@ -140,8 +140,11 @@ class Session:
         gradient_plans = self._gradient_plans(compiled[0]) if training else []
         visits = self._plan_visits(compiled, training)
         stash_plans = plans_for(compiled, self._stash_location, training, visits)
+        updater = self.server.updater
+        parts = updater.programs(gradient_plans, contents, groups)
         needs = [
-            lane.need(compiled, contents, stash_plans, visits, training, self._held(lane)) for lane in self.lanes
+            lane.need(compiled, contents, stash_plans, visits, training, self._held(lane), parts)
+            for lane in self.lanes
         ]
         advice = ""
         for lane, need in reversed(list(zip(self.lanes, needs, strict=True))):
@@ -154,14 +157,19 @@ class Session:
             saved_buffers = self._memory_for_buffers(compiled[0]) if training else {}
             for model in dict.fromkeys(compiled):
                 self._compile(model, visits)
+            for lane in self.lanes:
+                updater.compile(gradient_plans, contents, groups, lane.device)
             self.server.allocate(gradient_plans, groups, contents)
             for lane, need in zip(self.lanes, needs, strict=True):
                 if not lane.has_slots(need):
                     self._free_stash()
+                    updater.submit_deferred()  # these use the slots
                     lane.allocate(need)
             if self._stash_key != (training, tuple(compiled), visits):
                 self._free_stash()  # before residents take its room
             for lane, need in zip(self.lanes, needs, strict=True):
+                if not lane.has_residents(need):
+                    updater.submit_deferred()
                 lane.keep_residents(need, training)
             stash, scalars = self._stash_for(compiled, stash_plans, visits, training)
         except OutOfMemory as failure:
@@ -171,7 +179,7 @@ class Session:
         self.scheduler = self.scheduler or Scheduler(self.lanes, self.store, self.server)
         return PreparedStep(
             compiled, contents, gradient_plans, self.scheduler, self.lanes, visits, stash, scalars, saved_buffers,
-            advice, ties.loose,
+            advice, ties.loose, [need.requirement.workspace for need in needs],
         )  # fmt: skip
 
     @property
@@ -247,6 +255,8 @@ class Session:
     def reset(self) -> None:
         """Before a checkpoint is loaded: end what runs, discard what slots hold, and trust the state again."""
         self.guard.reset()
+        for lane in self.lanes:
+            lane.settle()
         self.forget_slots()
 
     def forget_slots(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hal.errors import OutOfMemory
+from hal.errors import DeviceLost, OutOfMemory
 from hal.event import Event
 from hal.host import Host
 from relay.eps.server import ParameterServer
@@ -35,7 +35,6 @@ class StepGuard:
 
     Attributes:
         broken: the error that left some layers updated and others not; None while the state can be trusted.
-        pending: deferred updates of the latest step, which may still run.
         transfers: the stash's transfers of the latest pass.
         defer_updates: whether updates that wait for the gradient norm may still run when a pass has ended.
         stall_timeout: seconds after which a pass that has not ended is described in the log; None for never.
@@ -43,7 +42,7 @@ class StepGuard:
 
     def __init__(self, host: Host, store: LayerStore, server: ParameterServer) -> None:
         self.broken: BaseException | None = None
-        self.pending: list[Event] = []
+        self._pending: list[Event] = []  # it grows while deferred updates are submitted
         self.transfers: list[Event] = []
         self.defer_updates = False
         self.stall_timeout: float | None = None
@@ -51,6 +50,12 @@ class StepGuard:
         self._store = store
         self._server = server
         self._interrupts: list[DeferredInterrupt] = []
+
+    @property
+    def pending(self) -> list[Event]:
+        """The deferred updates of the latest step, which may still run. Those not submitted yet are submitted now."""
+        self._server.updater.submit_deferred()
+        return self._pending
 
     @contextmanager
     def running(self, prepared: PreparedStep, first: Sequence[Event]) -> Iterator[SubmittedStep]:
@@ -69,16 +74,19 @@ class StepGuard:
         self._store.version += 1
         with (
             DeferredInterrupt() as interrupt,
-            Watchdog(self.stall_timeout, lambda: waited_for(submitted, stash, self.pending, prepared.lanes)),
+            Watchdog(self.stall_timeout, lambda: waited_for(submitted, stash, self._pending, prepared.lanes)),
         ):
+            updater = self._server.updater
             try:
                 try:
                     yield submitted
+                    if not self._outlive:
+                        updater.submit_deferred()
                 except KeyboardInterrupt:
                     raise
                 except BaseException as failure:
                     error = failure
-                updates = () if self._outlive else submitted.updates
+                updates = updater.ended if self._outlive else submitted.updates
                 error = error or wait_all([*first, *submitted.required(), *stash.transfers, *updates])
                 if error is not None:
                     # If submitting failed, some of what was submitted may be noted nowhere.
@@ -103,9 +111,11 @@ class StepGuard:
         if error is not None:
             for each in slots:
                 each.forget()
+            updater.fail(submitted)
             # Updates of the step before may still have been running, and may be what failed.
-            pending, self.pending = self.pending, []
-            earlier = wait_all(pending)
+            earlier = self._end_pending(isinstance(error, DeviceLost))
+            for each in slots:
+                each.settle()
             if earlier is not None or submitted.result.updating:
                 self.broken = earlier or error
         if error is not None or not self._outlive:
@@ -120,7 +130,7 @@ class StepGuard:
     def note_updates(self, submitted: SubmittedStep) -> None:
         """After a training step: deferred updates become pending, and those of the step before have ended."""
         if self._outlive:
-            submitted.ended_updates, self.pending = self.pending, list(submitted.updates)
+            submitted.ended_updates, self._pending = self._pending, submitted.updates
         else:
             submitted.ended_updates = submitted.updates
 
@@ -137,18 +147,38 @@ class StepGuard:
 
     def synchronize(self) -> None:
         """Wait for deferred updates that still run. Raises their first error."""
-        pending, self.pending = self.pending, []
-        error = wait_all(pending)
+        error = self._end_pending()
         if error is not None:
             self.broken = error
             raise error
 
+    def end_on_host(self) -> None:
+        """Do without the device what is left of deferred updates. `broken` is set where one fails."""
+        self.broken = self._end_pending(lost=True) or self.broken
+
     def reset(self) -> None:
         """Wait for deferred updates, ignore their errors, and trust the state again: it is about to be replaced."""
-        pending, self.pending = self.pending, []
-        wait_all(pending)
+        self._end_pending()
+        self._server.updater.forget_deferred()
         self._store.updated.clear()
         self.broken = None
+
+    def _end_pending(self, lost: bool = False) -> BaseException | None:
+        """Wait for the deferred updates of the latest step; their first error.
+
+        If the device is `lost`, the host ends them.
+        """
+        try:
+            pending = [self._server.updater.finish_on_host()] if lost else self.pending
+        except Exception as failure:
+            return failure
+        finally:
+            earlier, self._pending = self._pending, []
+        if lost:
+            wait_all(earlier)
+        error = wait_all(pending)
+        self._server.settle()
+        return error
 
     def _drain_queues(self, prepared: PreparedStep) -> None:
         """Wait for everything that any queue was given; calls on a queue run in order."""

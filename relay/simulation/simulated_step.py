@@ -25,8 +25,8 @@ from relay.eps.bind_optimizer import bind
 from relay.eps.server import Clipping, ParameterServer
 from relay.eps.step_record import SubmittedStep
 from relay.eps.store import LayerStore
-from relay.optim.muon import Muon
 from relay.optim.optimizers import AdamW
+from relay.optim.param_groups import split_into_groups
 from relay.options import OPTIONS, STEP_OPTIONS, check_master_weights
 from relay.precision import COMPUTE
 from relay.runtime import run_step
@@ -34,7 +34,6 @@ from relay.runtime.compiling.capture_segments import recomputing
 from relay.runtime.head.choose_chunks import HeadChunks, alike
 from relay.runtime.lanes.lane import Lane
 from relay.runtime.lanes.open_devices import refuse_unified
-from relay.runtime.memory_plan import kernel_workspace
 from relay.runtime.session import Session
 from relay.runtime.sparse_rows.sparse_rows import row_counts
 from relay.runtime.stages import CompiledModel
@@ -86,11 +85,6 @@ class RunShape:
         """Check each value against the trainer's option of that name; ValueError for one that is not allowed."""
         for name, value in vars(self).items():
             _ALLOWED[name].check(value)
-        if isinstance(self.optimizer, Muon):
-            raise ValueError(
-                "optimizer=Muon cannot be simulated: hosts are described by their memory, and Muon's time on a host is "
-                "that of its matrix products. Simulate AdamW for the memory, which is 4 bytes a parameter more."
-            )
         check_master_weights(self.master_weights, self.precision)
         if self.master_weights == "as_given":
             raise ValueError(
@@ -153,7 +147,10 @@ class Memory:
 
 @dataclass(frozen=True)
 class Step:
-    """A simulated step. `weight_bytes` and `gradient_bytes` are the weights and gradients that crossed the links.
+    """A simulated step.
+
+    `weight_bytes`, `gradient_bytes` and `optimizer_bytes` are what crossed the links of weights, of gradients, and,
+    both ways together, of what devices compute of updates.
 
     Of several devices `timelines` has each one's, and `timeline` is that of all: see `joined`.
     """
@@ -161,6 +158,7 @@ class Step:
     timelines: tuple[Timeline, ...]
     weight_bytes: int
     gradient_bytes: int
+    optimizer_bytes: int = 0
 
     @functools.cached_property
     def timeline(self) -> Timeline:
@@ -256,18 +254,20 @@ class SimulatedRun:
         host = device.host(UNLIMITED)
         model = shape.model(run.seq)
         order = [name for name, _ in model.named_parameters()]
+        defaults = run.optimizer.defaults()
+        groups, group_of = split_into_groups(model, run.optimizer.param_groups(model, ()), defaults)
         store = LayerStore(host, splits=run.master_weights == "split")
         server = ParameterServer(
             device,
             host,
             store,
             bind(run.optimizer, host, store, run.state_dtype, computes=False),
-            dict.fromkeys(order, 0),
+            group_of,
             order,
             Clipping(run.clip_grad_norm),
             scaled,
         )
-        return key, HostState(model, run.optimizer, host, store, server, [run.optimizer.defaults()])
+        return key, HostState(model, run.optimizer, host, store, server, [{**defaults, **group} for group in groups])
 
     def memory(self) -> Memory:
         """The memory that the run needs, which is known before any step."""
@@ -292,9 +292,7 @@ class SimulatedRun:
             - tied_bytes(plans, number),
             "saved tensors for backward": saved_bytes(plans, number),
             TIED_STATE: tied_bytes(plans, number),
-            WORKSPACE: max(
-                kernel_workspace(compiled, self._prepared.visits, number) for compiled in set(self._prepared.compiled)
-            ),
+            WORKSPACE: self._prepared.workspaces[number],
         }
         peak = lane.device.memory().peak
         rows["scalars and rounding"] = peak - sum(rows.values())
@@ -318,10 +316,11 @@ class SimulatedRun:
         timelines = tuple(device.timeline().since(then) for device, then in zip(self._devices, before, strict=True))
         visited = zip(self._prepared.contents, self._prepared.gradient_plans, strict=True)
         gradients = sum(content.gradient_size for content, plan in visited if plan.names)
-        return Step(timelines, submitted.weight_bytes, gradients)
+        return Step(timelines, submitted.weight_bytes, gradients, submitted.optimizer_bytes)
 
     def close(self) -> None:
         """Close the simulated devices and put the host state into the cache."""
+        self._session.guard.synchronize()
         self._session.close()
         self._host_cache.give(self._state_key, self._state)
 

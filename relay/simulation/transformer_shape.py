@@ -265,17 +265,21 @@ class _End(nn.Module):
 
 def model_of(shape: ModelShape, sequence: int) -> nn.Module:
     """A module that holds the parameters of the whole model by name, on the meta device. It cannot be called."""
-    model = nn.Module()
+    model: Any = nn.Module()
     start, (layer,), end = templates_of(shape, sequence)
     parts = [("embedding", start), *((f"layer_{n}", layer) for n in range(shape.layers)), ("head", end)]
     for name, template in parts:
         part = nn.Module()
         for own, parameter in template.named_parameters():
             if not (name == "head" and shape.tied and own.endswith("projection.weight")):
-                made = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                part.register_parameter(own.replace(".", "__"), nn.Parameter(made))
+                own_memory = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                part.register_parameter(own.replace(".", "__"), nn.Parameter(own_memory))
         model.add_module(name, part)
-    return model
+    # As modules have them, by which optimizers tell embeddings and the head from the matrices of layers.
+    model.embedding.num_embeddings = shape.vocabulary
+    model.get_output_embeddings = lambda: model.head
+    made: nn.Module = model
+    return made
 
 
 @functools.lru_cache(maxsize=16)

@@ -62,6 +62,18 @@ class WatchedOptimizer:
             self.gradients[name] = gradient.clone() if factor is None else gradient * factor
         self._optimizer.update(names, gradients, group, factor)
 
+    def begin(
+        self,
+        name: str,
+        gradient: torch.Tensor,
+        group: Mapping[str, Any],
+        factor: torch.Tensor | None,
+        target: torch.Tensor,
+    ) -> bool:
+        """Keep the gradient, then begin the update."""
+        self.gradients[name] = gradient.clone() if factor is None else gradient * factor
+        return self._optimizer.begin(name, gradient, group, factor, target)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._optimizer, name)
 

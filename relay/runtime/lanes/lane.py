@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hal.device import Device, Queue
+from hal.program import Program
 from hal.slot.layout import SlotContent
+from relay.eps.updates.split_update import RETURNED, SENT
 from relay.runtime.lanes.visit_plan import VisitPlan
 from relay.runtime.memory_plan import Requirement, requirement_of
 from relay.runtime.on_host.calls import HostCalls
@@ -24,7 +26,7 @@ from relay.runtime.stages import CompiledModel
 from relay.runtime.stash.memory import StashQueues
 from relay.runtime.stash.plan import StashPlan
 
-QUEUES = ("compute", "load", "refresh", "drain", "stash in", "stash out")
+QUEUES = ("compute", "load", "refresh", "drain", "stash in", "stash out", SENT, RETURNED)
 
 
 @dataclass(frozen=True)
@@ -110,11 +112,15 @@ class Lane:
         visits: VisitPlan,
         training: bool,
         held: int,
+        parts: Sequence[Program],
     ) -> LaneNeed:
-        """What a pass needs. `held` are the bytes of stash and scalars that the lane has from an earlier pass."""
+        """What a pass needs. `held` are the bytes of stash and scalars that the lane has from an earlier pass.
+
+        `parts` are the device's parts of updates.
+        """
         own = [contents[index] for index in visits.segments(self.number)]
         count = self._options.slots * max(1, visits.largest(self.number))
-        requirement = requirement_of(compiled, plans, count, 0, visits, self.number)
+        requirement = requirement_of(compiled, plans, count, 0, visits, self.number, parts)
         ring = self.slots.ring if self.slots is not None else None
         slot_bytes = SlotBytes(
             own, count, (0, 0) if ring is None else (ring.parameter_size, ring.gradient_size),
@@ -148,6 +154,11 @@ class Lane:
             self.free()
             self.slots = Slots(self.device, need.slot_count, *need.slot_sizes)
 
+    def has_residents(self, need: LaneNeed) -> bool:
+        """Whether the lane has slots for these resident segments and for no others."""
+        assert self.slots is not None
+        return not self.slots.differ(need.residents.contents)
+
     def keep_residents(self, need: LaneNeed, training: bool) -> None:
         """Have slots for the resident segments. Raises OutOfMemory."""
         assert self.slots is not None
@@ -163,6 +174,11 @@ class Lane:
         if self.slots is not None:
             self.slots.free()
             self.slots = None
+
+    def settle(self) -> None:
+        """Forget the events of the slots. Everything submitted must have ended."""
+        if self.slots is not None:
+            self.slots.settle()
 
     def forget_choice(self) -> None:
         """Choose the resident segments anew, since the model has other layers."""

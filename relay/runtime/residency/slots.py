@@ -104,6 +104,10 @@ class Slots:
         """The slot of a resident segment; None for a segment that is not resident."""
         return self._resident.get(content.identity)
 
+    def differ(self, contents: Sequence[SlotContent]) -> bool:
+        """Whether `keep` would free or add a slot for these resident segments."""
+        return {content.identity for content in contents} != self._resident.keys()
+
     def keep(self, contents: Sequence[SlotContent], with_gradients: Collection[SlotContent]) -> None:
         """Have slots for these resident segments and for no others. Raises OutOfMemory.
 
@@ -159,6 +163,15 @@ class Slots:
             found.append((own or pool[taken % len(pool)]) if needed else None)
             taken += needed and own is None
         return found
+
+    def regions_of(self, contents: Sequence[SlotContent]) -> list[GradientRegion]:
+        """Memory for gradients of each segment, outside of the backward: its own if it has some, else the ring's."""
+        pool = [slot.own_region or slot.region for slot in self.ring.slots]
+        own = [self.resident_slot(content) for content in contents]
+        return [
+            pool[number % len(pool)] if slot is None or slot.own_region is None else slot.own_region
+            for number, slot in enumerate(own)
+        ]
 
     def forget(self) -> None:
         """Discard what the slots hold, as after a failure."""

@@ -120,7 +120,7 @@ class SparseRows:
             source, memory = self._store[table.name], self._store.add_rows(rows)
             count = table.count if rows.used is None else len(rows.used)
             moved = count * math.prod(source.shape[1:]) * (source.dtype.itemsize + memory.dtype.itemsize)
-            before = [self._store.updated[table.name]] if table.name in self._store.updated else []
+            before = self._store.updates_of([table.name])
             task = functools.partial(self._gather, rows, memory)
             event = self._host.run(task, before, f"rows of {table.name}", HostWork(moved))
             self._store.updated[rows.key] = event

@@ -213,11 +213,6 @@ def test_torchs_muon_is_refused_in_favour_of_the_relays(build: Build) -> None:
         build(perceptron(), loss=MSE, optimizer=functools.partial(torch.optim.Muon, lr=0.1))
 
 
-def test_a_simulation_of_muon_is_refused(build: Build) -> None:
-    with pytest.raises(ValueError, match="Muon cannot be simulated"):
-        relay.simulate(layers=2, hidden=64, device="h200-sxm", optimizer=relay.Muon())
-
-
 # **** both ****
 
 

@@ -85,6 +85,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "clipped, discrete": {"device": "cpu:discrete", "clip_grad_norm": 0.1, "slots": 3},
     "fp16": {"precision": "fp16"},
     "deferred, fp16": {"precision": "fp16", "defer_updates": True},
+    "Muon, discrete": {"optimizer": relay.Muon(), "device": "cpu:discrete"},
+    "Muon, deferred": {"optimizer": relay.Muon(), "clip_grad_norm": 0.1, "defer_updates": True, "slots": 1},
     "torch's Adam": {"device": "cpu:discrete", "optimizer": functools.partial(torch.optim.Adam, lr=0.01)},
 }
 
