@@ -254,6 +254,7 @@ class Trainer(RunState):
         if active_layers is not None and not session.knows_every_layer:
             # Every layer gets its memory in the store, laid out as it is without `active_layers`.
             session.take_over(self._prepare_batch(batch, **asked).compiled, self.param_groups, training=True)
+        self.optimizer.refuse_moved_parameters()
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
 
         def prepare(given: Any) -> tuple[PreparedBatch, PreparedStep]:

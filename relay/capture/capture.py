@@ -115,6 +115,10 @@ def capture(request: CaptureRequest) -> Captured:
         )
         return captured
     plain.refuse_states(name, constants_of(traced))
+    with plain.as_after_a_call(reads) as differs:
+        if differs:
+            again, _, later = _trace(replace(request, device=CPU))
+            later.refuse_states(name, constants_of(again))
     check_operands(traced.graph, request)
     if request.lowering is not Lowering.CORE:
         correct_statistics(traced.graph, request.device)
@@ -181,6 +185,8 @@ def _trace(request: CaptureRequest) -> tuple[fx.GraphModule, Reads, PlainTensors
         plain = stack.enter_context(PlainTensors(module))
         reads = stack.enter_context(recorded_reads(module))
         joint = aot_export_joint_with_descriptors(stack, traced, inputs, {}, decompositions=table)
+        for run in traced.plain:
+            plain.take(run)
         _refuse_counters(traced.counters)
         _refuse_undescribed(joint.graph_module.graph)
         if request.lowering is not Lowering.CORE:
@@ -247,6 +253,10 @@ def _run_eagerly(request: CaptureRequest) -> Captured:
     with PlainTensors(request.module) as plain, UsedTensors() as used:
         made = eager_programs(request)
     plain.refuse_states(request.name, used.addresses)
+    with plain.as_after_a_call(None) as differs, PlainTensors(request.module) as later, UsedTensors() as used_again:
+        if differs:
+            eager_programs(request)
+    later.refuse_states(request.name, used_again.addresses)
     forward = made.programs["forward"]
     assert forward is not None
     return Captured(

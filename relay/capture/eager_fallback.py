@@ -29,6 +29,7 @@ from relay.capture.guards.executed_code import recorded_code
 from relay.capture.guards.functional_call import call_with
 from relay.capture.guards.held_tensors import leaves_of
 from relay.capture.guards.messages import changed_parameter, explain, name_of_program
+from relay.capture.guards.plain_tensors import PlainTensors
 from relay.capture.guards.unsupported import hooks_wait
 from relay.capture.memory_order import Order, as_written, order_of, stored, stored_shape
 from relay.capture.request import CaptureRequest
@@ -105,7 +106,7 @@ def run_made_up(module: nn.Module, forward: Callable[..., Any], fill: Callable[[
             return forward(*args, **kwargs)
 
     def run() -> Any:
-        with torch.random.fork_rng(devices=()), bypassed(), hooks_wait(), torch.no_grad():
+        with torch.random.fork_rng(devices=()), bypassed(), hooks_wait(), torch.no_grad(), PlainTensors(module):
             originals = [*module.parameters(), *module.buffers()]
             states = as_they_are(originals)
             return call_with(Shell(*fill(made_up(inputs))), originals, states, ())

@@ -32,6 +32,7 @@ from relay.capture.guards.unsupported import hooks_wait, inside_layer, refusing
 from relay.capture.native.kernel_strides import kernel_strides_mode
 from relay.capture.traced_module import autocast
 from relay.errors import CaptureError, PartitionError, RelayError
+from relay.graph.autocast_regions import note_regions
 from relay.graph.pytree import TensorTree, is_taken_apart, tensor_leaves
 from relay.graph.recorded_outputs import record, recorded_names
 
@@ -236,6 +237,7 @@ def trace(
             with mode, refusing() as unseen, inference_as_no_grad():
                 traced = make_fx(guarded, tracing_mode="real", pre_dispatch=True)(*fakes)
             _refuse_wrapped(traced, name)
+            note_regions(traced.graph)
             traced.meta["unseen"] = unseen
             return traced
     except RelayError:

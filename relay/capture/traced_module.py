@@ -18,6 +18,7 @@ from relay.capture.guards.counters import Counter, changed, computed_with, numbe
 from relay.capture.guards.executed_code import recorded_code
 from relay.capture.guards.functional_call import carry_attributes, tensor_at
 from relay.capture.guards.held_tensors import replacing
+from relay.capture.guards.plain_tensors import PlainTensors
 from relay.capture.memory_order import Seeded, as_written, order_in_memory
 from relay.capture.request import CaptureRequest
 from relay.capture.trace_for_device import CPU, OnDevice
@@ -50,6 +51,8 @@ class TracedModule(nn.Module):
         self.layer = request.name
         self.holds_tensors = False
         self.counters: list[Counter] = []
+        self.plain: list[PlainTensors] = []
+        self._assigned: set[str] = set()
         self.originals = dict([*self.module.named_parameters(), *self.module.named_buffers()])
         self.attributes = [(name, dict(vars(one))) for name, one in self.module.named_parameters() if vars(one)]
 
@@ -62,6 +65,9 @@ class TracedModule(nn.Module):
         for name, attributes in self.attributes:
             owner, _, own_name = name.rpartition(".")
             carry_attributes(attributes, getattr(self.module.get_submodule(owner), own_name))
+        for name in self._assigned:  # autograd may have saved the buffer, which is written to afterwards
+            owner, _, own_name = name.rpartition(".")
+            setattr(self.module.get_submodule(owner), own_name, buffers[name].clone())
         with reads_unrecorded():
             current = [tensor_at(self.module, name) for name in self.originals]
         own = replacing(list(self.originals.values()), current, self.layer)
@@ -69,7 +75,9 @@ class TracedModule(nn.Module):
         # The backward is traced outside of autocast, as PyTorch runs it outside of autocast.
         before = numbers_of(self.module)
         with autocast(self.compute_dtype, self.device.type), on_device, recorded_code() as ran, own as replaced:
-            outputs: tuple[torch.Tensor, ...] = self.module(*inputs)
+            with PlainTensors(self.module) as plain:  # the module is run several times, each time as it was
+                outputs: tuple[torch.Tensor, ...] = self.module(*inputs)
+        self.plain.append(plain)
         self.counters = computed_with(changed(before, numbers_of(self.module)), ran)
         self.holds_tensors = replaced is not None and bool(replaced.used)
         self._copy_assigned_buffers(buffers)
@@ -99,5 +107,6 @@ class TracedModule(nn.Module):
             module = self.module.get_submodule(owner)
             assigned = getattr(module, own_name)
             if assigned is not buffer:
+                self._assigned.add(name)
                 buffer.copy_(assigned.detach())
                 setattr(module, own_name, buffer)

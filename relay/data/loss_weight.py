@@ -12,7 +12,7 @@ micro-batches times their weights add up to the loss of the batch, unless the pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from relay.capture.guards.data_guards import Guard
+from relay.data.join_outputs import Join
 
 SUM = "sum"
 """The share of a micro-batch in a sum: 1."""
@@ -62,7 +63,8 @@ class LossPlan:
 
     `share` is what the loss of a micro-batch counts by. `whole_values` computes, from the batch's tensors, the values
     of the whole batch that the program is given; after them it is given the share in each of `term_shares`, in the
-    dtypes `term_dtypes`. Of the model's other outputs, scalars `summed` add up as the loss does.
+    dtypes `term_dtypes`. Of the model's other outputs, scalars `summed` add up as the loss does, and `joins` says how
+    those of micro-batches make the batch's, where that is known.
 
     `problem` says why the micro-batches cannot make the loss of the batch, and `mixed_output` why they cannot make an
     output. `unknown` says what could not be followed. `guards` are the model's questions about the whole batch.
@@ -73,6 +75,7 @@ class LossPlan:
     term_shares: tuple[Share, ...] = ()
     term_dtypes: tuple[torch.dtype, ...] = ()
     summed: frozenset[int] = frozenset()
+    joins: Mapping[int, Join] = field(default_factory=dict)
     problem: str | None = None
     mixed_output: str | None = None
     unknown: str | None = None

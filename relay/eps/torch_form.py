@@ -8,7 +8,7 @@ PyTorch's own form. It updates nothing: the server does, layer by layer. Invaria
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -20,6 +20,54 @@ from relay.optim.int8_state import Int8State
 from relay.processes import refuse_copy
 
 State = dict[str, Any]
+
+READ_ONLY = (
+    "The states of a trainer's optimizer are the trainer's, so nothing can be put into optimizer.state. Write to its "
+    "tensors in place, remove a parameter's state (state.pop, state.clear) to begin anew, or use load_state_dict."
+)
+
+
+class ParameterState(State):
+    """The state of a parameter. Its tensors may be written to; entries stay as they are."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(READ_ONLY)
+
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse  # type: ignore[assignment]
+
+
+class States(defaultdict[torch.Tensor, State]):
+    """The states of all parameters. What is removed begins anew; a parameter without a state has an empty one."""
+
+    def __init__(self, begin_anew: Callable[[Sequence[torch.Tensor]], None]) -> None:
+        super().__init__(dict)
+        self._begin_anew = begin_anew
+
+    def __missing__(self, parameter: torch.Tensor) -> State:
+        return ParameterState()
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(READ_ONLY)
+
+    __setitem__ = __ior__ = update = setdefault = popitem = _refuse  # type: ignore[assignment]
+
+    def __delitem__(self, parameter: torch.Tensor) -> None:
+        super().__delitem__(parameter)
+        self._begin_anew([parameter])
+
+    def pop(self, parameter: torch.Tensor, *default: Any) -> Any:
+        """Remove the state of a parameter."""
+        known = parameter in self
+        found = super().pop(parameter, *default)
+        if known:
+            self._begin_anew([parameter])
+        return found
+
+    def clear(self) -> None:
+        """Remove all states."""
+        parameters = list(self)
+        super().clear()
+        self._begin_anew(parameters)
 
 
 class RelayOptimizer(torch.optim.Optimizer):
@@ -52,29 +100,47 @@ class RelayOptimizer(torch.optim.Optimizer):
         self._model, self._states, self._group_of, self._ready = model, states, group_of, ready
         self._given = len(self.param_groups)
         self._connected = True
+        self._note_members()
 
     # -- states -----------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> defaultdict[torch.Tensor, State]:
-        """The state of each parameter that has been updated, as `torch.optim` has it."""
-        found: defaultdict[torch.Tensor, State] = defaultdict(dict)
+        """The state of each parameter that has been updated, as `torch.optim` has it.
+
+        Its tensors may be written to, and states may be removed; an update then begins with new ones.
+        """
+        found = States(self._begin_anew)
         if self._connected:
             self._refuse_part("state")
             self._ready()
             for name, parameter in self._model().named_parameters():
                 if state := in_torch_form(self._states.state(name), parameter):
-                    found[parameter] = state
+                    dict.__setitem__(found, parameter, ParameterState(state))
         return found
 
     @state.setter
     def state(self, value: Any) -> None:
-        """torch sets an empty one when it is made."""
+        """torch sets an empty one when it is made, and so do users who reset it. Raises TypeError for any other."""
+        if self._connected:
+            if value:
+                raise TypeError(READ_ONLY)
+            self.state.clear()
+
+    def _begin_anew(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Give parameters the states of before their first update."""
+        self._ready()
+        names = {id(parameter): name for name, parameter in self._model().named_parameters()}
+        for parameter in parameters:
+            name = names[id(parameter)]
+            group = self.param_groups[self._group_of[name]]
+            self._states.restore(name, self._states.from_torch_form(name, {}, group, parameter.shape))
 
     def state_dict(self) -> dict[str, Any]:
         """The states and groups in the form of `torch.optim`: `state` by index, with `step`, `exp_avg` and so on."""
         self._list_unfrozen()
-        return super().state_dict()
+        found = super().state_dict()
+        return found | {"state": {index: dict(state) for index, state in found["state"].items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set states and hyperparameters from a `state_dict` of this class, or of torch.optim's of the same name.
@@ -104,6 +170,7 @@ class RelayOptimizer(torch.optim.Optimizer):
                 group.setdefault(key, value)
         for name, state in states.items():
             self._states.restore(name, state)
+        self._note_members()
 
     def _refuse_part(self, call: str) -> None:
         """Raise RelayError where this process holds a part of the states."""
@@ -120,6 +187,22 @@ class RelayOptimizer(torch.optim.Optimizer):
             for name, parameter in self._model().named_parameters():
                 if parameter.requires_grad and id(parameter) not in listed:
                     self.param_groups[self._group_of[name]]["params"].append(parameter)
+            self._note_members()
+
+    def _note_members(self) -> None:
+        self._members = [[id(parameter) for parameter in group["params"]] for group in self.param_groups]
+
+    def refuse_moved_parameters(self) -> None:
+        """Raise ValueError where parameters were taken out of the groups, or put into them, by hand."""
+        if (
+            self._connected
+            and [[id(parameter) for parameter in group["params"]] for group in self.param_groups] != self._members
+        ):
+            raise ValueError(
+                "The lists of parameters in trainer.optimizer.param_groups were changed by hand, which changes nothing "
+                "in the trainer. To leave a parameter as it is, set its requires_grad to False; for parameters that "
+                "have been unfrozen use add_param_group; for other groups build a trainer with param_groups=."
+            )
 
     # -- groups -----------------------------------------------------------------------------------------------
 
@@ -150,6 +233,7 @@ class RelayOptimizer(torch.optim.Optimizer):
             self._ready()
             super().add_param_group(param_group)
             self._group_of.update((names[id(parameter)], len(self.param_groups) - 1) for parameter in params)
+            self._note_members()
         else:
             super().add_param_group(param_group)
 
@@ -169,6 +253,7 @@ class RelayOptimizer(torch.optim.Optimizer):
         for ours, new in zip(self.param_groups, groups, strict=True):
             ours["params"] = new["params"]
         self._group_of = group_of
+        self._note_members()
 
     # -- steps ------------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ from relay.graph.pytree import TensorTree, tensor_leaves
 from relay.models.huggingface import without_cache
 from relay.partition.batch_analysis import NotFollowed, TracedModel, WholeTrace, follow_batch, plan_for
 from relay.partition.cut_head import cut_over_batch
-from relay.partition.eager.around import Around
+from relay.partition.eager.around import Around, WithAssignedBuffers
 from relay.partition.eager.dry_run import DryRun
 from relay.partition.eager.epilogue import drop_after_layers, needed_outputs, refusal, with_eager_epilogue
 from relay.partition.eager.layer_arguments import partition_around, refusal_around
@@ -89,11 +89,18 @@ def partition_model(
     code: set[CodeType] = set()
 
     called: list[BlockCall] = []
+    shell = WithAssignedBuffers(model, inside=inside)
 
     def traced_for(
-        tensors: Sequence[torch.Tensor], guard_tracer: GuardTracer, ends: Sequence[tuple[int, int]] | None = None
+        tensors: Sequence[torch.Tensor],
+        guard_tracer: GuardTracer,
+        ends: Sequence[tuple[int, int]] | None = None,
+        again: bool = False,
     ) -> TracedModel:
-        """The trace for a batch. With `ends`, it ends with these outputs of layers, where the code fails after them."""
+        """The trace for a batch. With `ends`, it ends with these outputs of layers, where the code fails after them.
+
+        It is made `again` with tensors in attributes that a first call puts there.
+        """
         nonlocal called
         found: list[tuple[bool, TensorTree]] = []
 
@@ -102,7 +109,7 @@ def partition_model(
             numbers = numbers_of(model)
             try:
                 with recorded_reads(model) as seen, recorded_code() as ran, own:
-                    output = call_with(model, originals, state, (), tree.fill(leaves))
+                    output = call_with(shell, originals, state, (), tree.fill(leaves))
             except Exception:
                 reads.update(seen)
                 if ends is None:
@@ -118,11 +125,17 @@ def partition_model(
             found.append((loss is not None, output_tree))
             return ([loss] if loss is not None else []) + results
 
+        known = len(shell.assigned)
         with PlainTensors(model) as plain:
             with blocks_as_ops(blocks, skipped, compute) as calls, without_cache(model), autocast(compute):
                 called = calls
                 traced = trace(run, (originals, list(tensors)), type(model).__name__, guard_tracer)
+        if len(shell.assigned) > known:  # once more, with copies of the buffers that the forward assigns
+            return traced_for(tensors, guard_tracer, ends, again)
         plain.refuse_states(type(model).__name__, constants_of(traced))
+        with plain.as_after_a_call(reads) as differs:
+            if differs and not again:
+                traced_for(tensors, GuardTracer(tensors), ends, again=True)
         return TracedModel(traced, calls, *found[0])
 
     guard_tracer = GuardTracer(batch)

@@ -16,6 +16,7 @@ from torch import fx, nn
 from relay.capture import SET_GRAD_ENABLED
 from relay.capture.fake_tensors import is_fake
 from relay.errors import PartitionError
+from relay.graph.autocast_regions import enter_regions
 
 
 class GraphSegment(nn.Module):
@@ -80,7 +81,10 @@ def graph_of_loss(
 def copied_graph(
     traced: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], gradients_on: Mapping[fx.Node, bool]
 ) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A graph of these nodes, each with gradients on or off as it was, and its nodes by those that they copy."""
+    """A graph of these nodes, each with gradients on or off and under the autocast that it was under.
+
+    Returns it with its nodes by those that they copy.
+    """
     graph = fx.Graph()
     environment: dict[fx.Node, fx.Node] = {}
     for position, node in enumerate(inputs):
@@ -99,6 +103,7 @@ def copied_graph(
             environment[node] = graph.node_copy(node, environment.__getitem__)
     if not on:
         graph.call_function(SET_GRAD_ENABLED, (True,))
+    enter_regions(graph)
     return graph, environment
 
 

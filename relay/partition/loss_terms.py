@@ -17,7 +17,9 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from relay.capture.guards.data_guards import Guard
+from relay.data.join_outputs import AVERAGED, FREE, SUMMED, Join, RowsAlong
 from relay.data.loss_weight import SAMPLES, SUM, LossPlan, Share, TargetCount
+from relay.graph.autocast_regions import enter_regions
 from relay.graph.mutations import memory_roots, needed_by, written_by
 from relay.partition.batch_flow.flow import BatchFlow
 from relay.partition.batch_flow.labels import Cause, Count, Kind, Label, Term
@@ -62,7 +64,10 @@ class LossTerms:
             why = self._where(label.cause)
             problem = why if label.kind is Kind.MIXED else None
             unknown = unknown if problem else why
-            return LossPlan(problem=problem, unknown=unknown, mixed_output=mixed_output, guards=tuple(guards))
+            return LossPlan(
+                problem=problem, unknown=unknown, mixed_output=mixed_output, joins=self._joins(self._results[1:]),
+                guards=tuple(guards),
+            )  # fmt: skip
         keys = {term: self._key(term) for term in label.terms}
         shares = list(dict.fromkeys(keys.values())) or [Count.SAMPLES]
         live = needed_by(list(self._results), self._pair.large.graph)
@@ -82,6 +87,7 @@ class LossTerms:
             tuple(made[key] for key in scaled),
             tuple(dtypes),
             self._summed(keys, shares[0] if not scaled else None),
+            self._joins(self._results[1:]),
             mixed_output=mixed_output,
             unknown=unknown,
             guards=tuple(guards),
@@ -89,7 +95,23 @@ class LossTerms:
 
     def plan_without_loss(self, guards: Sequence[Guard]) -> LossPlan:
         """The plan for a model that gives no loss."""
-        return LossPlan(mixed_output=self._mixed_output(), guards=tuple(guards))
+        return LossPlan(mixed_output=self._mixed_output(), joins=self._joins(self._results), guards=tuple(guards))
+
+    def _joins(self, results: Sequence[fx.Node]) -> dict[int, Join]:
+        """How the micro-batches' results make those of the batch, by number, where it is known."""
+        found: dict[int, Join] = {}
+        for number, result in enumerate(results):
+            label = self._flow.labels[result]
+            if not isinstance(label, Label):
+                continue
+            counts = {term.count for term in label.terms}
+            if label.kind is Kind.FREE:
+                found[number] = FREE
+            elif label.kind is Kind.ROWS and label.unit:
+                found[number] = RowsAlong(label.dim, label.unit)
+            elif label.kind is Kind.TERMS and counts in ({Count.SUM}, {Count.SAMPLES}):
+                found[number] = SUMMED if counts == {Count.SUM} else AVERAGED
+        return found
 
     def _mixed_output(self) -> str | None:
         for result in self._results:
@@ -217,5 +239,6 @@ def extracted(
             copied[node] = graph.create_node("get_attr", name)
         else:
             copied[node] = graph.node_copy(node, copied.__getitem__)
+    enter_regions(graph)
     graph.output(tuple(copied[node] for node in wanted))
     return fx.GraphModule({name: value for name, value in root.__dict__.items() if name.startswith("tensor_")}, graph)

@@ -16,6 +16,7 @@ import torch
 
 from hal.event import Event
 from relay.capture.memory_order import as_written, stored, stored_shape
+from relay.data.join_outputs import AVERAGED, join_output
 from relay.data.microbatches import Batch, Piece, count_tokens
 from relay.eps.step_record import SubmittedStep
 from relay.errors import NonFiniteLoss
@@ -262,8 +263,8 @@ def outputs(
 ) -> Any:
     """Run a forward pass on `inputs` (as `train_step` takes them) and return the outputs in the model's own structure.
 
-    Those of a head over the whole batch are returned as they are. Else tensors with the batch's length along dimension
-    0 are concatenated, scalars averaged over the batch; of other outputs the first micro-batch's are returned.
+    Those of a head over the whole batch are returned as they are. Others are joined (`relay.data.join_outputs`). Raises
+    PartitionError for an output that micro-batches do not give.
     """
     compiled = prepared.compiled
     rows: list[list[torch.Tensor]] = []
@@ -277,9 +278,16 @@ def outputs(
     if head is not None:
         return head.partition.result_tree.fill(rows[-1])
     partition = compiled[0].partition
+    plan = partition.loss_plan
     by_samples = [size / sum(batch.sizes) for size in batch.sizes]
     together = [
-        _join(column, batch.sizes, weights if number in partition.loss_plan.summed else by_samples)
+        join_output(
+            column,
+            batch.sizes,
+            weights if number in plan.summed else by_samples,
+            AVERAGED if number in plan.summed or (plan.unknown and not column[0].dim()) else plan.joins.get(number),
+            f"output {number} of the model",
+        )
         for number, column in enumerate(zip(*rows, strict=True))
     ]
     return partition.result_tree.fill(together)
@@ -334,15 +342,6 @@ def _write_inputs(prepared: PreparedStep, inputs: Sequence[Sequence[torch.Tensor
         for value, tensor in zip(partition.inputs, tensors, strict=True):
             if partition.values[value].consumers:
                 prepared.stash.write_input(Key(value, False), row, stored(tensor, partition.values[value].order))
-
-
-def _join(rows: Sequence[torch.Tensor], sizes: Sequence[int], weights: Sequence[float]) -> torch.Tensor:
-    """One output of the model, from those of the micro-batches."""
-    if rows[0].dim() and [len(row) for row in rows] == list(sizes):
-        return torch.cat(list(rows))
-    if rows[0].dim() == 0 and rows[0].dtype.is_floating_point:
-        return torch.stack([row * weight for row, weight in zip(rows, weights, strict=True)]).sum()
-    return rows[0]
 
 
 def weighted(losses: torch.Tensor, weights: Sequence[float]) -> list[float]:

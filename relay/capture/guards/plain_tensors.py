@@ -1,13 +1,15 @@
 """Tensors in plain attributes of a module, which are neither parameters nor buffers.
 
 Code may store a tensor in an attribute for inspection (attention weights), or read one as a constant. Both work in a
-trace, since attributes are restored afterwards. A tensor that is read and then replaced is a state that lasts from call
-to call. It is refused, because every run of the traced program would read the first value.
+trace, since attributes are restored after each run of the code. A tensor that is read and then replaced is a state that
+lasts from call to call. It is refused, because every run of the traced program would read the first value. Where the
+first call puts a tensor in the place of None, a second run shows whether it is such a state, or is made once and kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from relay.capture.guards.attribute_reads import Reads
 from relay.errors import CaptureError
 
 
@@ -30,7 +33,10 @@ class PlainTensors:
             (path, part, {name: value for name, value in vars(part).items() if isinstance(value, torch.Tensor)})
             for path, part in module.named_modules()
         ]
+        # An attribute may hold None, say, until a forward puts a tensor there.
+        self._other = {id(part): dict(vars(part)) for _, part, _ in self._before}
         self._replaced: list[tuple[str, torch.Tensor]] = []
+        self._new: list[tuple[nn.Module, str, torch.Tensor]] = []
 
     def __enter__(self) -> PlainTensors:
         return self
@@ -41,10 +47,38 @@ class PlainTensors:
             for name, value in list(vars(module).items()):
                 if isinstance(value, torch.Tensor) and name not in tensors:
                     del vars(module)[name]
+                    if name in (other := self._other[id(module)]):
+                        vars(module)[name] = other[name]
+                        self._new.append((module, name, value))
             for name, tensor in tensors.items():
                 if vars(module).get(name) is not tensor:
                     self._replaced.append((f"{path}.{name}".lstrip("."), tensor))
             vars(module).update(tensors)
+
+    def take(self, inner: PlainTensors) -> None:
+        """Note what was seen in a context within this one."""
+        self._replaced += inner._replaced
+        self._new += inner._new
+
+    @contextlib.contextmanager
+    def as_after_a_call(self, reads: Reads | None) -> Iterator[bool]:
+        """While open, attributes that held no tensor until a call hold one, as in a second call: zeros.
+
+        Yields whether there are such attributes among the `reads` (all count as read if it is None).
+        """
+        new = [
+            (module, name, tensor)
+            for module, name, tensor in self._new
+            if reads is None or name in (reads.get(id(module), ()) or (name,))
+        ]
+        before = [(module, name, vars(module)[name]) for module, name, _ in new]
+        for module, name, tensor in new:
+            vars(module)[name] = torch.zeros(tuple(tensor.shape), dtype=tensor.dtype)
+        try:
+            yield bool(new)
+        finally:
+            for module, name, other in before:
+                vars(module)[name] = other
 
     def refuse_states(self, layer: str, used: Collection[int]) -> None:
         """Raise CaptureError if a replaced tensor is among those `used`, which are given by their addresses."""

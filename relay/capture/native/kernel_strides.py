@@ -52,6 +52,7 @@ MISTAKEN = frozenset(
         aten.native_dropout_backward.default,
         aten.native_group_norm_backward.default,
         aten.native_layer_norm_backward.default,
+        aten.nll_loss2d_forward.default,
         aten.normal.Tensor_Tensor,
         aten.pow.Scalar,
         aten.reflection_pad2d_backward.default,
@@ -100,7 +101,14 @@ def _dispatch(mode: FakeTensorMode, foretell: Any, func: Any, types: Any, args: 
     """What an op gives for fake tensors; `foretell` is PyTorch's own answer."""
     if func is aten._grouped_mm.default and (args[0].dtype, args[0].device.type) == (torch.float32, "cpu"):
         return _grouped_product(mode, foretell, types, args, kwargs or {})
-    foretold = foretell(func, types, args, kwargs or {})
+    try:
+        foretold = foretell(func, types, args, kwargs or {})
+    except ValueError:  # some Python forms refuse views that the kernel has no need of
+        if func not in MISTAKEN:
+            raise
+        with mode:
+            given = pytree.tree_map_only(torch.Tensor, _contiguous, (args, kwargs or {}))
+        foretold = foretell(func, types, *given)
     if getattr(func, "overloadpacket", None) in MAKES_SPARSE:
         raise NotImplementedError(f"{func} makes a sparse tensor of a dense one, which traces cannot differentiate")
     if func not in MISTAKEN:
@@ -120,6 +128,10 @@ def _dispatch(mode: FakeTensorMode, foretell: Any, func: Any, types: Any, args: 
             return torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device)
 
     return pytree.tree_map_only(torch.Tensor, relaid, foretold)
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def _grouped_product(mode: FakeTensorMode, foretell: Any, types: Any, args: Any, kwargs: Any) -> torch.Tensor:

@@ -17,6 +17,7 @@ from torch import fx, nn
 from relay.capture import BlockCall, autocast, call_with, trace
 from relay.capture.guards.held_tensors import replacing
 from relay.capture.guards.mutated_arguments import call_recorded
+from relay.capture.guards.plain_tensors import PlainTensors
 from relay.capture.guards.unsupported import hooks_wait, inside_layer
 from relay.errors import RelayError
 from relay.graph.pytree import tensor_leaves
@@ -115,7 +116,7 @@ class LayerLabels:
             with inside_layer(), hooks_wait(), torch.no_grad(), autocast(call.compute):
                 traces = []
                 for tensors in (small, large):
-                    with undisturbed(call.block):  # both begin with the same numbers
+                    with undisturbed(call.block), PlainTensors(call.block):  # both begin alike
                         traces.append(trace(run, (originals, list(tensors)), call.name))
         except (RelayError, RuntimeError, TypeError, ValueError, NotImplementedError):
             return None, (Cause("its code", "cannot be traced"),)

@@ -15,6 +15,8 @@ def looked_up(call: OpCall) -> Labels:
     """embedding and the like: of a table that is free of the batch."""
     if call.label(call.argument("weight")).kind is not Kind.FREE:
         return alike(call, call.mixed("looks up in a table made from the batch"))
+    if call.argument("scale_grad_by_freq") is True:
+        return alike(call, call.mixed("scales gradients by how often a row is looked up in the batch"))
     return call.shaped(call.label(call.argument("indices", "self")))
 
 

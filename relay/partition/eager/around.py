@@ -130,6 +130,11 @@ class AroundLayers(nn.Module):
         own = {name: getattr(self, local) for local, name in self.names.items()}
         states = [own[name] if name in own else _zeros(*like, where) for name, like in self.outside.items()]
         done = 0
+        local_of = {id(own[name]): local for local, name in self.names.items() if local in self._buffers}
+
+        def keep(buffer: torch.Tensor, assigned: torch.Tensor) -> None:
+            if id(buffer) in local_of:
+                setattr(self, local_of[id(buffer)], assigned)
 
         def stand_in(name: str, _: nn.Module, __: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             nonlocal done
@@ -154,27 +159,55 @@ class AroundLayers(nn.Module):
             return call.returned(made, args, kwargs, inputs)
 
         with layers_replaced(around.blocks, stand_in), without_cache(around.model), hooks_refused():
-            shell = _WithAssignedBuffers(around.model)
+            shell = WithAssignedBuffers(around.model, keep)
             return call_with(shell, self.originals, states, (), around.tree.fill(tensors[:count]))
 
 
-class _WithAssignedBuffers(nn.Module):
-    """The model; what its forward assigns to buffers is copied into those that stand for them."""
+class WithAssignedBuffers(nn.Module):
+    """The model; what its forward assigns to a buffer is copied into the one that stands for it, or given to `keep`.
 
-    def __init__(self, model: nn.Module) -> None:
+    Buffers of modules whose ids are `inside` layers are the layers' own matter.
+    Once such a buffer is known (`assigned` holds its module's path and its name) the forward has a copy of it, since
+    autograd may have saved the one that is written to.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        keep: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
+        inside: Container[int] = (),
+    ) -> None:
         super().__init__()
         self.model = model
+        self._inside = inside
+        self.assigned: set[tuple[str, str]] = set()
+        self._keep = keep
 
     def forward(self, **inputs: Any) -> Any:
-        before = [(part, name, one) for part in self.model.modules() for name, one in part._buffers.items()]
+        before = [
+            (path, part, name, one)
+            for path, part in self.model.named_modules()
+            if id(part) not in self._inside
+            for name, one in part._buffers.items()
+            if one is not None
+        ]
+        for path, part, name, buffer in before:
+            if (path, name) in self.assigned:
+                part._buffers[name] = buffer.clone()
         try:
             return self.model(**inputs)
         finally:
-            for part, name, buffer in before:
+            for path, part, name, buffer in before:
                 assigned = part._buffers.get(name)
-                if buffer is not None and assigned is not None and assigned is not buffer:
-                    with torch.no_grad():
-                        buffer.copy_(assigned)
+                if assigned is None or assigned is buffer:
+                    continue
+                part._buffers[name] = buffer
+                if self._keep is not None:
+                    self._keep(buffer, assigned.detach())
+                    continue
+                self.assigned.add((path, name))
+                with torch.no_grad():
+                    buffer.copy_(assigned)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, trained: bool, where: torch.device) -> torch.Tensor:

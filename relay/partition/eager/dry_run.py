@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from relay.capture import as_fake, autocast, call_with, run_fake
 from relay.capture.guards.data_guards import READS
 from relay.capture.guards.mutated_arguments import call_observed, write_back
+from relay.capture.guards.plain_tensors import PlainTensors
 from relay.capture.guards.unsupported import hooks_wait
 from relay.graph.pytree import TensorTree, tensor_leaves
 from relay.graph.recorded_outputs import recorded_names
@@ -164,7 +165,7 @@ def dry_run(
         torch.manual_seed(seed)
         for name, copy in zip(states, copies, strict=True):
             watch.label(copy, frozenset({("state", name)}))
-        with layers_replaced(blocks, stand_in), without_cache(model), watch:
+        with PlainTensors(model), layers_replaced(blocks, stand_in), without_cache(model), watch:
             given = tree.fill([tensor.detach().clone() for tensor in batch])
             found.output = call_with(model, list(states.values()), copies, (), given)
     if records:

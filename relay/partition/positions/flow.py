@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from relay.capture import SET_GRAD_ENABLED
+from relay.graph.autocast_regions import regions_of
 from relay.graph.mutations import needed_by, written_by
 from relay.partition.positions.labels import Count, Kind, Label, NotByPosition, OfBatch, OfState, Written, rows_of
 from relay.partition.positions.op_calls import (
@@ -384,6 +385,8 @@ class PositionFlow(RowRules):
         self.needed = needed_by([loss], graph)
         gradients_on = True
         for node in graph.nodes:
+            if node in self.needed and regions_of(node):
+                raise NotByPosition("it uses torch.autocast")
             if node.target is SET_GRAD_ENABLED:
                 gradients_on = bool(node.args[0])
             elif node in self.needed and node.op == "call_function":

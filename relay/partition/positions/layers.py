@@ -23,6 +23,7 @@ from torch import fx, nn
 from relay.capture import SET_GRAD_ENABLED, autocast, call_with, trace
 from relay.capture.guards.attribute_reads import Reads, recorded_reads
 from relay.errors import RelayError
+from relay.graph.autocast_regions import regions_of
 from relay.graph.mutations import bind_writes, needed_by, written_by
 from relay.partition.positions.flow import RowRules
 from relay.partition.positions.labels import Kind, Label, NotByPosition, OfBatch, OfState
@@ -100,6 +101,8 @@ class _Layer(RowRules):
         bind_writes(graph, set(self.states))
         if any(node.target is SET_GRAD_ENABLED for node in graph.nodes):
             raise NotByPosition("it turns gradients on or off")
+        if any(map(regions_of, graph.nodes)):
+            raise NotByPosition("it uses torch.autocast")
         for node in graph.find_nodes(op="get_attr"):
             if any(user.target is not aten.lift_fresh_copy.default for user in node.users):
                 raise NotByPosition("its code holds a tensor that is not its own")

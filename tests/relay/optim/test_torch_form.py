@@ -4,6 +4,7 @@ import copy
 import functools
 import io
 import math
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -259,3 +260,41 @@ def test_the_state_can_be_read_after_close() -> None:
         trainer.step((torch.randn(8, 6), torch.randn(8, 3)))
         inside = copy.deepcopy(trainer.optimizer.state_dict())
     torch.testing.assert_close(trainer.optimizer.state_dict()["state"], inside["state"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("how", ["clear", "assign", "pop"])
+def test_states_that_are_removed_begin_anew_as_in_torch_optim(build: Build, how: str) -> None:
+    torch.manual_seed(0)
+    ours = Stack()
+    plain, data = copy.deepcopy(ours), batches(4)
+    trainer = build(ours, microbatches=1, optimizer=relay.AdamW(lr=1e-2, weight_decay=0.01))
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.01, fused=True)
+    for number, batch in enumerate(data):
+        if number == 2:
+            for one, model in ((trainer.optimizer, ours), (optimizer, plain)):
+                if how == "clear":
+                    one.state.clear()
+                elif how == "assign":
+                    one.state = defaultdict(dict)
+                else:
+                    one.state.pop(model.first.weight)
+        optimizer.zero_grad()
+        loss = plain(**batch).loss
+        loss.backward()
+        optimizer.step()
+        assert trainer.step(batch).loss == loss.item()
+    reference.assert_same_state(trainer.state_dict(), plain.state_dict())
+
+
+def test_what_is_put_into_the_states_or_taken_out_of_the_groups_by_hand_is_refused(build: Build) -> None:
+    model = Stack()
+    trainer = build(model, microbatches=1)
+    trainer.step(batches(1)[0])
+    parameter = next(iter(model.parameters()))
+    with pytest.raises(TypeError, match="load_state_dict"):
+        trainer.optimizer.state[parameter] = {}
+    with pytest.raises(TypeError, match="in place"):
+        trainer.optimizer.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
+    del trainer.optimizer.param_groups[0]["params"][-1]
+    with pytest.raises(ValueError, match="requires_grad"):
+        trainer.step(batches(1)[0])
