@@ -259,7 +259,10 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "stop"
     on_device_lost: Annotated[
         Literal["raise", "retry"],
-        Meta(description="'retry' opens a lost device again and repeats the step, once."),
+        Meta(
+            description="'retry' opens a lost device again and repeats the step, once. Of several devices one that "
+            "cannot be opened again is left out, and the others go on without it."
+        ),
     ] = "raise"
     stall_timeout: Annotated[
         Positive | None,

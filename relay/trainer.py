@@ -56,7 +56,7 @@ from relay.runtime.compiler import ModelCompiler, PreparedBatch
 from relay.runtime.grad_mode import as_if_alone, in_eval_mode
 from relay.runtime.head.choose_chunks import HeadChunks
 from relay.runtime.head.largest_batch import with_largest_batch
-from relay.runtime.lanes.open_devices import common_graphs, open_devices
+from relay.runtime.lanes.open_devices import common_graphs, open_again, open_devices
 from relay.runtime.schedule import PreparedStep
 from relay.runtime.session import Session
 from relay.runtime.trace import Trace
@@ -430,7 +430,7 @@ class Trainer(RunState):
         session = self._session
         session.guard.end_on_host()
         broken = session.guard.broken
-        session.reopen(open_devices(self.options.device, session.capacity))
+        session.reopen(*open_again(self.options.device, session.capacity))
         session.guard.broken = broken
         self._check_usable()
 

@@ -46,8 +46,6 @@ from relay.runtime.trace import Trace
 logger = logging.getLogger("relay")
 
 SAVED_BUFFERS = "buffers before the step"
-PLANS = 8
-"""Plans of visits that are kept: one for each list of micro-batches' compiled models."""
 
 
 class Session:
@@ -116,7 +114,6 @@ class Session:
         self._grouping = Grouping(
             slot_count, stash_location, room, resident_layers, layers_per_visit, device_speeds
         )
-        self._visit_plans: dict[tuple[bool, tuple[CompiledModel, ...]], VisitPlan] = {}
         self._ties = ExactTies(exact_ties, slot_count, stash_location, limit, self._native, logger.warning)
         self._checked: set[tuple[int, bool]] = set()
         self._saved_buffers: dict[str, torch.Tensor] = {}
@@ -192,13 +189,7 @@ class Session:
 
     def _plan_visits(self, compiled: Sequence[CompiledModel], training: bool) -> VisitPlan:
         """Which lane runs which segment: the fastest plan whose slots fit."""
-        key = training, tuple(compiled)
-        found = self._visit_plans.get(key)
-        if found is None:
-            if len(self._visit_plans) >= PLANS:
-                self._visit_plans.clear()
-            found = self._visit_plans[key] = self._grouping.plan(compiled, training, len(self.lanes))
-        return found
+        return self._grouping.plan(compiled, training, len(self.lanes))
 
     def _compile(self, model: CompiledModel, visits: VisitPlan) -> None:
         """Make the kernels of the pass, each on its lane's device, or on the host what that cannot run."""
@@ -238,8 +229,11 @@ class Session:
         self.store.take_edits()
         return self._lay_out(self.store, compiled[0], wanted, len(compiled))
 
-    def reopen(self, devices: Sequence[Device]) -> None:
-        """Continue on other devices in place of those that are lost. What lives on the host is kept."""
+    def reopen(self, devices: Sequence[Device], kept: Sequence[int]) -> None:
+        """Continue on other devices in place of those that are lost. What lives on the host is kept.
+
+        `kept` are the numbers of the devices that they replace, among those that the session began with.
+        """
         with suppress(HalError):  # a lost device may still take some of its memory back
             self._free_stash()
         for lane in self.lanes:
@@ -247,7 +241,7 @@ class Session:
                 lane.device.close()
         self._stash = self._scalars = self.scheduler = None
         self.lanes = self._lanes_on(devices)
-        self._visit_plans.clear()
+        self._grouping.keep(kept)
         self.host.follow(self.device.host())
         self.server.follow(self.device)
         self.reset()
@@ -275,7 +269,7 @@ class Session:
         for lane in self.lanes:
             lane.forget_choice()
         self._ties.clear()
-        self._visit_plans.clear()
+        self._grouping.forget()
         self.knows_every_layer = False
         self._free_device_memory()
         self.rows.clear()

@@ -6,21 +6,26 @@ the model, the options and the devices' memory alone, so a resumed run on the sa
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from relay.runtime.lanes.choose_groups import MOST, GroupSizes, plan_visits
 from relay.runtime.lanes.visit_plan import VisitPlan
 from relay.runtime.memory_plan import planned_slot_sizes, plans_for, requirement_of
 from relay.runtime.stages import CompiledModel
 
+logger = logging.getLogger("relay")
+
+PLANS = 8
+"""Plans that are kept: one for each list of micro-batches' compiled models."""
 SHARE = 0.9
 """The share of a device's memory that groups of several segments may fill."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Grouping:
-    """The options that decide on groups.
+    """The options that decide on groups, and the plans that were made.
 
     Attributes:
         slots: slots for each segment of a group.
@@ -37,10 +42,37 @@ class Grouping:
     resident_layers: int | str
     layers_per_visit: int | str | Sequence[int]
     speeds: Sequence[float] | None
+    _plans: dict[tuple[bool, int, tuple[CompiledModel, ...]], VisitPlan] = field(default_factory=dict, init=False)
+    _kept: list[int] = field(default_factory=list, init=False)
+    _said: set[str] = field(default_factory=set, init=False)
 
     def plan(self, compiled: Sequence[CompiledModel], training: bool, lanes: int) -> VisitPlan:
-        """The plan of a pass on so many lanes."""
-        speeds = [1.0] * lanes if self.speeds is None else list(self.speeds)[:lanes]
+        """The plan of a pass on so many lanes. What keeps lanes idle while training is logged once."""
+        key = training, lanes, tuple(compiled)
+        found = self._plans.get(key)
+        if found is None:
+            if len(self._plans) >= PLANS:
+                self._plans.clear()
+            found = self._plans[key] = self._made(compiled, training, lanes)
+            for caution in found.cautions(len(compiled), lanes) if training else ():
+                if caution not in self._said:
+                    self._said.add(caution)
+                    logger.warning(caution)
+        return found
+
+    def forget(self) -> None:
+        """Drop the plans, and with them the compiled models."""
+        self._plans.clear()
+
+    def keep(self, lanes: Sequence[int]) -> None:
+        """Go on with these of all lanes alone."""
+        self._kept = list(lanes)
+        self.forget()
+
+    def _made(self, compiled: Sequence[CompiledModel], training: bool, lanes: int) -> VisitPlan:
+        speeds = [1.0] * lanes
+        if self.speeds is not None:
+            speeds = [self.speeds[lane] for lane in self._kept or range(lanes)]
         given = self.layers_per_visit
         if given != "auto" or lanes == 1:
             same = 1 if isinstance(given, str) else given
@@ -52,7 +84,7 @@ class Grouping:
             largest = max(plan.largest(lane) for lane in range(lanes))
             if largest == 1 or self._fits(compiled, training, plan, lanes):
                 return plan
-            most = largest - 1
+            most = min(most, largest) - 1
 
     def _fits(self, compiled: Sequence[CompiledModel], training: bool, plan: VisitPlan, lanes: int) -> bool:
         """Whether each device has room for the slots of its groups beside all else."""

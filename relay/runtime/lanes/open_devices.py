@@ -6,16 +6,17 @@ reason, before any memory is taken; those that were opened by then are closed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
 
 from hal import registry
 from hal.device import Device, DeviceInfo
+from hal.errors import HalError, Unavailable
 from relay.capture import Lowering, graphs_for
 
-SEVERAL = ("cpu:discrete", "sim")
-"""Devices of which several may be opened: a name that stands twice means two of them."""
+logger = logging.getLogger("relay")
 
 
 def names_of(devices: str | Sequence[str]) -> list[str]:
@@ -43,6 +44,29 @@ def open_devices(devices: str | Sequence[str], capacity: int | None) -> list[Dev
             device.close()
         raise
     return opened
+
+
+def open_again(devices: str | Sequence[str], capacity: int | None) -> tuple[list[Device], list[int]]:
+    """Open the devices of a run again after one was lost. Of several, one that cannot be opened is left out.
+
+    Returns those that are open, and their numbers among `devices`. Raises Unavailable if none can be opened.
+    """
+    names = names_of(devices)
+    try:
+        return open_devices(names, capacity), list(range(len(names)))
+    except HalError:
+        if len(names) == 1:
+            raise
+    kept = []
+    for number, name in enumerate(names):
+        try:
+            registry.open(name, capacity).close()
+            kept.append(number)
+        except HalError as failure:
+            logger.warning("Device %d (%s) cannot be opened again and is left out: %s", number, name, failure)
+    if not kept:
+        raise Unavailable(f"None of the devices {names!r} can be opened again. Load the last checkpoint elsewhere.")
+    return open_devices([names[number] for number in kept], capacity), kept
 
 
 def refuse_unified(names: Sequence[str], infos: Sequence[DeviceInfo]) -> None:

@@ -64,6 +64,19 @@ def test_fewer_micro_batches_than_devices_are_noted() -> None:
     assert any("2 micro-batches cannot keep 4 devices busy" in note for note in found.notes)
 
 
+def test_groups_are_no_larger_than_the_memory_allows() -> None:
+    sizes = []
+    for capacity in ("16GB", "1GB", "500MB"):
+        found = simulate(
+            "gpt2", device="t4", count=2, batch=8, microbatches=8, seq=128, stash="host", capacity=capacity,
+            must_fit=None,
+        )  # fmt: skip
+        sizes.append(max(found.run.layers_per_visit))
+        assert found.memory.device_total <= found.device_capacity or sizes[-1] == 1
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > sizes[-1] == 1
+
+
 @pytest.mark.exhaustive
 def test_a_plan_for_several_devices_has_the_layers_of_a_visit() -> None:
     found = plan("gpt2", device="t4", count=2, batch=4, seq=128, state_dtypes=["fp32"], slots=[2], stashes=["host"])
