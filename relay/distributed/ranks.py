@@ -54,7 +54,7 @@ class Ranks:
         with suppress(Exception):  # the store may have ended with the rank that held it
             store = distributed.distributed_c10d._get_default_store()
             store.set_timeout(timedelta(seconds=5))
-            rank = int(store.compare_set(_LOST, "", str(rank)))
+            rank = int(store.compare_set(f"{_LOST}, attempt {_attempt()}", "", str(rank)))
         return RankLost(rank, self.name(rank), reason)
 
     def close(self) -> None:
@@ -84,16 +84,27 @@ def launched() -> tuple[int, int]:
 
 def restarted() -> bool:
     """Whether torchrun --max-restarts has started this process again after a failure."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
+    return _attempt() not in ("", "0")
+
+
+def _attempt() -> str:
+    """How many times torchrun has started the processes again."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 @contextmanager
 def joined_group() -> Iterator[None]:
-    """A context with the process group of a command that torchrun has started. A group that is there is left alone."""
+    """A context with a process group of what torchrun has started. A group that is there is left alone.
+
+    Each attempt of torchrun --max-restarts has keys of its own in torchrun's store, where a rank would otherwise find
+    the addresses of the attempt before.
+    """
     if launched()[1] <= 1 or distributed.is_initialized():
         yield
         return
-    distributed.init_process_group("gloo")
+    store, rank, count = next(distributed.rendezvous("env://"))
+    own = distributed.PrefixStore(f"relay, attempt {_attempt()}", store)
+    distributed.init_process_group("gloo", store=own, rank=rank, world_size=count)
     try:
         yield
     finally:
