@@ -48,7 +48,10 @@ def wide(layers: int = 1) -> GPT:
         "albert",
         "bart",
         "bloom",
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("opt", "distilbert", "t5-tied")),
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in ("gpt2", "gemma", "opt", "distilbert", "t5-tied")
+        ),
     ],
 )
 @pytest.mark.sample("bloom")

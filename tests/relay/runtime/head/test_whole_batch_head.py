@@ -102,7 +102,9 @@ def test_it_is_on_every_device_in_any_number_of_micro_batches(
         pytest.skip(f"{device} is not here")
     for stash in ("device", "host"):
         found = trained(build, loss, microbatches=microbatches, device=device, stash=stash)
-        assert_close(found, on_the_whole_batch(loss), 1e-6 if device in ("cpu", "cpu:discrete", "sim") else 1e-5)
+        # Distances are differences of near numbers, which OpenCL and ONNX Runtime round otherwise than PyTorch.
+        cancels = loss is triplet_by_distances and device in ("opencl:0", "onnx:cpu")
+        assert_close(found, on_the_whole_batch(loss), 3e-6 if cancels else 1e-6)
 
 
 @pytest.mark.parametrize("device", ["cpu:discrete", "sim", "numpy"])
