@@ -242,12 +242,13 @@ def test_a_lost_device_is_opened_again_and_the_step_repeated_on_request(
     plain = make(device=device)
     for number in range(3):
         plain.step(batch(number))
-    trainer = make(device=device, on_device_lost="retry", stash="host")
-    trainer.step(batch(0))
-    faults.restart(fail_at=9, how="lost")
-    for number in (1, 2):
-        trainer.step(batch(number))
-    assert same(state(trainer), state(plain))
+    for resident in (0, 2):
+        trainer = make(device=device, on_device_lost="retry", stash="host", resident_layers=resident)
+        trainer.step(batch(0))
+        faults.restart(fail_at=9, how="lost")
+        for number in (1, 2):
+            trainer.step(batch(number))
+        assert same(state(trainer), state(plain)), resident
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete", "opencl", "onnx:cpu", "numpy", "sim"])
