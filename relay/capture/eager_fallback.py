@@ -62,7 +62,9 @@ def made_up(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         shape, dtype = tuple(tensor.shape), tensor.dtype
         if dtype.is_floating_point or dtype.is_complex:
             drawn = torch.float32 if dtype.is_floating_point else torch.complex64
-            made.append(torch.randn(shape, generator=generator, dtype=drawn).mul_(0.1).to(dtype))
+            small = torch.randn(shape, generator=generator, dtype=drawn).mul_(0.1)
+            # None is negative: some ops take probabilities.
+            made.append((small if small.is_complex() else small.abs_()).to(dtype))
         else:
             made.append(torch.zeros(shape, dtype=dtype))
     return made
