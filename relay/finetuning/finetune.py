@@ -187,7 +187,8 @@ class _Run:
         _check_checkpoints(checkpoints, facts, self.own.resume)
         optimizer = AdamW(lr=self.lr, weight_decay=self.own.weight_decay)
         options = self.settings.trainer
-        if self.own.fit or self.own.dry_run:
+        fits = self.own.fit and not isinstance(options["device"], tuple)  # relay.fit plans for one device
+        if fits or self.own.dry_run:
             largest = self.data.training.largest()
             found = fit_options(self.build(empty=True), largest, self.settings, optimizer, checkpoints, self.own.fit)
             for reason in found.reasons:

@@ -203,6 +203,11 @@ def settings_of(options: dict[str, Any]) -> Settings:
             f"batch={batch} cannot be cut into microbatches={values['microbatches']}: every micro-batch needs at least "
             "one row. Give a larger batch or fewer micro-batches."
         )
+    if isinstance(trainer["device"], tuple) and (own.dry_run or values.get("fit")):
+        asked = "dry_run" if own.dry_run else "fit"
+        raise ValueError(
+            f"{asked} plans for one device, and {len(trainer['device'])} are given. Leave one of them out."
+        )
     trainer["microbatches"] = min(trainer["microbatches"], batch)
     return Settings(own, batch, values.get("seq"), trainer, frozenset(values) & set(OPTIONS))
 

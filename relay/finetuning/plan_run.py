@@ -29,8 +29,12 @@ CHOSEN = (*FREE, "microbatches")
 """The options that are chosen for the machine, as far as they are not given."""
 
 
-def choose_device(given: str | None) -> tuple[str, str]:
-    """The device's name and what it is: the one given, or the best that is here."""
+Devices = str | tuple[str, ...]
+"""One device by its name, or several that work together."""
+
+
+def choose_device(given: Devices | None) -> tuple[Devices, str]:
+    """The device's name and what it is: the one given (or several), or the best that is here."""
     if given is not None:
         return given, ""
     for name in PREFERRED:
@@ -47,15 +51,18 @@ def choose_device(given: str | None) -> tuple[str, str]:
     return "cpu", description
 
 
-def is_described(device: str) -> bool:
+def is_described(device: Devices) -> bool:
     """Whether a name is of a described device, which need not be here."""
+    if isinstance(device, tuple):
+        return any(map(is_described, device))
     return device.endswith((".json", ".toml")) or device in presets("device")
 
 
-def choose_precision(given: str | None, device: str, dtype: torch.dtype) -> str:
+def choose_precision(given: str | None, device: Devices, dtype: torch.dtype) -> str:
     """The precision: the one given, or bf16 for a folder in half precision on an accelerator, else fp32."""
     if given is not None:
         return given
+    device = device[0] if isinstance(device, tuple) else device
     if is_described(device):
         return "bf16" if dtype in HALVES and machine(device).device.computes("bf16") else "fp32"
     opened = registry.open(device)

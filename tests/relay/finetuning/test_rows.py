@@ -256,6 +256,7 @@ BAD: dict[str, tuple[list[Any], list[str], str]] = {
     "label of text": ([{"text": "a", "label": 1}], ["--task", "causal", "--label", "label"], "learns from text alone"),
     "merge alone": ([{"text": "a b"}], ["--merge"], "--merge is for a model with adapters"),
     "dora alone": ([{"text": "a b"}], ["--dora"], "there are none without lora"),
+    "several": ([{"text": "a b"}], ["--device", "cpu:discrete,cpu:discrete", "--dry-run"], "dry_run plans for one"),
     "pack classes": ([{"text": "a", "label": 1}], ["--task", "classification", "--pack"], "pack is for causal models"),
 }  # fmt: skip
 
