@@ -19,6 +19,7 @@ from torch import nn
 from hal.errors import DeviceLost
 from hal.host import Ledger
 from hal.spec.units import parse_size
+from relay.build_run import Run
 from relay.checkpoint.format import SHARD_BYTES, Checkpoint, Progress
 from relay.checkpoint.saving import (
     Saving,
@@ -35,17 +36,12 @@ from relay.checkpoint.saving import (
 from relay.distributed.together import Together
 from relay.eps.joined_state import JoinedState, WholeMaster
 from relay.eps.master_weights import to_master_weights
-from relay.eps.torch_form import RelayOptimizer
 from relay.errors import InconsistentState, RelayError
 from relay.models.save_pretrained import save_pretrained
-from relay.optim.loss_scale import LossScale
 from relay.option_schema import fixed_scale
-from relay.options import TrainOptions
 from relay.partition.edit_layers import edit_blocks, inserted, names_by_tensor, removed, renames, reordered, replaced
 from relay.processes import refuse_copy, refuse_in_child
-from relay.runtime.compiler import ModelCompiler
 from relay.runtime.grad_mode import as_if_alone
-from relay.runtime.session import Session
 
 logger = logging.getLogger("relay")
 
@@ -56,9 +52,6 @@ SAVED_OPTIONS = (
 )  # fmt: skip
 """The options that a checkpoint shows to whoever looks into it; a resumed run may have others."""
 
-Grouping = Callable[[nn.Module], tuple[list[dict[str, Any]], dict[str, int]]]
-"""From a model to its parameter groups, and each parameter's group by name."""
-
 
 class RunState:
     """What a trainer holds from one step to the next.
@@ -68,23 +61,15 @@ class RunState:
         baseline_device_bytes: the device memory that plain training would need; 0 before the first batch is prepared.
     """
 
-    def __init__(
-        self,
-        compiler: ModelCompiler,
-        session: Session,
-        optimizer: RelayOptimizer,
-        grouping: Grouping,
-        scale: LossScale | None,
-        options: TrainOptions,
-        together: Together | None = None,
-    ) -> None:
-        self.optimizer = optimizer
+    def __init__(self, run: Run) -> None:
+        options = run.options
+        self.optimizer = run.optimizer
         self.options = options
         self.baseline_device_bytes = 0
-        self._compiler = compiler
-        self._session = session
-        self._grouping = grouping
-        self._scale = scale
+        self._compiler = run.compiler
+        self._session = run.session
+        self._grouping = run.grouping
+        self._scale = run.scale
         self._seed = options.seed
         self._fixed_scale = fixed_scale(options.loss_scale) if options.precision == "fp16" else 1.0
         self._step = 0
@@ -93,7 +78,7 @@ class RunState:
         self._begun = False
         self._last_saved = ""
         self._process = os.getpid()
-        self._together = together
+        self._together = run.together
         self._failed = False
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:

@@ -17,50 +17,34 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from hal.errors import DeviceLost, OutOfMemory
-from hal.host import Host
+from relay.build_run import build_run
 from relay.data.batch_gradients import refuse_own_parameters
-from relay.distributed.compare_ranks import describe
-from relay.distributed.ranks import Ranks, local_device, ranks_of_this_run
-from relay.distributed.refusals import refuse_options
+from relay.distributed.ranks import ranks_of_this_run
 from relay.distributed.shares import is_empty, stand_in
-from relay.distributed.together import Together, agree_on_construction
-from relay.eps.bind_optimizer import as_spec, bind
+from relay.distributed.together import agree_on_construction
 from relay.eps.master_weights import (
-    frozen_half,
-    master_dtype,
     refuse_unfrozen_half,
-    refuse_unsplittable,
-    to_master_weights,
 )
-from relay.eps.server import Clipping, ParameterServer
-from relay.eps.store import LayerStore
-from relay.eps.torch_form import RelayOptimizer
 from relay.errors import RankFailed, RankLost, RanksDiffer
 from relay.metrics import Metrics
-from relay.optim.loss_scale import LossScale
-from relay.optim.optimizers import AdamW
-from relay.optim.param_groups import split_into_groups
-from relay.options import documentation, refuse_renamed, takes_train_options, train_options
-from relay.partition.module_list import list_of_modules
-from relay.precision import COMPUTE
-from relay.processes import refuse_in_child, warn_if_alone
+from relay.options import documentation, refuse_renamed, takes_train_options
+from relay.processes import refuse_in_child
 from relay.run_state import RunState
 from relay.runtime import run_step
-from relay.runtime.compiler import ModelCompiler, PreparedBatch
+from relay.runtime.compiler import PreparedBatch
 from relay.runtime.grad_mode import as_if_alone, in_eval_mode
-from relay.runtime.head.choose_chunks import HeadChunks
 from relay.runtime.head.largest_batch import with_largest_batch
-from relay.runtime.lanes.open_devices import common_graphs, open_again, open_devices
+from relay.runtime.lanes.open_devices import open_again
 from relay.runtime.schedule import PreparedStep
 from relay.runtime.session import Session
 from relay.runtime.trace import Trace
-from relay.trainer_arguments import check_model, check_options, step_arguments
+from relay.trainer_arguments import step_arguments
 from relay.verification.comparison import verify
 from relay.verification.report import Verification
 
@@ -102,104 +86,19 @@ class Trainer(RunState):
             options["device"] = str(options["device"])
         ranks = ranks_of_this_run()
         try:
-            self._build(model, loss, options, ranks)
+            run = build_run(model, loss, options, ranks)
+            super().__init__(run)
+            self._frozen_half = run.frozen_half
+            run.begin(functools.partial(_make_ready, weakref.ref(self)))  # the optimizer may outlive the trainer
         except (RankFailed, RankLost, RanksDiffer):
             raise  # all ranks know it
         except Exception as failure:
             if ranks is not None:
                 agree_on_construction(ranks, None, failure)
             raise
-
-    def _build(
-        self,
-        model: nn.Module | Sequence[nn.Module],
-        loss: Callable[..., torch.Tensor] | None,
-        options: dict[str, Any],
-        ranks: Ranks | None,
-    ) -> None:
-        chosen = train_options("Trainer", options)
-        warn_if_alone()
-        modules = list_of_modules(model, loss)
-        check_options(chosen, modules)
-        if ranks is not None:
-            refuse_options(chosen)
-        compiler = ModelCompiler(
-            model if isinstance(model, nn.Module) else None, modules, loss, chosen.microbatches,
-            COMPUTE[chosen.precision], chosen.max_cached_programs, chosen.buckets, chosen.shared_inputs,
-            chosen.layers_per_slot, chosen.recompute, chosen.loss_weight, chosen.loss_over,
-        )  # fmt: skip
-        whole = compiler.model
-        check_model(whole, chosen)
-        splits = chosen.master_weights == "split"
-        half = chosen.precision == "fp16"
-        scale = LossScale() if half and chosen.loss_scale == "dynamic" else None
-        spec = as_spec(AdamW() if chosen.optimizer is None else chosen.optimizer)
-        defaults = spec.defaults()
-
-        def grouping(model: nn.Module) -> tuple[list[dict[str, Any]], dict[str, int]]:
-            return split_into_groups(model, spec.param_groups(model, chosen.param_groups), defaults)
-
-        groups, _ = grouping(whole)
-        together = None if ranks is None else Together(ranks, whole, spec, chosen.state_dtype)
-        for name, parameter in whole.named_parameters():
-            if parameter.requires_grad:
-                spec.check_dtype(name, master_dtype(whole, parameter, chosen.master_weights), chosen.state_dtype)
-                if splits:
-                    refuse_unsplittable(name, parameter)
-        device = chosen.device if ranks is None else local_device(chosen.device)
-        devices = open_devices(device, cast("int | None", chosen.capacity))
-        opened = devices[0]
-        host = opened.host(cast("int | None", chosen.host_memory), cast("int | None", chosen.pinned_memory))
-        clipping = Clipping(chosen.clip_grad_norm, chosen.clip_grad_value)
-
-        def build(on: Host) -> tuple[LayerStore, ParameterServer]:
-            store = LayerStore(on, splits, None if together is None else together.part)
-            part = None if together is None else together.owned(store)
-            bound = bind(spec, on, store, chosen.state_dtype, part=part)
-            _, group_of = grouping(compiler.model)  # the model may have been edited by now
-            order = [name for name, _ in compiler.model.named_parameters()]
-            serve = ParameterServer if together is None else together.serve
-            return store, serve(opened, on, store, bound, group_of, order, clipping, scale is not None)
-
-        store, server = build(host)
-        session = Session(
-            whole, devices, host, store, server, chosen.slots, chosen.stash, cast("int | None", chosen.capacity), build,
-            chosen.precision, chosen.state_dtype, chosen.resident_layers, exact_ties=chosen.exact_ties,
-            sparse_rows=chosen.sparse_rows if together is None else False,
-            layers_per_visit=chosen.layers_per_visit, device_speeds=chosen.device_speeds,
-        )  # fmt: skip
-        to_master_weights(whole, chosen.master_weights, chosen.precision, stacklevel=5)
-        self._frozen_half = frozen_half(whole, chosen.master_weights)
-        store.adopt(whole)
-        store.moved = compiler.held.follow
-        session.guard.defer_updates = chosen.defer_updates
-        session.guard.stall_timeout = chosen.stall_timeout
-        compiler.as_traced = store.as_traced
-        infos = [device.info for device in devices]
-        compiler.device, (compiler.lowering, compiler.traced_for) = opened.info.name, common_graphs(infos)
-        known = [info.memory for info in infos if info.memory is not None]
-        memory = cast("int | None", chosen.capacity) or min(known, default=None)
-        compiler.head = HeadChunks(
-            chosen.head_chunk_tokens, memory, chosen.slots, chosen.stash, chosen.microbatches, chosen.mlp_chunk_tokens
-        )
-        scheduled = RelayOptimizer(groups, defaults)
-        super().__init__(compiler, session, scheduled, grouping, scale, chosen, together)
-        compiler.is_share = together is not None
-        run = weakref.ref(self)  # the optimizer may outlive the trainer
-
-        def ready() -> None:
-            if (trainer := run()) is not None and not trainer._closed:
-                trainer._check_usable()
-                trainer.synchronize()
-
-        _, group_of = grouping(whole)
-        server.group(group_of)
-        scheduled.connect(lambda: compiler.model, server.optimizer, group_of, ready, together is not None)
-        if together is not None:
-            together.refuse_differences(describe(whole, chosen, groups))
         # The threads of a trainer's queues outlive a trainer that is dropped without close(). At the end of the
         # process they end by themselves (`hal.worker`).
-        weakref.finalize(self, _close_quietly, session, os.getpid()).atexit = False
+        weakref.finalize(self, _close_quietly, run.session, os.getpid()).atexit = False
 
     # -- training ---------------------------------------------------------------------------------------------
 
@@ -466,6 +365,13 @@ class Trainer(RunState):
 
 
 Trainer.__doc__ = (Trainer.__doc__ or "").replace("{options}", textwrap.indent(documentation(), "    "))
+
+
+def _make_ready(held: weakref.ref[Trainer]) -> None:
+    """Wait for deferred updates of a trainer that is open."""
+    if (trainer := held()) is not None and not trainer._closed:
+        trainer._check_usable()
+        trainer.synchronize()
 
 
 def _close_quietly(session: Session, process: int) -> None:
