@@ -7,6 +7,8 @@ memory, not results.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +65,8 @@ def _each(
 
 def fused_losses() -> dict[Any, Callable[..., Any]]:
     """The decompositions by overload, of the ops that this PyTorch has."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch.nn.modules.linear_cross_entropy")  # it registers them, at the first call else
     own: dict[str, Callable[..., Any]] = {
         "_linear_cross_entropy_batch_chunked": _whole,
         "_linear_cross_entropy_batch_chunked_no_reduction": _each,
