@@ -74,7 +74,7 @@ def adam(row: dict[str, str], factor: float) -> float:
     """Seconds of an Adam step on the host: fp32 states, a 16-bit copy written, gradients in fp32 (30 B a parameter)."""
     backend = registry.backend("sim")
     assert isinstance(backend, VirtualBackend)
-    device = backend.open_machine(spec.machine("v100-sxm2-32gb"), numerics=False)
+    (device,) = backend.open_machines([spec.machine("v100-sxm2-32gb")], numerics=False)
     parameters = float(row["model"].split()[0])
     event = device.host().run(lambda: None, work=HostWork(int(30 * parameters)))
     event.wait()
@@ -155,7 +155,7 @@ def gemm(row: dict[str, str], factor: float) -> float:
     program = Program("gemm", graph, tuple(ports[:2]), (ports[2],), {}, False, 0, 0, 0, row["case"])
     backend = registry.backend("sim")
     assert isinstance(backend, VirtualBackend)
-    device = backend.open_machine(spec.machine("v100-sxm2-32gb"), numerics=False)
+    (device,) = backend.open_machines([spec.machine("v100-sxm2-32gb")], numerics=False)
     views = [device.alloc(port.size).view(0, port.shape, port.dtype) for port in ports]
     event = device.queue("compute").run(KernelCall(device.compile(program), views[:2], views[2:]))
     event.wait()
