@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hal.device import Buffer, KernelCall, View
+from hal.device import KernelCall, View
 from hal.event import Event
 from hal.random import RandomKey
 from hal.slot.device_slot import GradientRegion
@@ -31,24 +31,11 @@ from relay.runtime.lanes.lane import Lane
 from relay.runtime.lanes.visit import LoadAhead, Visit, assign_slots, may_load
 from relay.runtime.lanes.visit_plan import VisitPlan
 from relay.runtime.residency.slots import ResidentSlot
+from relay.runtime.scalars import Scalars
 from relay.runtime.stages import CompiledModel, StageProgram
 from relay.runtime.stash.memory import Stash
 from relay.runtime.stash.plan import Key
 from relay.runtime.trace import Trace
-
-
-@dataclass(eq=False)
-class Scalars:
-    """Device memory for one loss and one gradient seed of each micro-batch: as a row, and one by one.
-
-    Each lane has such `memory`; what is computed is on the lane where the pass turns.
-    """
-
-    memory: Sequence[Buffer]
-    loss_row: View
-    losses: Sequence[View]
-    seed_row: View
-    seeds: Sequence[View]
 
 
 @dataclass(eq=False)

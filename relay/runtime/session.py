@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hal.device import NATIVE, Buffer, Device, View
+from hal.device import NATIVE, Device
 from hal.errors import HalError, OutOfMemory
 from hal.host import Host
 from hal.slot.layout import SlotContent
@@ -34,7 +34,8 @@ from relay.runtime.memory_plan import plans_for, programs_of, scalar_bytes, with
 from relay.runtime.on_host.calls import STATE as VALUES_ON_HOST
 from relay.runtime.on_host.calls import HostKernel, runs_on_host
 from relay.runtime.residency.choice import refuse_more_than
-from relay.runtime.schedule import PreparedStep, Scalars, Scheduler
+from relay.runtime.scalars import Scalars, scalars_in
+from relay.runtime.schedule import PreparedStep, Scheduler
 from relay.runtime.sparse_rows.sparse_rows import SparseRows
 from relay.runtime.stages import CompiledModel, changing_buffers, gradient_fields, wanted_of, whole_tensors
 from relay.runtime.stash.memory import Stash
@@ -378,7 +379,7 @@ class Session:
             losses = len(compiled) if compiled[0].head is None else 1
             size = scalar_bytes(len(compiled))
             memory = [lane.device.alloc(size, "losses and seeds") for lane in self.lanes]
-            self._scalars = _scalars(memory, memory[visits.turn], compiled[0], losses)
+            self._scalars = scalars_in(memory, memory[visits.turn], compiled[0], losses)
             self._stash = Stash(plans, [lane.stash for lane in self.lanes], self.host, values, visits.groups_several)
             self._stash_key = key
         return self._stash, self._scalars
@@ -397,14 +398,3 @@ class Session:
             for memory in self._scalars.memory:
                 memory.free()
             self._scalars = None
-
-
-def _scalars(everywhere: Sequence[Buffer], memory: Buffer, compiled: CompiledModel, count: int) -> Scalars:
-    """Views for `count` losses and as many gradient seeds, in the dtype of the loss."""
-    dtype = compiled.loss_dtype
-
-    def row(start: int) -> tuple[View, list[View]]:
-        singles = [memory.view(start + number * dtype.itemsize, (), dtype) for number in range(count)]
-        return memory.view(start, (count,), dtype), singles
-
-    return Scalars(everywhere, *row(0), *row(memory.size // 2))
