@@ -135,7 +135,7 @@ class AccountedDevice(Device, Generic[AnyQueue]):
         with self.lock:
             self.check_open()
             kernel = self._kernels.get(program.fingerprint)
-            if kernel is None:
+            if kernel is None or not _has_constants_of(kernel, program):
                 # One kernel runs at a time, so the largest workspace serves all.
                 kernel = self.make_kernel(program)
                 growth = self.workspace(kernel) - self._workspace
@@ -186,3 +186,22 @@ class AccountedDevice(Device, Generic[AnyQueue]):
             raise Unsupported(
                 f"device {self.info.name!r} has memory of its own. Use Queue.write and Queue.read instead."
             )
+
+
+def _has_constants_of(kernel: Kernel, program: Program) -> bool:
+    """Whether the constants of a kernel with the program's fingerprint are still the program's.
+
+    They may be tensors of a user's, who has changed those of the program that the kernel was made from.
+    """
+    if kernel.program is program:
+        return True
+    own, given = kernel.program.constants, program.constants
+    return own.keys() == given.keys() and all(_same_bytes(constant, given[name]) for name, constant in own.items())
+
+
+def _same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same bits, NaN included."""
+    if first is second or first.is_meta:  # without numerics there are none to differ
+        return True
+    one, other = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second))
+    return torch.equal(one, other)

@@ -14,6 +14,8 @@ from backends.cpu import CpuBackend
 from hal.conformance.gate import Gate
 from hal.device import Device
 from hal.errors import HalError, Unavailable
+from hal.kit.program_builder import GraphBuilder, run
+from hal.program import Program
 from hal.registry import open as open_device
 from relay.capture import CaptureRequest, capture
 from tests.support.cpu_devices import NAMES, fetch, opened, upload
@@ -128,3 +130,20 @@ def test_the_probe_tells_how_much_memory_may_be_page_locked(monkeypatch: pytest.
     assert "page-locked memory: at most 65.54 kB (`ulimit -l`)" in probe_notes()
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert "page-locked memory: no limit (`ulimit -l`)" in probe_notes()
+
+
+def test_a_kernel_whose_constants_were_changed_serves_no_other_program(device: Device) -> None:
+    """Two layers alike have equal programs, with constants of their own: plain tensors that one may write to."""
+
+    def adding(constant: torch.Tensor) -> Program:
+        builder = GraphBuilder("adding")
+        return builder.program([builder.call("aten.add.Tensor", builder.input((4,)), builder.constant(constant))])
+
+    of_one, of_other = torch.ones(4), torch.ones(4)
+    first, second = adding(of_one), adding(of_other)
+    assert first.fingerprint == second.fingerprint
+    kernel = device.compile(first)
+    assert device.compile(second) is kernel
+    of_one.fill_(5.0)
+    assert torch.equal(run(device, second, [torch.zeros(4)])[0], torch.ones(4))
+    assert device.compile(first) is not device.compile(second)
