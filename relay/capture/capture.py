@@ -52,7 +52,7 @@ from relay.capture.memory_order import Order
 from relay.capture.native.dropout_scale import correct_dropout_scale
 from relay.capture.native.kernel_strides import kernel_strides_mode
 from relay.capture.native.python_kernels import own_kernels
-from relay.capture.native.subclass_branches import refused_subclass_branches
+from relay.capture.native.subclass_branches import eager_branches
 from relay.capture.norm_dtypes import correct_statistics
 from relay.capture.random_ops import draws_by_itself, has_keyed_form
 from relay.capture.request import CaptureRequest
@@ -172,7 +172,7 @@ def _trace(request: CaptureRequest) -> tuple[fx.GraphModule, Reads, PlainTensors
         stack.enter_context(tracing(TracingContext(mode)))
         stack.enter_context(own_kernels(native=request.lowering is not Lowering.CORE))
         if request.lowering is not Lowering.CORE:
-            stack.enter_context(refused_subclass_branches())
+            stack.enter_context(eager_branches())
         table = None
         if request.lowering is not Lowering.NATIVE:
             stack.enter_context(attention())

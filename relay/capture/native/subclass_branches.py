@@ -1,10 +1,11 @@
 """Ops whose C++ code computes otherwise for tensor subclasses, which fake tensors are, than for plain tensors.
 
 PyTorch avoids there what a trace cannot hold, such as selecting by values. The other way rounds otherwise. Where plain
-tensors would take the way that a trace cannot hold, the layer is not a graph, and runs eagerly.
+tensors would take a way that a trace cannot hold, the layer is not a graph, and runs eagerly. The gradient of products
+is one that a trace can hold (`relay.capture.native.product_gradient`).
 
-Nothing changes outside of a trace. Only forward code is covered here; the sweep over PyTorch's samples compares
-forward and backward of all ops (`tests/relay/capture/sweep`).
+Nothing changes outside of a trace. The sweep over PyTorch's samples compares forward and backward of all ops
+(`tests/relay/capture/sweep`).
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import torch
 from torch._C import DispatchKey
 
 from relay.capture.guards.messages import NotAGraph
+from relay.capture.native.product_gradient import product, product_along
 
 aten = torch.ops.aten
 
 _MEAN = 1
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
+_AUTOGRAD = DispatchKey.Autograd
 
 
 def _cross_entropy_loss(
@@ -42,18 +45,35 @@ def _cross_entropy_loss(
     )
 
 
-_GUARDED = {aten.cross_entropy_loss.default: _cross_entropy_loss}
+def _masked_fill(op: Any) -> Any:
+    """The gradient of the value that is filled in is the sum over those elements alone that it filled."""
+
+    def guarded(x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> Any:
+        if value.requires_grad and torch.is_grad_enabled():
+            raise NotAGraph("masked_fill with a value that requires a gradient", "sums the elements that it filled")
+        return op._op_dk(_AUTOGRAD, x, mask, value)
+
+    return guarded
+
+
+_GUARDED = {
+    aten.cross_entropy_loss.default: (_COMPOSITE, _cross_entropy_loss),
+    aten.masked_fill.Tensor: (_AUTOGRAD, _masked_fill(aten.masked_fill.Tensor)),
+    aten.masked_fill_.Tensor: (_AUTOGRAD, _masked_fill(aten.masked_fill_.Tensor)),
+    aten.prod.default: (_AUTOGRAD, product),
+    aten.prod.dim_int: (_AUTOGRAD, product_along),
+}
 
 
 @contextlib.contextmanager
-def refused_subclass_branches() -> Iterator[None]:
-    """While open, a trace that would take such a way raises NotAGraph."""
-    for op, guard in _GUARDED.items():
-        op.py_kernels[_COMPOSITE] = guard
+def eager_branches() -> Iterator[None]:
+    """While open, a trace takes the ways that plain tensors take, or raises NotAGraph."""
+    for op, (key, kernel) in _GUARDED.items():
+        op.py_kernels[key] = kernel
         op._dispatch_cache.clear()
     try:
         yield
     finally:
-        for op in _GUARDED:
-            del op.py_kernels[_COMPOSITE]
+        for op, (key, _) in _GUARDED.items():
+            del op.py_kernels[key]
             op._dispatch_cache.clear()

@@ -24,7 +24,7 @@ PARTS = 60
 
 FIXED = (
     "add/1", "abs_/0", "addmm/0", "amax/1", "as_strided_scatter/1", "bernoulli/1", "copysign/0", "cov/1", "cumprod/1",
-    "fft.rfft/1", "index_put/1", "linalg.svd/0", "masked_select/0", "nn.functional.batch_norm/1",
+    "fft.rfft/1", "index_put/1", "linalg.svd/0", "masked.prod/1", "masked_select/0", "nn.functional.batch_norm/1",
     "nn.functional.conv2d/1", "nn.functional.dropout/1", "nn.functional.hardshrink/0",
     "nn.functional.interpolate.bicubic/1", "nn.functional.max_unpool1d.grad/0", "nn.functional.rrelu/0",
     "norm.fro/1", "normal/0", "sort/1", "tensor_split/0", "to_sparse/0", "unsqueeze_/0", "var_mean/1",
