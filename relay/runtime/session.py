@@ -9,7 +9,7 @@ known to fit.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -68,6 +68,7 @@ class Session:
         exact_ties: whether gradients of tied weights are added in PyTorch's order: True, False, or "auto".
         sparse_rows, layers_per_visit: the trainer's options.
         device_speeds: how fast the devices are beside each other; None for alike.
+        caution: takes sentences on what keeps devices idle; the log by default.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Session:
         sparse_rows: bool | str = False,
         layers_per_visit: int | str | Sequence[int] = "auto",
         device_speeds: Sequence[float] | None = None,
+        caution: Callable[[str], object] = logger.warning,
     ) -> None:
         infos = [device.info for device in devices]
         self._native = all(NATIVE in info.tags for info in infos)
@@ -113,7 +115,7 @@ class Session:
         limit = min(known, default=None) if capacity is None else capacity
         room = limit if resident_limit is None else resident_limit
         self._grouping = Grouping(
-            slot_count, stash_location, room, resident_layers, layers_per_visit, device_speeds
+            slot_count, stash_location, room, resident_layers, layers_per_visit, device_speeds, caution
         )
         self._ties = ExactTies(exact_ties, slot_count, stash_location, limit, self._native, logger.warning)
         self._checked: set[tuple[int, bool]] = set()

@@ -199,6 +199,8 @@ def machine_of(
         found = [device]
     else:
         names = [name.strip() for name in device.split(",")] if isinstance(device, str) else list(device)
+        if not all(names):
+            raise ValueError(f"device={device!r} has an empty name. Name each device, joined by single commas.")
         found = [machine(name, link, host, software) for name in names]
     if count < 1 or (count > 1 and (len(found) > 1 or found[0].others)):
         raise ValueError(

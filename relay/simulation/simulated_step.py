@@ -227,13 +227,13 @@ class SimulatedRun:
             exact_ties=False,  # decided above
             sparse_rows=run.sparse_rows, layers_per_visit=run.layers_per_visit,
             device_speeds=[one.device.sustained(run.precision) for one in self._machines],
+            caution=self.notes.append,
         )  # fmt: skip
         self._session.guard.defer_updates = True
         self._prepared = self._session.prepare(self._compiled, state.groups, training=True)
         if len(self._devices) > 1:
             visits = self._prepared.visits
             self.run = replace(run, layers_per_visit=visits.sizes)
-            self.notes += visits.cautions(len(sizes), len(self._devices))
         self._inputs = [_inputs(row) for row in self._prepared.rows]
         self._weights = [1.0] if whole else [size / sum(sizes) for size in sizes]
         self._number = 0

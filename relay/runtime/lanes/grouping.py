@@ -6,16 +6,13 @@ the model, the options and the devices' memory alone, so a resumed run on the sa
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from relay.runtime.lanes.choose_groups import MOST, GroupSizes, plan_visits
 from relay.runtime.lanes.visit_plan import VisitPlan
 from relay.runtime.memory_plan import planned_slot_sizes, plans_for, requirement_of
 from relay.runtime.stages import CompiledModel
-
-logger = logging.getLogger("relay")
 
 PLANS = 8
 """Plans that are kept: one for each list of micro-batches' compiled models."""
@@ -34,6 +31,7 @@ class Grouping:
         resident_layers: the option of that name.
         layers_per_visit: the option of that name.
         speeds: how fast the devices are beside each other; None for alike.
+        caution: takes each sentence on what keeps devices idle while training, once.
     """
 
     slots: int
@@ -42,22 +40,23 @@ class Grouping:
     resident_layers: int | str
     layers_per_visit: int | str | Sequence[int]
     speeds: Sequence[float] | None
+    caution: Callable[[str], object]
     _plans: dict[tuple[bool, int, tuple[CompiledModel, ...]], VisitPlan] = field(default_factory=dict, init=False)
     _kept: list[int] = field(default_factory=list, init=False)
     _said: set[str] = field(default_factory=set, init=False)
 
     def plan(self, compiled: Sequence[CompiledModel], training: bool, lanes: int) -> VisitPlan:
-        """The plan of a pass on so many lanes. What keeps lanes idle while training is logged once."""
+        """The plan of a pass on so many lanes. `caution` takes what keeps lanes idle."""
         key = training, lanes, tuple(compiled)
         found = self._plans.get(key)
         if found is None:
             if len(self._plans) >= PLANS:
                 self._plans.clear()
             found = self._plans[key] = self._made(compiled, training, lanes)
-            for caution in found.cautions(len(compiled), lanes) if training else ():
-                if caution not in self._said:
-                    self._said.add(caution)
-                    logger.warning(caution)
+            for sentence in found.cautions(len(compiled), lanes) if training else ():
+                if sentence not in self._said:
+                    self._said.add(sentence)
+                    self.caution(sentence)
         return found
 
     def forget(self) -> None:

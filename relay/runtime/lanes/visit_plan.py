@@ -76,10 +76,12 @@ class VisitPlan:
         """What keeps lanes idle, in sentences."""
         used = len({group.lane for group in self.groups})
         found = []
-        if microbatches < lanes:
+        idle = lanes - microbatches
+        if idle > 0:
             found.append(
-                f"{microbatches} micro-batches cannot keep {lanes} devices busy: about {lanes - microbatches} of them "
-                f"are idle at any time. Give at least {lanes} micro-batches."
+                f"{microbatches} {'micro-batch' if microbatches == 1 else 'micro-batches'} cannot keep {lanes} devices "
+                f"busy: about {idle} of them {'is' if idle == 1 else 'are'} idle at any time. "
+                f"Give at least {lanes} micro-batches."
             )
         if used < lanes:
             found.append(f"The model has layers for {used} of {lanes} devices; the others stay idle.")
