@@ -7,13 +7,14 @@ Nothing is traced or run. Invariant: no function here changes the tensors or mod
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from relay.capture.native.kernel_strides import kernel_strides_mode
 
@@ -24,6 +25,13 @@ FakeMode = AbstractContextManager[Any]
 def fake_mode(allow_real_inputs: bool = False) -> FakeMode:
     """A new mode for fake tensors. With `allow_real_inputs` its ops also take real tensors beside fake ones."""
     return FakeTensorMode(allow_non_fake_inputs=allow_real_inputs)
+
+
+@contextmanager
+def modes_off() -> Iterator[None]:
+    """While open, new tensors are real, and no trace records what is done with tensors."""
+    with _disable_current_modes():
+        yield
 
 
 def is_fake(tensor: object) -> bool:

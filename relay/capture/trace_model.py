@@ -11,6 +11,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,9 @@ BLOCK = torch.ops.relay.block.default
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
 """What a trace calls where the model turned gradients on or off; its argument is the new mode."""
 
+AroundCall = Callable[[str, nn.Module], AbstractContextManager[None]]
+"""Gives a context to run a layer in, by its name and the layer."""
+
 _running: list[list[BlockCall]] = []
 
 
@@ -58,7 +62,7 @@ class BlockCall:
     call is outside of no_grad. `input_tree` and `output_tree` nest its arguments and its output, whose traced tensors
     are `outputs`. If the block `changes` lists, dicts or objects among its arguments, its output is (its result, its
     arguments after the call). What hooks in it `recorded`, by name, comes out beside that. A `skipped` call returns its
-    first tensor.
+    first tensor. `around` is entered around the run of the block, with its name and itself.
     """
 
     name: str
@@ -72,6 +76,11 @@ class BlockCall:
     changes: bool = False
     recorded: tuple[str, ...] = ()
     outputs: Sequence[torch.Tensor] = ()
+    around: AroundCall | None = None
+
+    def entered(self) -> AbstractContextManager[None]:
+        """The context to run the block in."""
+        return contextlib.nullcontext() if self.around is None else self.around(self.name, self.block)
 
 
 def _block_on_fakes(call: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -91,10 +100,10 @@ def _block_on_fakes(call: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]
     args, kwargs = block_call.input_tree.fill(inputs)
     # Autocast is off inside of an op, but the block runs under it.
     try:
-        with inside_layer(), reads_unrecorded(), hooks_wait(), autocast(block_call.compute):
+        with inside_layer(), reads_unrecorded(), hooks_wait(), autocast(block_call.compute), block_call.entered():
             outputs = take_apart(observed(*args, **kwargs))
     except Exception as failure:
-        with inside_layer(), reads_unrecorded(), autocast(block_call.compute):
+        with inside_layer(), reads_unrecorded(), autocast(block_call.compute), block_call.entered():
             fill = block_call.input_tree.fill
             found = _run_made_up(block_call.block, observed, fill, inputs, block_call.name, failure)
         outputs = take_apart(found)
@@ -147,13 +156,16 @@ torch.library.register_fake("relay::block", _block_on_fakes, lib=_library)
 
 @contextlib.contextmanager
 def blocks_as_ops(
-    blocks: Mapping[str, nn.Module], skipped: Container[str] = (), compute: torch.dtype = torch.float32
+    blocks: Mapping[str, nn.Module],
+    skipped: Container[str] = (),
+    compute: torch.dtype = torch.float32,
+    around: AroundCall | None = None,
 ) -> Iterator[list[BlockCall]]:
     """While open, each traced call of one of these modules becomes one `relay::block` op. Yields the calls, in order.
 
     `compute` is the dtype of the autocast around the trace. Blocks named in `skipped` return their first tensor
     unchanged; their ops stay in the trace without users. Calls raise PartitionError for a block that cannot be skipped,
-    and for one that the model calls under another autocast.
+    and for one that the model calls under another autocast. Each block runs within `around`.
     """
     calls: list[BlockCall] = []
     originals: list[tuple[nn.Module, Any]] = []
@@ -167,7 +179,7 @@ def blocks_as_ops(
                     f"asks for {compute}. Remove the autocast, or move it into the forward of the layer."
                 )
             tensors, tree = tensor_leaves((args, kwargs))
-            call = BlockCall(name, block, forward, compute, torch.is_grad_enabled(), tree)
+            call = BlockCall(name, block, forward, compute, torch.is_grad_enabled(), tree, around=around)
             calls.append(call)
             outputs = BLOCK(len(calls) - 1, tensors)
             if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in block.parameters()):

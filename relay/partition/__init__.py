@@ -43,6 +43,7 @@ from relay.partition.graph_split import cut_graph
 from relay.partition.list_over_batch import partition_list_over_batch
 from relay.partition.module_list import canonical_names, check_scalar, list_as_model, partition_list
 from relay.partition.segments import Partition
+from relay.partition.state_at_calls import ChangesBetweenCalls, StateAtCalls
 from relay.partition.whole_head import WantedOutputs
 
 logger = logging.getLogger(__name__)
@@ -96,10 +97,11 @@ def partition_model(
         guard_tracer: GuardTracer,
         ends: Sequence[tuple[int, int]] | None = None,
         again: bool = False,
+        at_calls: StateAtCalls | None = None,
     ) -> TracedModel:
         """The trace for a batch. With `ends`, it ends with these outputs of layers, where the code fails after them.
 
-        It is made `again` with tensors in attributes that a first call puts there.
+        It is made `again` with tensors in attributes that a first call puts there. `at_calls` watches the layers.
         """
         nonlocal called
         found: list[tuple[bool, TensorTree]] = []
@@ -127,9 +129,12 @@ def partition_model(
 
         known = len(shell.assigned)
         with PlainTensors(model) as plain:
-            with blocks_as_ops(blocks, skipped, compute) as calls, without_cache(model), autocast(compute):
+            around = None if at_calls is None else at_calls.call
+            with blocks_as_ops(blocks, skipped, compute, around) as calls, without_cache(model), autocast(compute):
                 called = calls
                 traced = trace(run, (originals, list(tensors)), type(model).__name__, guard_tracer)
+                if at_calls is not None:
+                    at_calls.check()
         if len(shell.assigned) > known:  # once more, with copies of the buffers that the forward assigns
             return traced_for(tensors, guard_tracer, ends, again)
         plain.refuse_states(type(model).__name__, constants_of(traced))
@@ -140,10 +145,11 @@ def partition_model(
 
     guard_tracer = GuardTracer(batch)
     try:
-        traced = traced_for(batch, guard_tracer)
+        traced = traced_for(batch, guard_tracer, at_calls=StateAtCalls(type(model).__name__))
     except (CaptureError, PartitionError) as failure:
         around = Around(model, blocks, skipped, states, batch, tree, compute)
-        dry = around.dry_run() if over_batch is None and not isinstance(failure, KeepsState) else None
+        final = over_batch is not None or isinstance(failure, (KeepsState, ChangesBetweenCalls))
+        dry = None if final else around.dry_run()
         if dry is None:
             raise
         why = in_words(failure)

@@ -193,7 +193,7 @@ class CodeGuards:
                 return ""
         except (ValueError, RuntimeError, AttributeError, TypeError, KeyError):
             pass  # a cell that is empty now, a dict that another thread writes to: looked at one by one
-        for path, _ in self._changes():
+        for path, _ in self.named_changes():
             return path
         # Equal values under other identities: those are the ones to expect from now on.
         self._refresh()
@@ -202,7 +202,7 @@ class CodeGuards:
 
     def changes(self) -> list[Change]:
         """All guards that do not hold."""
-        return [change for _, change in self._changes()]
+        return [change for _, change in self.named_changes()]
 
     def counted(self) -> dict[tuple[int, Hashable], tuple[str, str, Any]]:
         """The plain numbers that are others now: by guard, the path, the name in code, and the number now."""
@@ -245,7 +245,8 @@ class CodeGuards:
         self._parts = [one for one in self._parts if (id(one.subject), None) not in dropped]
         self._passes = None
 
-    def _changes(self) -> Iterable[tuple[str, Change]]:
+    def named_changes(self) -> Iterable[tuple[str, Change]]:
+        """All guards that do not hold, each with its path."""
         for table in self._tables:
             if table.owner is not None and vars(table.owner) is not table.entries:
                 yield table.path, (table.owner, "__dict__")

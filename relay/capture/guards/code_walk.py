@@ -63,13 +63,17 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def follow(
-    model: nn.Module, reads: Mapping[type, Collection[str] | None], roots: Mapping[str, Any] | None = None
+    model: nn.Module,
+    reads: Mapping[type, Collection[str] | None],
+    roots: Mapping[str, Any] | None = None,
+    apart: Iterable[Any] = (),
 ) -> CodeGuards:
     """Guards over all that the code of `model` and of further `roots` (a loss, say) may read.
 
-    `reads` are the names of attributes that code was seen to read, by the class of the module; None is all.
+    `reads` are the names of attributes that code was seen to read, by the class of the module; None is all. What is
+    `apart` is not followed.
     """
-    walk = _Walk(model, reads)
+    walk = _Walk(model, reads, apart)
     for name, root in (roots or {}).items():
         walk.value(root, name)
     walk.run()
@@ -91,10 +95,12 @@ class _Walk:
     backward calls, of which it is not known whether it ran. `_names` are all that code that ran mentions.
     """
 
-    def __init__(self, model: nn.Module, reads: Mapping[type, Collection[str] | None]) -> None:
+    def __init__(
+        self, model: nn.Module, reads: Mapping[type, Collection[str] | None], apart: Iterable[Any] = ()
+    ) -> None:
         self.guards = CodeGuards()
         self._reads = reads
-        self._seen: dict[int, Any] = {}
+        self._seen: dict[int, Any] = {id(one): one for one in apart}
         self._waiting: collections.deque[tuple[Any, str, bool]] = collections.deque()
         self._in_backward = False
         self._names: set[str] = {"__call__", "__getattr__", "__getitem__"}

@@ -20,6 +20,7 @@ from relay.errors import CaptureError
 from relay.graph.pytree import TensorTree, tensor_leaves
 from relay.models.huggingface import without_cache
 from relay.partition.eager.dry_run import DryRun, LayerCall, dry_run, layers_replaced
+from relay.partition.state_at_calls import ChangesBetweenCalls
 
 SEEDS = 4
 """How many dry runs must call the same layers. A random number that decides which layers run shows in these."""
@@ -51,7 +52,10 @@ class Around:
         return {name: one for name, one in self.states.items() if id(one) in own or id(one) not in inside}
 
     def dry_run(self) -> DryRun | None:
-        """A dry run, or None where the code cannot run by itself: it fails, or other layers run in another run."""
+        """A dry run, or None where the code cannot run by itself: it fails, or other layers run in another run.
+
+        Raises ChangesBetweenCalls.
+        """
         if any(tensor.is_meta or type(tensor) is not torch.Tensor for tensor in self.batch):
             return None
         runs = []
@@ -61,6 +65,8 @@ class Around:
                     found = dry_run(
                         self.model, self.blocks, self.skipped, self.outside(), self.batch, self.tree, self.compute, seed
                     )
+            except ChangesBetweenCalls:
+                raise
             except Exception:
                 return None
             runs.append(found)

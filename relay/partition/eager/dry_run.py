@@ -26,6 +26,7 @@ from relay.capture.guards.unsupported import hooks_wait
 from relay.graph.pytree import TensorTree, tensor_leaves
 from relay.graph.recorded_outputs import recorded_names
 from relay.models.huggingface import without_cache
+from relay.partition.state_at_calls import StateAtCalls
 
 Labels = frozenset[tuple[str, Any]]
 """What a tensor depends on: ("output", (call, number)), ("state", name), ("draw", (calls before it, its number))."""
@@ -129,6 +130,7 @@ def dry_run(
     """Run a model's forward without its layers, with random numbers of that seed. Raises whatever its code raises."""
     found = DryRun()
     watch = _Watch(found)
+    at_calls = StateAtCalls(type(model).__name__)
     records: list[str] = []
     copies = [
         state.detach() if isinstance(state, nn.Parameter) else state.detach().clone() for state in states.values()
@@ -140,7 +142,7 @@ def dry_run(
         with watch.paused():
             tensors, input_tree = tensor_leaves((args, kwargs))
             observed = _Observed(block, forward, input_tree)
-            with autocast(compute):
+            with autocast(compute), at_calls.call(name, block):
                 fakes = run_fake(observed, as_fake([tensor.detach() for tensor in tensors]), name)
             shapes = tuple((tuple(fake.shape), fake.dtype) for fake in fakes)
             number = len(found.calls)
@@ -168,6 +170,8 @@ def dry_run(
         with PlainTensors(model), layers_replaced(blocks, stand_in), without_cache(model), watch:
             given = tree.fill([tensor.detach().clone() for tensor in batch])
             found.output = call_with(model, list(states.values()), copies, (), given)
+            with watch.paused():
+                at_calls.check()
     if records:
         raise NotImplementedError(f"hooks within layers record {records[0]!r}")
     results, _ = tensor_leaves(found.output)
