@@ -236,7 +236,13 @@ class Trainer(RunState):
 
     @as_if_alone()
     def verify(
-        self, batches: Iterable[Any], steps: int | None = None, learning_rate: Callable[[int], float] | None = None
+        self,
+        batches: Iterable[Any],
+        steps: int | None = None,
+        learning_rate: Callable[[int], float] | None = None,
+        *,
+        as_pieces: bool = False,
+        weights: Sequence[float] | None = None,
     ) -> Verification:
         """Compare the next steps with plain PyTorch on this machine, tensor by tensor. The run stays as it is.
 
@@ -250,13 +256,17 @@ class Trainer(RunState):
             batches: a batch for each step, as `step` takes them. A generator is used up.
             steps: how many batches to take; all if not given.
             learning_rate: the learning rate of a step by its number; the present one if not given.
+            as_pieces: whether each of `batches` is a list of pieces, as `step(pieces=...)` takes them.
+            weights: what the pieces of each step count, as `step(pieces=..., weights=...)` takes it.
 
         Returns a `relay.Verification`, which prints as a sentence. Raises VerificationError for a model that cannot be
         compared, and OutOfMemory, with the bytes that are needed, if the host has too little.
         """
         self._check_usable()
         self._refuse_among_ranks("verify", "Verify the run in one process.")
-        return verify(self, self.step, batches, steps, learning_rate)
+        if weights is not None and not as_pieces:
+            raise TypeError("weights= are the weights of pieces: set as_pieces=True. A batch that is cut has none.")
+        return verify(self, self.step, batches, steps, learning_rate, as_pieces, weights)
 
     @as_if_alone()
     def prepare(self, batch: Any) -> None:

@@ -80,10 +80,12 @@ class WatchedOptimizer:
 
 def verify(
     run: RunState,
-    make_step: Callable[[Any], Metrics],
+    make_step: Callable[..., Metrics],
     batches: Iterable[Any],
     steps: int | None,
     learning_rate: Callable[[int], float] | None,
+    as_pieces: bool = False,
+    weights: Sequence[float] | None = None,
 ) -> Verification:
     """Compare the steps that `make_step` makes with plain PyTorch's; see `relay.Trainer.verify`.
 
@@ -92,10 +94,13 @@ def verify(
     run.wait_saved()
     run.synchronize()
     with surroundings_restored(run, batches):
-        taken = [_without_gradients(batch) for batch in itertools.islice(iter(batches), steps)]
+        given = (_without_gradients(batch) for batch in itertools.islice(iter(batches), steps))
+        taken: list[dict[str, Any]] = [
+            {"batch": None, "pieces": one, "weights": weights} if as_pieces else {"batch": one} for one in given
+        ]
         if not taken:
             raise BatchError("There is no batch to compare: batches is empty, or steps is 0.")
-        prepared = run._compiler.prepare(taken[0])
+        prepared = run._compiler.prepare(**taken[0])
         ready = run._session.prepare(prepared.compiled, run.param_groups, training=True)
         comparison = _Comparison(run, make_step, prepared, ready.loose_ties)
         with state_restored(run):
@@ -106,7 +111,7 @@ class _Comparison:
     """The comparison of one trainer."""
 
     def __init__(
-        self, run: RunState, make_step: Callable[[Any], Metrics], prepared: PreparedBatch, loose_ties: frozenset[str]
+        self, run: RunState, make_step: Callable[..., Metrics], prepared: PreparedBatch, loose_ties: frozenset[str]
     ) -> None:
         self._run = run
         self._make_step = make_step
@@ -135,16 +140,16 @@ class _Comparison:
         self._plain = self._make_plain(model, modules, loss)
         self._draws = self._make_draws(prepared) if self._draws_numbers(prepared) else None
 
-    def run(self, batches: Sequence[Any], learning_rate: Callable[[int], float] | None) -> Verification:
+    def run(self, asked: Sequence[Mapping[str, Any]], learning_rate: Callable[[int], float] | None) -> Verification:
         """Make and compare the steps, up to the first that differs."""
         run, count = self._run, 0
         found: list[Difference] = []
-        for batch in batches:
+        for one in asked:
             if learning_rate is not None:
                 for group in run.param_groups:
                     group["lr"] = learning_rate(run.steps)
                 self._plain.set_learning_rate(run.param_groups)
-            found = self._one_step(batch)
+            found = self._one_step(one)
             count += 1
             if found:
                 break
@@ -160,16 +165,16 @@ class _Comparison:
             differing=len(found),
         )
 
-    def _one_step(self, batch: Any) -> list[Difference]:
-        """Make a step in both, and return what differs, in the order of computation."""
+    def _one_step(self, asked: Mapping[str, Any]) -> list[Difference]:
+        """Make a step in both of what it is asked for, and return what differs, in the order of computation."""
         run, plain, number = self._run, self._plain, self._run.steps
-        prepared = run._compiler.prepare(batch)
+        prepared = run._compiler.prepare(**asked)
         plain_step = self._plain_gradients(prepared, number)
         server = run._session.server
         watched, own = WatchedOptimizer(server.optimizer), server.optimizer
         server.optimizer = cast(BoundOptimizer, watched)
         try:
-            metrics = self._make_step(batch)
+            metrics = self._make_step(**asked)
             run.synchronize()
         finally:
             server.optimizer = own

@@ -91,6 +91,17 @@ def test_a_list_of_modules_is_compared_with_its_dropout_and_buffers(build: Build
     assert as_list.verify(reference.as_pairs(text(2))).equal
 
 
+@pytest.mark.parametrize("weights", [None, [0.75, 0.25]])
+def test_steps_of_pieces_of_their_own_shapes_are_compared(build: Build, weights: list[float] | None) -> None:
+    trainer = build(gpt(layers=2, dropout=0.2), seed=5)
+    steps = [[batch, {name: tensor[:1, :7] for name, tensor in batch.items()}] for batch in text(2)]
+    found = trainer.verify(steps, as_pieces=True, weights=weights)
+    assert found.equal, str(found)
+    assert (found.steps, found.tolerance) == (2, 0.0)
+    with pytest.raises(TypeError, match="as_pieces=True"):
+        trainer.verify(text(1), weights=[1.0])
+
+
 class Recurrent(nn.Module):
     """It runs eagerly, and draws from PyTorch's generator inside of PyTorch's own kernel."""
 
