@@ -32,6 +32,13 @@ class PartitionError(RelayError):
     """
 
 
+class LayerCallRefused(PartitionError):
+    """A model that calls one of its layers in a way that no segment keeps, whatever runs the code around it.
+
+    What to do: what the message names.
+    """
+
+
 class CaptureError(RelayError):
     """A layer that cannot be captured as a graph. `layer` and `op` name it (`op` may be empty).
 

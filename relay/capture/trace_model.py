@@ -32,7 +32,7 @@ from relay.capture.guards.plain_tensors import PlainTensors
 from relay.capture.guards.unsupported import hooks_wait, inside_layer, refusing
 from relay.capture.native.kernel_strides import kernel_strides_mode
 from relay.capture.traced_module import autocast
-from relay.errors import CaptureError, PartitionError, RelayError
+from relay.errors import CaptureError, LayerCallRefused, PartitionError, RelayError
 from relay.graph.autocast_regions import note_regions
 from relay.graph.pytree import TensorTree, is_taken_apart, tensor_leaves
 from relay.graph.recorded_outputs import record, recorded_names
@@ -174,7 +174,7 @@ def blocks_as_ops(
         def call_block(*args: Any, **kwargs: Any) -> Any:
             within = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
             if within != compute:
-                raise PartitionError(
+                raise LayerCallRefused(
                     f"the model calls layer {name!r} under a torch.autocast of its own, to {within}, but precision= "
                     f"asks for {compute}. Remove the autocast, or move it into the forward of the layer."
                 )
@@ -189,7 +189,7 @@ def blocks_as_ops(
             if name in skipped:
                 call.skipped = True
                 if len(outputs) != 1 or outputs[0].shape != tensors[0].shape:
-                    raise PartitionError(
+                    raise LayerCallRefused(
                         f"layer {name!r} cannot be left out: it returns tensors of shapes "
                         f"{[tuple(output.shape) for output in outputs]} for a first argument of shape "
                         f"{tuple(tensors[0].shape)}. A layer that is left out must return one tensor of the shape of "

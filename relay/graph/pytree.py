@@ -63,6 +63,10 @@ class TensorTree:
         """The nested container with these tensors, one for each that was taken out."""
         return self._fill(iter(tensors))
 
+    def places(self) -> list[bool]:
+        """For each leaf, whether it is a tensor."""
+        return [leaf is _TENSOR for leaf in self.constants]
+
     def _fill(self, rest: Any) -> Any:
         leaves = [
             next(rest) if leaf is _TENSOR else leaf.build(rest) if isinstance(leaf, _Object) else leaf

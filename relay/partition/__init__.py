@@ -29,7 +29,7 @@ from relay.capture.guards.plain_tensors import KeepsState, PlainTensors, constan
 from relay.capture.guards.unsupported import check_module, check_outside
 from relay.data.loss_weight import LossPlan
 from relay.data.microbatches import Piece
-from relay.errors import CaptureError, PartitionError
+from relay.errors import CaptureError, LayerCallRefused, PartitionError
 from relay.graph.pytree import TensorTree, tensor_leaves
 from relay.models.huggingface import without_cache
 from relay.partition.batch_analysis import NotFollowed, TracedModel, WholeTrace, follow_batch, plan_for
@@ -47,6 +47,9 @@ from relay.partition.state_at_calls import ChangesBetweenCalls, StateAtCalls
 from relay.partition.whole_head import WantedOutputs
 
 logger = logging.getLogger(__name__)
+
+NEVER_EAGERLY = (KeepsState, ChangesBetweenCalls, LayerCallRefused)
+"""What is refused whatever runs the code around the layers, since it is about the layers."""
 
 __all__ = ["list_as_model", "loss_of", "partition_list", "partition_list_over_batch", "partition_model"]
 
@@ -148,7 +151,7 @@ def partition_model(
         traced = traced_for(batch, guard_tracer, at_calls=StateAtCalls(type(model).__name__))
     except (CaptureError, PartitionError) as failure:
         around = Around(model, blocks, skipped, states, batch, tree, compute)
-        final = over_batch is not None or isinstance(failure, (KeepsState, ChangesBetweenCalls))
+        final = over_batch is not None or isinstance(failure, NEVER_EAGERLY)
         dry = None if final else around.dry_run()
         if dry is None:
             raise

@@ -52,12 +52,16 @@ class LayerArguments(AroundLayers):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         found: dict[Origin, torch.Tensor] = {}
+        wanted = frozenset(self.wanted)
         last = max([*self.checked, *(call for call, _ in self.wanted)])
 
         def seen(number: int, call: LayerCall, given: Sequence[torch.Tensor], tree: TensorTree) -> None:
             if number in self.checked:
                 _check_constants(call, tree)
-            found.update({(number, index): tensor for index, tensor in enumerate(given)})
+            for index, tensor in enumerate(given):
+                if (number, index) in wanted:
+                    _check_shape(call, index, tensor)
+                    found[number, index] = tensor
             if number == last:
                 raise _Ended
 
@@ -67,16 +71,27 @@ class LayerArguments(AroundLayers):
 
 
 def _check_constants(call: LayerCall, tree: TensorTree) -> None:
-    """Raise CaptureError if a layer is given other numbers than it was compiled for."""
+    """Raise CaptureError if a layer is given other numbers than it was compiled for, or a tensor where it had none."""
     expected = call.input_tree
     plain = (bool, int, float, complex, str, type(None), torch.dtype)
-    differing = tree.spec != expected.spec or len(tree.constants) != len(expected.constants)
+    differing = tree.spec != expected.spec or tree.places() != expected.places()
     for own, other in zip(tree.constants, expected.constants, strict=False):
         differing |= isinstance(own, plain) and isinstance(other, plain) and own != other
     if differing:
         raise CaptureError(
             f"layer {call.name!r} is given arguments {tree.constants}, but was compiled for {expected.constants}: they "
             "depend on the data. Pass such numbers as tensors.",
+            layer=call.name,
+        )
+
+
+def _check_shape(call: LayerCall, index: int, tensor: torch.Tensor) -> None:
+    """Raise CaptureError if a layer is given a tensor of another shape or dtype than it was compiled for."""
+    expected = call.arguments[index]
+    if (tuple(tensor.shape), tensor.dtype) != (expected.shape, expected.dtype):
+        raise CaptureError(
+            f"layer {call.name!r} is given a tensor of shape {tuple(tensor.shape)} in {tensor.dtype}, but was compiled "
+            f"for {expected.shape} in {expected.dtype}: the shape depends on the data. Pad it to one shape.",
             layer=call.name,
         )
 
