@@ -38,11 +38,11 @@ def describe(model: nn.Module, options: TrainOptions, groups: Sequence[Mapping[s
     return {
         "software": {"python": platform.python_version(), "torch": torch.__version__, "bytes": sys.byteorder},
         "options": chosen,
-        "parameter groups": {
+        "model": {name: _describe(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())},
+        "parameter groups": {  # after the model, whose number of parameters they have
             str(number): f"{len(group['params'])} parameters, {_without_parameters(group)}"
             for number, group in enumerate(groups)
         },
-        "model": {name: _describe(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())},
     }
 
 

@@ -6,7 +6,11 @@ from pathlib import Path
 from time import monotonic, sleep
 
 import pytest
+from torch import nn
 
+from relay.distributed.compare_ranks import describe, refuse_differences
+from relay.errors import RanksDiffer
+from relay.options import TrainOptions
 from tests.support.ranks.jobs import evaluate_unevenly, misbehave, train_until_killed
 from tests.support.ranks.start import Ranks, run_ranks
 
@@ -31,6 +35,15 @@ def test_an_error_on_one_rank_is_raised_on_all(what: str, named: list[str]) -> N
         for word in named:
             if not (word.startswith("rank 1") and error is errors[1]):
                 assert word in error, (what, errors)
+
+
+def test_a_rank_with_more_layers_differs_in_the_model_not_in_its_parameter_groups() -> None:
+    models = [nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers))) for layers in (2, 3)]
+    for parameter in (parameter for model in models for parameter in model.parameters()):
+        nn.init.zeros_(parameter)
+    records = [describe(model, TrainOptions(), [{"params": list(model.parameters())}]) for model in models]
+    with pytest.raises(RanksDiffer, match=r"in the model, in '2\.weight'"):
+        refuse_differences(records, ["rank 0", "rank 1"])
 
 
 def test_ranks_may_evaluate_different_numbers_of_batches() -> None:
