@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from hal.registry import names_in
 from hal.spec.units import parse_size
 
 FIXED_SCALE = 65536.0
@@ -82,6 +81,8 @@ class Option(typing.NamedTuple):
         if self.kind == "visits" and isinstance(converted, tuple) and len(converted) != 2:
             raise ValueError(f"{self.name}={value!r} must be {self.allowed}.")
         if self.kind == "devices":
+            from hal.registry import names_in  # which imports torch: `--help` does without
+
             names = names_in(converted) if isinstance(converted, str) else converted
             if not names:
                 raise ValueError(f"{self.name}={value!r} names no device. Give one, or several that work together.")

@@ -19,7 +19,6 @@ from hal import schema
 from relay.cli.console import RunStopped, Size, json_option, print_json
 from relay.cli.sample import DEFAULT_FOLDER
 from relay.cli.shared_options import AT_LEAST_ONE, COMMAND_LINE, OptionType, together, training_option
-from relay.distributed.ranks import launched
 from relay.options import RENAMED, check_master_weights
 
 if sys.version_info >= (3, 11):
@@ -132,6 +131,8 @@ def train(context: click.Context, /, run_file: Path | None, plan: Path | None, a
             options |= chosen
             origins |= dict.fromkeys(chosen, f" (from '{file}')")
     _check_together(options, origins)
+    from relay.distributed.ranks import launched  # which imports torch: `--help` does without
+
     rank, count = launched()
     if count > 1 and (options["fit"] or options["verify"] is not None):
         raise click.UsageError(
@@ -262,6 +263,7 @@ def _run(options: dict[str, Any]) -> dict[str, Any]:
     """Train, and sample from the model. Returns the result as `--json` prints it."""
     from relay.cli.sample import DEFAULT_PROMPT, generate
     from relay.cli.training_run import train_gpt
+    from relay.distributed.ranks import launched
     from relay.models import gpt_folder
 
     result = train_gpt(options, log=lambda text: click.echo(text, err=True))

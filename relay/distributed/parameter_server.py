@@ -63,9 +63,7 @@ class RankParameterServer(ParameterServer):
     ) -> None:
         super().__init__(device, host, store, optimizer, group_of, order, clipping, scaled)
         self.updater.without_device()
-        self.ownership = ownership
-        self._sizes = sizes
-        self._ranks = ranks
+        self.ownership, self._sizes, self._ranks = ownership, sizes, ranks
         self._memory = ExchangeMemory(host, ranks.rank, ranks.count)
         self._layouts: dict[tuple[object, ...], Layouts] = {}
         self._dtypes: dict[GradientPlan, list[torch.dtype]] = {}
@@ -113,10 +111,8 @@ class RankParameterServer(ParameterServer):
         key = names, tuple(dtypes)
         if key not in self._layouts:
             weights = [self.store[name].dtype for name in names]
-            self._layouts[key] = (
-                lay_out_messages(names, dtypes, self.ownership),
-                lay_out_messages(names, weights, self.ownership),
-            )
+            gradients = lay_out_messages(names, dtypes, self.ownership)
+            self._layouts[key] = gradients, lay_out_messages(names, weights, self.ownership)
         return self._layouts[key]
 
     # -- one step ---------------------------------------------------------------------------------------------
@@ -126,8 +122,7 @@ class RankParameterServer(ParameterServer):
         self._progress = StepProgress(
             self._ranks, messages_of(plans, self.deferred), {plan: self._layouts_of(plan) for plan in plans}
         )
-        self._lagging = None
-        self._in_step = True
+        self._lagging, self._in_step = None, True
         try:
             yield
         except BaseException as error:
