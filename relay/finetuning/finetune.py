@@ -55,6 +55,7 @@ from relay.finetuning.run_loop import Progress, RunLoop
 from relay.finetuning.samples import Sampler
 from relay.finetuning.schedule import LR, LR_OF_ADAPTERS, without_decay
 from relay.optim.optimizers import AdamW
+from relay.options import check_master_weights
 from relay.trainer import Trainer
 
 CHECKPOINTS = "checkpoints"
@@ -106,6 +107,8 @@ class _Run:
         self.out = Path(self.own.out)
         self.source: ModelFolder = open_folder(model)
         self._check_adapters()
+        if self.out.exists() and not self.out.is_dir():
+            raise RelayError(f"--out {self.out} is a file, and the result is a folder. Give another name.")
         self.tokenizer = open_tokenizer(self.source)
         self.longest = longest_row(self.source, self.tokenizer, settings.seq)
         files = read(data, self.own.cache)
@@ -123,6 +126,10 @@ class _Run:
         if is_described(device) and not self.own.dry_run:
             raise RelayError(f"{device} is a described device, on which nothing can be trained. Give --dry-run too.")
         precision = choose_precision(settings.trainer["precision"], device, self.source.dtype)
+        try:
+            check_master_weights(settings.trainer["master_weights"], precision)
+        except ValueError as wrong:
+            raise RelayError(str(wrong)) from wrong
         self.settings = msgspec.structs.replace(
             settings, trainer=settings.trainer | {"device": device, "precision": precision}
         )

@@ -177,7 +177,8 @@ TRAINER_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.kind 
 class Settings(msgspec.Struct, frozen=True):
     """All options of a run: its own, those of a step, and those of the trainer.
 
-    `given` names the options of the trainer that were given; the others may be chosen for the machine.
+    `given` names the options of the trainer that were given; the others may be chosen for the machine. `own_given`
+    names those of the fine-tuning that were given.
     """
 
     own: FinetuneOptions
@@ -185,6 +186,7 @@ class Settings(msgspec.Struct, frozen=True):
     seq: int | None
     trainer: dict[str, Any]
     given: frozenset[str]
+    own_given: frozenset[str] = frozenset()
 
 
 def settings_of(options: dict[str, Any]) -> Settings:
@@ -209,7 +211,8 @@ def settings_of(options: dict[str, Any]) -> Settings:
             f"{asked} plans for one device, and {len(trainer['device'])} are given. Leave one of them out."
         )
     trainer["microbatches"] = min(trainer["microbatches"], batch)
-    return Settings(own, batch, values.get("seq"), trainer, frozenset(values) & set(OPTIONS))
+    of_trainer, of_own = frozenset(values) & set(OPTIONS), frozenset(values) & set(FINETUNE_OPTIONS)
+    return Settings(own, batch, values.get("seq"), trainer, of_trainer, of_own)
 
 
 def _check_together(own: FinetuneOptions, values: dict[str, Any]) -> None:
@@ -241,5 +244,16 @@ def _check_together(own: FinetuneOptions, values: dict[str, Any]) -> None:
         )
     if own.checkpoint_every is None and "keep_last" in values:
         raise ValueError("keep_last goes with checkpoint_every, which is not given. Add it, or leave it out.")
+    for name in ("samples", "sample_tokens"):
+        if name not in values or values["samples" if "samples" in values else name] == 0:
+            continue
+        if own.held_out == 0:
+            raise ValueError(f"{name} is of held-out prompts, and held_out=0 holds no rows out. Leave one of them out.")
+        if own.task not in (None, "causal", "seq2seq"):
+            raise ValueError(f"{name} is of models that write text, and task={own.task!r}. Leave one of them out.")
+    if own.samples == 0 and "sample_tokens" in values:
+        raise ValueError("sample_tokens is the length of samples, and samples=0 writes none. Leave one of them out.")
+    if own.plot is not None and not own.plot.lower().endswith(".png"):
+        raise ValueError(f"plot={own.plot!r} must be the name of a PNG file, such as 'loss.png'.")
     if own.task not in (None, "causal") and own.pack:
         raise ValueError(f"pack is for causal models, and task={own.task!r}. Leave one of them out.")

@@ -54,6 +54,11 @@ def conversation(value: Any) -> list[dict[str, Any]]:
             raise ValueError(f"Message {number} is not an object with role and content; received {message!r:.80}.")
         role = message.get("role", message.get("from"))
         content = message.get("content", message.get("value"))
+        if message.get("weight") not in (None, 1):
+            raise ValueError(
+                f"Message {number} has the weight {message['weight']!r:.20}; every turn of the assistant is trained "
+                "alike. Leave the field out, or leave out conversations whose turns are not to be trained."
+            )
         if not isinstance(role, str) or (content is None and not message.get("tool_calls")):
             raise ValueError(f"Message {number} lacks role or content; it has {', '.join(map(str, message))}.")
         rest = {k: v for k, v in message.items() if k not in ("from", "value", "weight") and v is not None}
@@ -70,14 +75,17 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], first: int = 0
     if not turns:
         raise ValueError("The conversation has no turn of the assistant, so nothing of it is trained.")
     if first == 0 and _GENERATION.search(tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""):
-        found = tokenizer.apply_chat_template(
-            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
+        try:
+            found = tokenizer.apply_chat_template(
+                list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+        except Exception as wrong:
+            raise _refused(wrong) from wrong
         trained = [bool(mark) for mark in found["assistant_masks"]]
         if not any(trained):
             raise ValueError("The chat template marks no token of this conversation as the assistant's.")
         return Trained(list(found["input_ids"]), trained)
-    whole = _text(tokenizer, messages)
+    whole = rendered_text(tokenizer, messages)
     spans = [_span(tokenizer, messages, turn, whole) for turn in turns]
     return spans_trained(tokenizer, whole, spans, special=False)
 
@@ -97,23 +105,34 @@ def spans_trained(tokenizer: Any, text: str, spans: Sequence[tuple[int, int]], s
     return Trained(list(found["input_ids"]), marks)
 
 
-def _text(tokenizer: Any, messages: Sequence[Mapping[str, Any]], ask: bool = False) -> str:
+def rendered_text(tokenizer: Any, messages: Sequence[Mapping[str, Any]], ask: bool = False) -> str:
+    """A conversation as the template has it; with `ask`, up to where the assistant begins. Raises ValueError."""
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=ask))
-    except Exception as wrong:  # the template's own code decides what it refuses, and how
-        raise ValueError(f"The chat template refuses this conversation: {' '.join(str(wrong).split())}") from wrong
+    except Exception as wrong:
+        raise _refused(wrong) from wrong
+
+
+def _refused(wrong: Exception) -> ValueError:
+    """What the template's own code raised, which decides what it refuses, and how."""
+    return ValueError(f"The chat template refuses this conversation: {' '.join(str(wrong).split())}")
 
 
 def _span(tokenizer: Any, messages: Sequence[Mapping[str, Any]], turn: int, whole: str) -> tuple[int, int]:
     """The characters of one turn of the assistant, with what ends it."""
-    before = _text(tokenizer, messages[:turn], ask=True) if turn else ""
+    before = rendered_text(tokenizer, messages[:turn], ask=True) if turn else ""
     begin = len(before)
     if not whole.startswith(before):
         begin = _common(before, whole)
-    upto = _text(tokenizer, messages[: turn + 1])
+    upto = rendered_text(tokenizer, messages[: turn + 1])
+    content = str(messages[turn]["content"]).strip()
     if whole.startswith(upto):
+        if content and content not in upto[begin:]:  # left out, or written otherwise, as templates do with thoughts
+            other = {**messages[turn], "content": f"{messages[turn]['content']} other"}
+            if rendered_text(tokenizer, [*messages[:turn], other]) == upto:
+                raise ValueError(f"The chat template leaves out the content of message {turn + 1}, the assistant's.")
         return begin, len(upto)
-    content = str(messages[turn]["content"]).strip()  # some templates write the last turn otherwise than earlier ones
+    # Some templates write the last turn otherwise than earlier ones.
     found = whole.find(content, begin) if content else -1
     if found < 0:
         raise ValueError(

@@ -19,7 +19,7 @@ from relay.finetuning.data.fields import Fields, find_fields
 from relay.finetuning.data.labels import Classes, find_classes, task_of_labels
 from relay.finetuning.data.tokenise import Tokenised, Tokeniser, tokenise
 from relay.finetuning.model_folder import ModelFolder
-from relay.finetuning.options import Settings
+from relay.finetuning.options import FinetuneOptions, Settings
 
 LABELLED = ("classification", "regression", "token-classification")
 
@@ -57,6 +57,10 @@ def find_labelling(files: Sequence[DataFile], model: ModelFolder, settings: Sett
         fields = find_fields(files, own, labelled=task in LABELLED)
     if own.pack and task != "causal":
         raise DataError(f"--pack is for causal models, and {model.given} is trained for {task}. Leave it out.")
+    for name in ("samples", "sample_tokens"):
+        if task in LABELLED and name in settings.own_given and own.samples:
+            flag = name.replace("_", "-")
+            raise DataError(f"--{flag} is of models that write text, and {model.given} learns {task}. Leave it out.")
     new_head = task in LABELLED and model.own_task != task
     classes = Classes((), {})
     if task in LABELLED:
@@ -76,7 +80,7 @@ def prepare_data(
 ) -> PreparedData:
     """The batches of the files, held-out ones apart, and the report. Raises DataError."""
     own = settings.own
-    if found.fields.kind == "messages":
+    if found.fields.kind == "messages" or (own.chat_template is not None and _holds_messages(files[0], found.fields)):
         set_template(tokenizer, own.chat_template)
     elif own.chat_template is not None:
         raise DataError(f"--chat-template is for conversations, and the fields are {found.fields}. Leave it out.")
@@ -94,7 +98,25 @@ def prepare_data(
     held_out = batches(apart, 1) if apart else None
     names = [file.name for file in files]
     lines, figures = data_report(tokenised, training, held_out, found.fields, found.classes, tokenizer, names)
+    if held_out is None:
+        _check_without_held_out(own, sum(len(file.rows) for file in files))
+    unused = sorted({name for file in files for name in file.rows.column_names} - set(found.fields[1:]))
+    if unused:
+        lines.insert(1, f"not used        fields {', '.join(unused)}")
     return PreparedData(training, held_out, lines, {"task": found.task, "sequence": longest, **figures})
+
+
+def _holds_messages(file: DataFile, fields: Fields) -> bool:
+    """Whether prompts and completions are lists of messages."""
+    return fields.kind == "pair" and isinstance(file.rows[0][fields.prompt], (list, tuple))
+
+
+def _check_without_held_out(own: FinetuneOptions, count: int) -> None:
+    """Raise DataError for options of evaluations where there are no rows to hold out."""
+    for name in ("keep_best", "patience", "eval_every"):
+        if getattr(own, name):
+            flag = name.replace("_", "-")
+            raise DataError(f"--{flag} needs held-out rows, and {count} row gives none. Leave it out, or add rows.")
 
 
 def read(paths: Sequence[str], cache: str | None) -> list[DataFile]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from relay.errors import RelayError
-from relay.finetuning.data.chat import Trained, conversation, render, set_template, spans_trained
+from relay.finetuning.data.chat import Trained, conversation, render, rendered_text, set_template, spans_trained
 from relay.finetuning.data.data_files import DataError, DataFile, require_datasets
 from relay.finetuning.data.fields import Fields
 from relay.finetuning.data.labels import Classes
@@ -21,7 +21,7 @@ from relay.finetuning.data.labels import Classes
 IGNORED = -100
 """The label of what is not trained, as PyTorch's cross-entropy has it."""
 
-FORMAT = 1
+FORMAT = 2
 """Changes when rows of the same data come out otherwise, so that an older cache is not read."""
 
 
@@ -126,8 +126,8 @@ class Tokeniser:
         if self._task == "seq2seq":
             if messages[-1]["role"] != "assistant":
                 raise ValueError("The last message must be the assistant's: it is what is learned.")
-            before = self._tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
-            return self._two(str(before), str(messages[-1]["content"]))
+            before = rendered_text(self._tokenizer, messages[:-1], ask=True)
+            return self._two(before, str(messages[-1]["content"]))
         return self._cut(render(self._tokenizer, messages))
 
     def _pair(self, content: Mapping[str, Any]) -> list[Row]:

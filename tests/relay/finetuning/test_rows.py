@@ -242,6 +242,17 @@ def test_the_report_counts_rows_tokens_masks_and_what_was_cut(prepare: Prepare, 
     assert data.figures["tokens_trained"] == sum(label != reference.IGNORED for label in labels)
 
 
+def test_fields_that_are_not_used_are_reported(prepare: Prepare, tmp_path: Path) -> None:
+    data = prepare(write_jsonl(tmp_path / "rows.jsonl", [{"messages": TALK, "tools": [{"name": "f"}]}] * 2))
+    assert "not used        fields tools" in data.lines
+
+
+def test_prompts_that_are_messages_take_a_chat_template(prepare: Prepare, tokenizer: Any, tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": TALK[:2], "completion": TALK[2:3]}] * 2)
+    data = prepare(rows, chat_template="chatml")
+    assert trained_text(data.training.rows[0], tokenizer).rstrip() == "A format.<|im_end|>"
+
+
 BAD: dict[str, tuple[list[Any], list[str], str]] = {
     "no such field": ([{"messages": TALK}], ["--messages", "talk"], "field 'talk': There is no such field"),
     "nothing known": ([{"a": 1, "b": 2}], [], "No field is recognised among a, b"),
@@ -257,6 +268,18 @@ BAD: dict[str, tuple[list[Any], list[str], str]] = {
     "merge alone": ([{"text": "a b"}], ["--merge"], "--merge is for a model with adapters"),
     "dora alone": ([{"text": "a b"}], ["--dora"], "there are none without lora"),
     "several": ([{"text": "a b"}], ["--device", "cpu:discrete,cpu:discrete", "--dry-run"], "dry_run plans for one"),
+    "template raises": ([{"messages": TALK}], ["--chat-template", "raises.jinja"],
+                        "row 1, field 'messages': The chat template refuses this conversation: no system"),
+    "template without content": ([{"messages": TALK}], ["--chat-template", "roles.jinja"],
+                                 "row 1, field 'messages': The chat template leaves out the content of message 3"),
+    "weight": ([{"messages": [TALK[1], {**TALK[2], "weight": 0}]}], [], "row 1, field 'messages': Message 2 has the w"),
+    "samples of none": ([{"text": "a b"}], ["--held-out", "0", "--samples", "2"], "samples is of held-out prompts"),
+    "no samples": ([{"text": "a b"}], ["--samples", "0", "--sample-tokens", "9"], "samples=0 writes none"),
+    "samples of classes": ([{"text": "a", "label": 1}] * 2, ["--label", "label", "--samples", "2"],
+                           "--samples is of models that write text"),
+    "best of one row": ([{"text": "a b"}], ["--keep-best"], "--keep-best needs held-out rows, and 1 row gives none"),
+    "drawing": ([{"text": "a b"}], ["--plot", "loss.foo"], "must be the name of a PNG file"),
+    "split": ([{"text": "a b"}] * 2, ["--master-weights", "split"], "there is nothing to split"),
     "pack classes": ([{"text": "a", "label": 1}], ["--task", "classification", "--pack"], "pack is for causal models"),
 }  # fmt: skip
 
@@ -267,6 +290,9 @@ def test_bad_data_is_one_line_that_names_file_row_and_field(
 ) -> None:
     rows, options, message = BAD[case]
     data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    (tmp_path / "raises.jinja").write_text("{% generation %}{{ raise_exception('no system') }}{% endgeneration %}")
+    (tmp_path / "roles.jinja").write_text("{% for message in messages %}{{ message['role'] }}{% endfor %}")
+    options = [str(tmp_path / each) if each.endswith(".jinja") else each for each in options]
     result = relay("finetune", llama, "--data", data, "--cache", place / "cache", "--out", tmp_path / "out", *options)
     assert result.exit_code in (1, 2)
     assert message in result.stderr.splitlines()[-1]
