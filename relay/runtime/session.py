@@ -106,11 +106,9 @@ class Session:
         self.knows_every_layer = False
         self.rows = SparseRows(min(infos, key=lambda info: NATIVE in info.tags), host, store, sparse_rows)
         self._model = model
-        self._slot_count = slot_count
-        self._stash_location = stash_location
+        self._slot_count, self._stash_location = slot_count, stash_location
         self._build = build
-        self._precision = precision
-        self._state_dtype = state_dtype
+        self._precision, self._state_dtype = precision, state_dtype
         known = [info.memory for info in infos if info.memory is not None]
         limit = min(known, default=None) if capacity is None else capacity
         room = limit if resident_limit is None else resident_limit
