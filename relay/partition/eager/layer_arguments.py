@@ -91,7 +91,7 @@ def _check_shape(call: LayerCall, index: int, tensor: torch.Tensor) -> None:
     if (tuple(tensor.shape), tensor.dtype) != (expected.shape, expected.dtype):
         raise CaptureError(
             f"layer {call.name!r} is given a tensor of shape {tuple(tensor.shape)} in {tensor.dtype}, but was compiled "
-            f"for {expected.shape} in {expected.dtype}: the shape depends on the data. Pad it to one shape.",
+            f"for {expected.shape} in {expected.dtype}. Shapes must not depend on the data: pad it to one shape.",
             layer=call.name,
         )
 
