@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 import relay.eps.server
+import relay.eps.updates.updater
 from hal.slot import device_slot
 from relay.runtime import run_step, schedule
 from relay.runtime.stash import memory as stash
@@ -147,10 +148,10 @@ MUTATIONS = {
         relay.eps.server, "ParameterServer", "collect", "arrived = list(slot.computed)", "arrived = []", unified=True
     ),
     "a note of who updates": Mutation(
-        relay.eps.server,
-        "ParameterServer",
-        "_note_update",
-        "self.store.updated[plan.names[index]] = done",
+        relay.eps.updates.updater,
+        "Updater",
+        "note",
+        "self._store.updated[plan.names[index]] = done",
         "pass",
         DEFERRED,
     ),

@@ -28,7 +28,7 @@ class Tables(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH, padding_idx=3)
-        self.counted = nn.Embedding(WORDS, WIDTH, scale_grad_by_freq=True)
+        self.counted = nn.Embedding(WORDS, WIDTH)
         self.positions = nn.Embedding(200, WIDTH)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import relay
 from hal.errors import OutOfMemory
-from relay.eps.server import ParameterServer
+from relay.eps.updates.updater import Updater
 from relay.models import GPT
 from relay.models.gpt import cross_entropy
 from relay.runtime import run_step
@@ -201,16 +201,16 @@ def test_a_dropped_gradient_of_one_micro_batch_is_named(build: Build) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_wrong_learning_rate_of_one_layer_is_named(build: Build, monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
-    update = ParameterServer._update
+    update = Updater.update
 
-    def wrong(server: Any, plan: Any, gradients: Any, groups: Any, factor: Any, result: Any) -> None:
+    def wrong(server: Any, plan: Any, gradients: Any, groups: Any, *rest: Any) -> None:
         if plan.name == "blocks.1":
             groups = [{**group, "lr": group["lr"] * 1.001} for group in groups]
-        update(server, plan, gradients, groups, factor, result)
+        update(server, plan, gradients, groups, *rest)
 
     trainer = build(gpt(layers=2, tied=tied))
     assert trainer.verify(text(1)).equal
-    monkeypatch.setattr(ParameterServer, "_update", wrong)
+    monkeypatch.setattr(Updater, "update", wrong)
     found = trainer.verify(text())
     assert found.first is not None
     assert (found.first.layer, found.first.kind) == ("blocks.1", "update")
@@ -230,13 +230,13 @@ def test_other_masks_than_the_promised_ones_are_seen_in_the_loss(build: Build, m
 
 
 def test_a_parameter_that_is_not_updated_is_named(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    update = ParameterServer._update
+    update = Updater.update
 
     def forgets(server: Any, plan: Any, *rest: Any) -> None:
         if plan.name != "blocks.0":
             update(server, plan, *rest)
 
-    monkeypatch.setattr(ParameterServer, "_update", forgets)
+    monkeypatch.setattr(Updater, "update", forgets)
     found = build(gpt(layers=2)).verify(text())
     assert found.first is not None
     assert (found.first.layer, found.first.kind) == ("blocks.0", "missing gradient")

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from relay.cli import main
-from relay.eps.server import ParameterServer
+from relay.eps.updates.updater import Updater
 
 TINY = ["--layers", "2", "--hidden", "16", "--heads", "2", "--seq", "16", "--batch", "4", "--microbatches", "2"]
 TINY += ["--steps", "3", "--no-sample", "--dropout", "0.1"]
@@ -45,13 +45,13 @@ def test_a_verified_run_prints_what_was_compared_and_trains_as_an_unverified_one
 def test_a_difference_ends_the_command_with_1_before_training(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
 ) -> None:
-    update = ParameterServer._update
+    update = Updater.update
 
-    def wrong(server: Any, plan: Any, gradients: Any, groups: Any, factor: Any, result: Any) -> None:
+    def wrong(server: Any, plan: Any, gradients: Any, groups: Any, *rest: Any) -> None:
         groups = [{**group, "lr": group["lr"] * (1.1 if plan.name == "blocks.1" else 1)} for group in groups]
-        update(server, plan, gradients, groups, factor, result)
+        update(server, plan, gradients, groups, *rest)
 
-    monkeypatch.setattr(ParameterServer, "_update", wrong)
+    monkeypatch.setattr(Updater, "update", wrong)
     result = train(text, tmp_path / "out", "--verify", "2", *(["--json"] if as_json else []))
     assert result.exit_code == 1
     assert "Not equal: 1 step on 'cpu'" in result.stderr
