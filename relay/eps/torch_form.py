@@ -33,7 +33,7 @@ class ParameterState(State):
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(READ_ONLY)
 
-    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse  # type: ignore[assignment]
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
 
 
 class States(defaultdict[torch.Tensor, State]):
@@ -49,7 +49,7 @@ class States(defaultdict[torch.Tensor, State]):
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(READ_ONLY)
 
-    __setitem__ = __ior__ = update = setdefault = popitem = _refuse  # type: ignore[assignment]
+    __setitem__ = __ior__ = update = setdefault = popitem = _refuse
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
         super().__delitem__(parameter)
