@@ -361,7 +361,6 @@ def test_lengths_may_vary_with_a_bounded_number_of_programs(build: Build, progra
     assert len(trainer._compiler.cache) == programs
 
 
-@pytest.mark.xfail(reason="kernels of dropped programs stay since constants are part of what a kernel is found by")
 def test_programs_that_are_no_longer_kept_are_gone_from_the_device(build: Build) -> None:
     torch.manual_seed(0)
     trainer = build(Stack(), max_cached_programs=1)

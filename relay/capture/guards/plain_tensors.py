@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from relay.capture.guards.attribute_reads import Reads
+from relay.capture.guards.attribute_reads import Reads, reads_unrecorded
 from relay.errors import CaptureError
 
 
@@ -29,12 +29,13 @@ class PlainTensors:
     """A context that restores the tensors in the attributes of a module and its submodules on exit."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._before = [
-            (path, part, {name: value for name, value in vars(part).items() if isinstance(value, torch.Tensor)})
-            for path, part in module.named_modules()
-        ]
-        # An attribute may hold None, say, until a forward puts a tensor there.
-        self._other = {id(part): dict(vars(part)) for _, part, _ in self._before}
+        with reads_unrecorded():  # to look at all attributes is not what the code does
+            self._before = [
+                (path, part, {name: value for name, value in vars(part).items() if isinstance(value, torch.Tensor)})
+                for path, part in module.named_modules()
+            ]
+            # An attribute may hold None, say, until a forward puts a tensor there.
+            self._other = {id(part): dict(vars(part)) for _, part, _ in self._before}
         self._replaced: list[tuple[str, torch.Tensor]] = []
         self._new: list[tuple[nn.Module, str, torch.Tensor]] = []
 
@@ -43,6 +44,10 @@ class PlainTensors:
 
     def __exit__(self, *_: Any) -> None:
         """Restore replaced tensors, and remove tensors in new attributes."""
+        with reads_unrecorded():
+            self._restore()
+
+    def _restore(self) -> None:
         for path, module, tensors in self._before:
             for name, value in list(vars(module).items()):
                 if isinstance(value, torch.Tensor) and name not in tensors:

@@ -129,13 +129,7 @@ class Numbered(Block):
         return value * (1 + self.number) if self.looks else value
 
 
-@pytest.mark.parametrize(
-    ("looks", "programs"),
-    [
-        pytest.param(False, 2, marks=pytest.mark.xfail(reason="numbers that are not read separate layers")),
-        (True, 4),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("looks", "programs"), [(False, 2), (True, 4)])
 def test_layers_share_a_program_unless_they_differ_in_what_their_code_looks_at(
     build: Build, looks: bool, programs: int
 ) -> None:
