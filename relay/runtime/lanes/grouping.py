@@ -6,6 +6,7 @@ the model, the options and the devices' memory alone, so a resumed run on the sa
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -41,13 +42,16 @@ class Grouping:
     layers_per_visit: int | str | Sequence[int]
     speeds: Sequence[float] | None
     caution: Callable[[str], object]
-    _plans: dict[tuple[bool, int, tuple[CompiledModel, ...]], VisitPlan] = field(default_factory=dict, init=False)
+    # By weak references, since the cache of programs alone decides how long a compiled model is kept.
+    _plans: dict[tuple[bool, int, tuple[weakref.ref[CompiledModel], ...]], VisitPlan] = field(
+        default_factory=dict, init=False
+    )
     _kept: list[int] = field(default_factory=list, init=False)
     _said: set[str] = field(default_factory=set, init=False)
 
     def plan(self, compiled: Sequence[CompiledModel], training: bool, lanes: int) -> VisitPlan:
         """The plan of a pass on so many lanes. `caution` takes what keeps lanes idle."""
-        key = training, lanes, tuple(compiled)
+        key = training, lanes, tuple(map(weakref.ref, compiled))
         found = self._plans.get(key)
         if found is None:
             if len(self._plans) >= PLANS:
@@ -60,7 +64,7 @@ class Grouping:
         return found
 
     def forget(self) -> None:
-        """Drop the plans, and with them the compiled models."""
+        """Drop the plans."""
         self._plans.clear()
 
     def keep(self, lanes: Sequence[int]) -> None:
