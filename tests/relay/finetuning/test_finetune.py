@@ -16,7 +16,6 @@ from examples.documentation_chats import (
     conversations,
     documentation,
     save_folder,
-    save_llama,
     train_tokenizer,
     write_jsonl,
 )
@@ -28,21 +27,6 @@ from tests.support.plain_finetuning import QUICK, plain
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return train_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("finetuning")
-
-
-@pytest.fixture(scope="module")
-def llama(place: Path, tokenizer: Any) -> Path:
-    return save_llama(place / "llama", tokenizer)
 
 
 @pytest.fixture(scope="module")

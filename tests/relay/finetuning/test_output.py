@@ -17,7 +17,6 @@ from examples.documentation_chats import (
     documentation,
     save_folder,
     save_llama,
-    train_tokenizer,
     write_jsonl,
 )
 from relay.finetuning.finetune import finetune
@@ -29,21 +28,6 @@ from tests.support.plain_finetuning import QUICK
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return train_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("output")
-
-
-@pytest.fixture(scope="module")
-def llama(place: Path, tokenizer: Any) -> Path:
-    return save_llama(place / "llama", tokenizer)
 
 
 @pytest.fixture(scope="module")
