@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from examples.documentation_chats import conversations, save_llama, train_tokenizer, write_jsonl
+from examples.documentation_chats import conversations, write_jsonl
 from relay.finetuning.finetune import finetune
 from relay.finetuning.quantized import NF4, QuantizedLinear, pack_frozen
 from relay.finetuning.reporting import Callback
@@ -25,16 +25,6 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 peft = pytest.importorskip("peft")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("adapters")
-
-
-@pytest.fixture(scope="module")
-def llama(place: Path) -> Path:
-    return save_llama(place / "llama", train_tokenizer())
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from examples.documentation_chats import conversations, save_llama, train_tokenizer, write_jsonl
+from examples.documentation_chats import conversations, save_llama, write_jsonl
 from relay.errors import RelayError
 from relay.finetuning.data.batches import Batches, trained_targets
 from relay.finetuning.data.chat import CHATML
@@ -45,21 +45,6 @@ FORGETFUL = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 """As templates of reasoning models: the last turn is rendered otherwise than those before it."""
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return train_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("rows")
-
-
-@pytest.fixture(scope="module")
-def llama(place: Path, tokenizer: Any) -> Path:
-    return save_llama(place / "llama", tokenizer)
 
 
 Prepare = Callable[..., PreparedData]
