@@ -243,6 +243,7 @@ class Trainer(RunState):
         *,
         as_pieces: bool = False,
         weights: Sequence[float] | None = None,
+        active_layers: Sequence[int | str] | Callable[[int], Sequence[int | str]] | None = None,
     ) -> Verification:
         """Compare the next steps with plain PyTorch on this machine, tensor by tensor. The run stays as it is.
 
@@ -258,6 +259,8 @@ class Trainer(RunState):
             learning_rate: the learning rate of a step by its number; the present one if not given.
             as_pieces: whether each of `batches` is a list of pieces, as `step(pieces=...)` takes them.
             weights: what the pieces of each step count, as `step(pieces=..., weights=...)` takes it.
+            active_layers: the layers that take part in each step, as `step` takes them, or a function that gives them
+                by the number of the step.
 
         Returns a `relay.Verification`, which prints as a sentence. Raises VerificationError for a model that cannot be
         compared, and OutOfMemory, with the bytes that are needed, if the host has too little.
@@ -266,7 +269,7 @@ class Trainer(RunState):
         self._refuse_among_ranks("verify", "Verify the run in one process.")
         if weights is not None and not as_pieces:
             raise TypeError("weights= are the weights of pieces: set as_pieces=True. A batch that is cut has none.")
-        return verify(self, self.step, batches, steps, learning_rate, as_pieces, weights)
+        return verify(self, self.step, batches, steps, learning_rate, as_pieces, weights, active_layers)
 
     @as_if_alone()
     def prepare(self, batch: Any) -> None:

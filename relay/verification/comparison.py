@@ -24,6 +24,7 @@ from relay.eps.optimizer_state import BoundOptimizer
 from relay.errors import BatchError, VerificationError
 from relay.graph.pytree import TensorTree, tensor_leaves
 from relay.metrics import Metrics
+from relay.partition.edit_layers import chosen_layers, layer_names
 from relay.run_state import RunState
 from relay.runtime.compiler import PreparedBatch
 from relay.runtime.stages import CompiledModel
@@ -31,6 +32,9 @@ from relay.verification.given_draws import GivenDraws, places_of
 from relay.verification.plain_run import PlainPiece, PlainRun, PlainStep, copied_model
 from relay.verification.report import Difference, Verification
 from relay.verification.run_copy import fits_on_device, refuse_without_room, state_restored, surroundings_restored
+
+ActiveLayers = Sequence[int | str]
+"""The layers that take part in a step, as `step` takes them."""
 
 TIED = 1e-5
 """What gradients of tied weights may differ by, relative to the largest of their tensor: another order of additions."""
@@ -86,6 +90,7 @@ def verify(
     learning_rate: Callable[[int], float] | None,
     as_pieces: bool = False,
     weights: Sequence[float] | None = None,
+    active_layers: ActiveLayers | Callable[[int], ActiveLayers] | None = None,
 ) -> Verification:
     """Compare the steps that `make_step` makes with plain PyTorch's; see `relay.Trainer.verify`.
 
@@ -100,6 +105,11 @@ def verify(
         ]
         if not taken:
             raise BatchError("There is no batch to compare: batches is empty, or steps is 0.")
+        if active_layers is not None:
+            if not run._session.knows_every_layer:  # each layer gets its memory, whichever take part
+                run._session.take_over(run._compiler.prepare(**taken[0]).compiled, run.param_groups, training=True)
+            for number, one in enumerate(taken, run.steps):
+                one["active_layers"] = active_layers(number) if callable(active_layers) else active_layers
         prepared = run._compiler.prepare(**taken[0])
         ready = run._session.prepare(prepared.compiled, run.param_groups, training=True)
         comparison = _Comparison(run, make_step, prepared, ready.loose_ties)
@@ -133,7 +143,7 @@ class _Comparison:
             for name in (*stage.parameters, *stage.buffers):
                 self._layer_of[name] = stage.segment.name  # of several, the last: its gradient is the first
         self._order = {stage.segment.name: number for number, stage in enumerate(prepared.compiled[0].stages)}
-        model, modules, loss = copied_model(run._model, compiler.modules, compiler._loss)
+        model, modules, loss = copied_model(run._model, compiler.modules, compiler._loss, compiler.held.views())
         copies = dict(model.named_parameters())
         for name in run._session.store.split:
             copies[name].data = run._session.store.read(name)
@@ -169,6 +179,7 @@ class _Comparison:
         """Make a step in both of what it is asked for, and return what differs, in the order of computation."""
         run, plain, number = self._run, self._plain, self._run.steps
         prepared = run._compiler.prepare(**asked)
+        plain.left_out = self._left_out(asked.get("active_layers"))
         plain_step = self._plain_gradients(prepared, number)
         server = run._session.server
         watched, own = WatchedOptimizer(server.optimizer), server.optimizer
@@ -220,6 +231,11 @@ class _Comparison:
 
         with draws.watching(), draws:
             return plain.gradients(pieces, begin, draws)
+
+    def _left_out(self, active: ActiveLayers | None) -> tuple[str, ...]:
+        names = layer_names(self._run._model, self._run._compiler.modules or [])
+        taking_part = names if active is None else chosen_layers(names, active)
+        return tuple(name for name in names if name not in taking_part)
 
     def _filled(self, tree: TensorTree, tensors: Sequence[torch.Tensor]) -> Any:
         """Inputs in their own memory, as a data loader gives them: rounding may depend on where a slice begins."""
@@ -306,6 +322,8 @@ class _Comparison:
             states,
             (run.loss_scale, good),
             interval,
+            run._model,
+            run._compiler.held,
         )
 
     def _draws_numbers(self, prepared: PreparedBatch) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from relay.capture.guards.held_tensors import HeldTensors, Replacing
 from relay.eps.aliases import Alias
 from relay.errors import VerificationError
 from relay.optim.int8_state import Int8State
@@ -23,6 +24,7 @@ from relay.optim.optimizers import SGD, Adam, AdamW
 from relay.options import TrainOptions
 from relay.precision import COMPUTE
 from relay.verification.given_draws import GivenDraws
+from relay.verification.left_out import left_out
 
 COUNTERPARTS: dict[type, Callable[..., torch.optim.Optimizer]] = {
     AdamW: partial(torch.optim.AdamW, fused=True),
@@ -63,14 +65,16 @@ def counterpart(options: TrainOptions) -> Callable[..., torch.optim.Optimizer] |
 
 
 def copied_model(
-    model: nn.Module, modules: Sequence[nn.Module] | None, loss: Any
+    model: nn.Module, modules: Sequence[nn.Module] | None, loss: Any, views: Sequence[torch.Tensor]
 ) -> tuple[nn.Module, list[nn.Module] | None, Any]:
     """A copy of the model with tensors of its own (and of the list and the loss that it was given as).
 
-    The names of its tensors are the model's. Raises VerificationError for a model that cannot be copied.
+    The names of its tensors are the model's. `views` of parameters that its code holds are not copied. Raises
+    VerificationError for a model that cannot be copied.
     """
+    uncopied: dict[int, Any] = {id(view): view for view in views}
     try:
-        whole, own, own_loss = copy.deepcopy((model, None if modules is None else list(modules), loss))
+        whole, own, own_loss = copy.deepcopy((model, None if modules is None else list(modules), loss), uncopied)
     except Exception as failure:
         raise VerificationError(
             f"{type(model).__name__} cannot be copied for plain PyTorch: copy.deepcopy failed with "
@@ -94,6 +98,11 @@ class PlainRun:
         states: the optimizer's state of each parameter, by name.
         loss_scale: the loss scale, and the number of steps since it last changed.
         growth_interval: the steps after which a dynamic loss scale grows.
+        original: the model that was copied.
+        held: what code holds of its tensors; what the copy's code holds of them is the copy's instead.
+
+    Attributes:
+        left_out: the names of the layers (indices of a list of modules) that the next steps leave out.
     """
 
     def __init__(
@@ -108,12 +117,17 @@ class PlainRun:
         states: Mapping[str, Mapping[str, Any]],
         loss_scale: tuple[float, int],
         growth_interval: int,
+        original: nn.Module,
+        held: HeldTensors,
     ) -> None:
         self.model = model.to(where)
         tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         for name, alias in aliases.items():  # copies have memory of their own
             buffer, flat = tensors[name], tensors[alias.owner].data.view(-1)
             buffer.data = flat[alias.start : alias.start + buffer.numel()].view(buffer.shape)
+        self.left_out: tuple[str, ...] = ()
+        self._original = original
+        self._held = held
         self._modules = modules
         self._loss = loss
         self._where = where
@@ -232,12 +246,22 @@ class PlainRun:
         return float(value.detach())
 
     def _loss_of(self, piece: PlainPiece, draws: GivenDraws | None) -> torch.Tensor:
+        self._held.note()  # the trainer moves its tensors where it allocates
+        originals, copies = ([*model.parameters(), *model.buffers()] for model in (self._original, self.model))
+        with Replacing(originals, copies, "", self._held, constants=False, elsewhere=False):
+            return self._called(piece, draws)
+
+    def _called(self, piece: PlainPiece, draws: GivenDraws | None) -> torch.Tensor:
         if self._modules is None:
-            output = self.model(**piece.inputs)
+            layers = [self.model.get_submodule(name) for name in self.left_out]
+            with left_out(layers, self._held.views()):
+                output = self.model(**piece.inputs)
             found: torch.Tensor = output["loss"] if isinstance(output, dict) else output.loss
             return found
         value = piece.inputs
         for number, module in enumerate(self._modules):
+            if str(number) in self.left_out:
+                continue
             if draws is not None:
                 draws.enter(str(number))
             value = module(value)

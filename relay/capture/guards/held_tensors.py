@@ -140,6 +140,10 @@ class HeldTensors:
         """Whether a tensor is known as a view of one of the model's."""
         return id(tensor) in self._views
 
+    def views(self) -> list[torch.Tensor]:
+        """The views of the model's tensors that code was found to hold."""
+        return [view.tensor for view in self._views.values()]
+
     def follow(self) -> None:
         """Let all views that code holds show the numbers of their parameters, wherever these lie now."""
         for view in self._views.values():
