@@ -4,10 +4,12 @@ What a function mentions counts only if the function ran: a library's functions 
 their library. The interpreter calls a trace function for every function that is entered. The dispatch of ops, by far
 the most of what runs in a trace, is left out, as no model's code runs within it: PyTorch's dispatch modes are wrapped
 while a recording is open. A trace function that is there already (a debugger's, a coverage tool's) is called as well.
+The garbage collector waits meanwhile: the finalizers and callbacks that it runs belong to no model.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -33,6 +35,7 @@ def has_run(code: CodeType) -> bool:
 def recorded_code() -> Iterator[set[CodeType]]:
     """While open, all functions that this thread enters count as run, but for the dispatch of ops. Yields them."""
     before: Any = sys.gettrace()
+    collects = gc.isenabled()
     ran: set[CodeType] = set()
 
     def entered(frame: FrameType, event: str, argument: Any) -> Any:
@@ -44,11 +47,14 @@ def recorded_code() -> Iterator[set[CodeType]]:
         for kind in _DISPATCHING:
             stack.callback(setattr, kind, _NAME, kind.__dict__[_NAME])
             setattr(kind, _NAME, _unrecorded(kind.__dict__[_NAME]))
+        gc.disable()
         sys.settrace(entered)
         try:
             yield ran
         finally:
             sys.settrace(before)
+            if collects:
+                gc.enable()
             for collected in _collecting:
                 collected |= ran
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -178,6 +179,29 @@ def test_what_counts_is_compiled_once(build: Build, caplog: pytest.LogCaptureFix
             for batch in batches():
                 trainer.step(batch)
         assert not [record for record in caplog.records if "compiling" in record.message]
+
+
+def test_what_the_garbage_collector_runs_is_no_code_of_the_model(
+    build: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    collections = 0
+
+    def count(phase: str, details: dict[str, int]) -> None:
+        nonlocal collections
+        collections += 1
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(count)
+    try:
+        gc.set_threshold(20, 1, 1)
+        with caplog.at_level("INFO", logger="relay"):
+            build(Model(Layer), microbatches=1).step(batches()[0])
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(count)
+    assert collections > 0
+    assert gc.isenabled()
+    assert len([record for record in caplog.records if "compiling" in record.message]) == 1
 
 
 @pytest.mark.parametrize(
