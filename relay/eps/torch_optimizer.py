@@ -2,9 +2,9 @@
 
 The class is given as `functools.partial(torch.optim.X, ...)`, since the relay makes the optimizers itself. They share
 one state for each parameter, so a parameter that is later updated together with others keeps its state. This works for
-optimizers that treat each parameter by itself; one that combines parameters would see one layer at a time. Split
-masters are made float32 for the update of their layer, in memory that all layers share. Invariant: states are torch's
-own objects, made by torch.
+optimizers that treat each parameter by itself; others are refused (`relay.optim.by_parameter`). Split masters
+are made float32 for the update of their layer, in memory that all layers share. Invariant: states are torch's own
+objects, made by torch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import nn
 from hal.host import Host
 from relay.eps.optimizer_state import WithoutDevice
 from relay.eps.store import LayerStore
+from relay.optim.by_parameter import check_by_parameter
 
 JOINED = "split weights of one layer"
 
@@ -35,6 +36,7 @@ class TorchOptimizer:
         name = getattr(getattr(factory, "func", factory), "__name__", "")
         if name in WHOLE_MODEL:
             raise TypeError(f"torch.optim.{name} cannot run layer by layer: {WHOLE_MODEL[name]}.")
+        check_by_parameter(factory)
 
     def defaults(self) -> dict[str, Any]:
         """The hyperparameters of a parameter group, as the class fills them in."""
