@@ -20,7 +20,7 @@ from hal.program import Port, Program, Role
 from relay.capture.captured import Captured
 from relay.capture.core.lowering import Lowering, simplify
 from relay.capture.cost import count_flops, count_moved, fingerprint, peak_of_temporaries, saved_bytes
-from relay.capture.guards.messages import changed_parameter, name_of_program, sparse_gradient
+from relay.capture.guards.messages import changed_input, changed_parameter, name_of_program, sparse_gradient
 from relay.capture.memory_order import Order, in_order, inverse, order_of, permuted, stored_shape
 from relay.capture.random_ops import ancestors, copy_nodes
 from relay.capture.request import CaptureRequest
@@ -73,6 +73,8 @@ class Extraction:
             mutated: Any = getattr(source, "mutated_input", None)
             if type(mutated).__name__ == "ParamAOTInput":
                 raise changed_parameter(name, mutated.target.removeprefix(prefix))
+            if type(mutated).__name__ == "PlainAOTInput":
+                raise changed_input(name)
             if type(source).__name__ != "PlainAOTOutput":
                 raise CaptureError(
                     f"layer {name!r} assigns a tensor that requires a gradient to a buffer. Detach the tensor "
@@ -122,11 +124,7 @@ class Extraction:
             if type(description).__name__ == "ParamAOTInput":
                 raise changed_parameter(self.name, description.target.removeprefix("module."))
             if node not in [buffer for _, buffer in self.buffers]:
-                raise CaptureError(
-                    f"layer {self.name!r} changes one of its inputs in place, but the recompute needs the input "
-                    "unchanged. Clone the input before changing it.",
-                    layer=self.name,
-                )
+                raise changed_input(self.name)
         self._refuse_sparse()
         if not self.wants_gradients:
             self.outputs.pop(max(self.outputs))

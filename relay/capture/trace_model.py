@@ -12,7 +12,7 @@ import logging
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from relay.capture.guards.data_guards import GuardTracer, guarding
 from relay.capture.guards.functional_call import call_with
 from relay.capture.guards.inference_mode import inference_as_no_grad
 from relay.capture.guards.messages import explain
-from relay.capture.guards.mutated_arguments import call_recorded, write_back
+from relay.capture.guards.mutated_arguments import MemoryUse, WatchedMemory, call_recorded, write_back
 from relay.capture.guards.plain_tensors import PlainTensors
 from relay.capture.guards.unsupported import hooks_wait, inside_layer, refusing
 from relay.capture.native.kernel_strides import kernel_strides_mode
@@ -62,7 +62,8 @@ class BlockCall:
     call is outside of no_grad. `input_tree` and `output_tree` nest its arguments and its output, whose traced tensors
     are `outputs`. If the block `changes` lists, dicts or objects among its arguments, its output is (its result, its
     arguments after the call). What hooks in it `recorded`, by name, comes out beside that. A `skipped` call returns its
-    first tensor. `around` is entered around the run of the block, with its name and itself.
+    first tensor. `around` is entered around the run of the block, with its name and itself. `memory` is what it does to
+    the memory of its arguments.
     """
 
     name: str
@@ -77,6 +78,7 @@ class BlockCall:
     recorded: tuple[str, ...] = ()
     outputs: Sequence[torch.Tensor] = ()
     around: AroundCall | None = None
+    memory: MemoryUse = field(default_factory=MemoryUse)
 
     def entered(self) -> AbstractContextManager[None]:
         """The context to run the block in."""
@@ -90,7 +92,11 @@ def _block_on_fakes(call: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]
     names = recorded_names()
 
     def observed(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return call_recorded(block_call.forward, args, kwargs, names)
+        given = tensor_leaves((args, kwargs))[0]
+        with WatchedMemory() as watched:
+            found = call_recorded(block_call.forward, args, kwargs, names)
+        block_call.memory = watched.use(given, tensor_leaves(found[0])[0], block_call.block)
+        return found
 
     def take_apart(found: tuple[Any, Any]) -> list[torch.Tensor]:
         output, (block_call.changes, block_call.recorded) = found

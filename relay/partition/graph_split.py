@@ -24,6 +24,7 @@ from relay.graph.mutations import bind_writes, written_by
 from relay.graph.pytree import TensorTree, tensor_leaves
 from relay.partition.graph_segment import GraphSegment, copied_graph, described
 from relay.partition.segments import Partition, Segment, Value
+from relay.partition.written_arguments import copied, refuse_written_and_read
 
 
 def cut_graph(
@@ -58,8 +59,10 @@ class BlockSegment(nn.Module):
         self.used = tuple(used)
         self.recorded = call.recorded
         self.gradients = call.gradients
+        self.written = frozenset(self.indices[number] for number in call.memory.writes)
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        values = copied(values, self.written)
         args, kwargs = self.input_tree.fill([values[index] for index in self.indices])
         # `forward`, and not the module itself: the module's hooks are in the trace around the call already.
         with contextlib.nullcontext() if self.gradients else torch.no_grad():
@@ -79,7 +82,7 @@ def layer_segment(
     count = sum(segment.name.split("#")[0] == call for segment in before)
     alike = (
         module.block, module.input_tree.spec, module.input_tree.constants, module.indices, module.used,
-        module.gradients, module.recorded,
+        module.gradients, module.recorded, module.written,
     )  # fmt: skip
     return Segment(
         len(before),
@@ -123,6 +126,7 @@ class GraphCut:
         self.output_node = next(iter(reversed(traced.graph.nodes)))
         self.results: list[fx.Node] = list(self.output_node.args[0])
         self.block_nodes = [node for node in traced.graph.nodes if node.target is BLOCK]
+        refuse_written_and_read(self.block_nodes, [calls[node.args[0]] for node in self.block_nodes], self.state_nodes)
         self.copies = _copy_states_given_to_blocks(traced.graph, self.block_nodes, self.state_nodes)
         self.last_stage = len(self.block_nodes)
         self.calls = [calls[node.args[0]] for node in self.block_nodes]

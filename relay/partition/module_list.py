@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from relay.capture import as_fake, autocast, blocks_as_ops, call_with, fingerpri
 from relay.capture.guards.attribute_reads import Reads, recorded_reads
 from relay.capture.guards.executed_code import recorded_code
 from relay.capture.guards.held_tensors import replacing
+from relay.capture.guards.mutated_arguments import MemoryUse, WatchedMemory
 from relay.capture.guards.unsupported import check_module
 from relay.capture.memory_order import order_of
 from relay.data.loss_weight import LossPlan
@@ -27,6 +29,7 @@ from relay.partition.batch_analysis import TracedModel, plan_for
 from relay.partition.find_blocks import undisturbed
 from relay.partition.graph_segment import GraphSegment, graph_of_loss
 from relay.partition.segments import Partition, Segment, Value
+from relay.partition.written_arguments import copied, written_elsewhere
 
 
 def partition_list(
@@ -79,7 +82,7 @@ def partition_list(
     taking_part = [
         (str(index), module) for index, module in enumerate(modules) if active is None or str(index) in active
     ]
-    plan, reads = LossPlan(), Reads()
+    plan, reads, shared = LossPlan(), Reads(), False
     loss_graph: GraphSegment | None = None
     further: tuple[int, ...] = ()
     if whole is not None:
@@ -93,8 +96,11 @@ def partition_list(
         last = index == len(taking_part) - 1
         with autocast(compute):
             fakes = call.outputs_of(fakes, f"{name} ({type(module).__name__})")
+        if call.memory.writes and shared:
+            raise written_elsewhere(name)
+        shared |= call.memory.shares_others
         sources = current
-        alike: tuple[Any, ...] = (module, tree.spec, tree.constants)
+        alike: tuple[Any, ...] = (module, tree.spec, tree.constants, call.memory.writes)
         if last and target_tree is not None:
             assert loss is not None
             ending = LossCall(call, loss, target_tree, len(current))
@@ -227,14 +233,24 @@ class ModuleCall(nn.Module):
         super().__init__()
         self.module = module
         self.input_tree = input_tree
+        self.memory = MemoryUse()
+        self._watches = False
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        output, self.output_tree = tensor_leaves(self.module(self.input_tree.fill(tensors)))
+        given = copied(tensors, self.memory.writes)
+        with WatchedMemory() if self._watches else nullcontext() as watched:
+            output, self.output_tree = tensor_leaves(self.module(self.input_tree.fill(given)))
+        if watched is not None:
+            self.memory = watched.use(given, output, self.module)
         return tuple(output)
 
     def outputs_of(self, fakes: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
-        """The module's outputs for fake tensors. Sets `output_tree`. `name` is used in errors."""
-        return run_fake(self, fakes, name)
+        """The module's outputs for fake tensors. Sets `output_tree` and `memory`. `name` is used in errors."""
+        self._watches = True
+        try:
+            return run_fake(self, fakes, name)
+        finally:
+            self._watches = False
 
 
 class LossCall(nn.Module):

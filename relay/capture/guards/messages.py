@@ -147,6 +147,15 @@ def changed_parameter(layer: str, parameter: str) -> CaptureError:
     )
 
 
+def changed_input(layer: str) -> CaptureError:
+    """The error for code that writes to what it is given, where it cannot be given a copy."""
+    return CaptureError(
+        f"layer {layer!r} changes one of its inputs in place, but the recompute needs the input unchanged. Clone the "
+        "input before changing it (value = value.clone()).",
+        layer=layer,
+    )
+
+
 def sparse_gradient(layer: str, parameter: str) -> CaptureError:
     """The error for a parameter whose gradient is a sparse tensor."""
     return CaptureError(

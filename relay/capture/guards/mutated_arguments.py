@@ -1,8 +1,9 @@
-"""Layers that change the lists, dicts or objects that they take as arguments.
+"""Layers that change the lists, dicts, objects or tensors that they take as arguments.
 
 A block call has tensors as inputs and outputs. A layer that appends to a list or sets a key of a dict passes tensors on
 in another way, which is found by comparing its arguments before and after the call. The changed arguments then become
-part of the layer's output, and are written back to the caller's lists, dicts and objects.
+part of the layer's output, and are written back to the caller's lists, dicts and objects. A layer that writes to a
+tensor is found by its ops, and is given a copy, since its recompute needs what it was given.
 """
 
 from __future__ import annotations
@@ -13,9 +14,54 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from relay.graph.pytree import tensor_leaves
 from relay.graph.recorded_outputs import recording
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """What a layer does to the memory of its arguments: the numbers of those that it `writes` to, and whether its
+    outputs share memory with one of them, with each other, or with its parameters and buffers."""
+
+    writes: frozenset[int] = frozenset()
+    shares_arguments: bool = False
+    shares_others: bool = False
+
+
+class WatchedMemory(TorchDispatchMode):
+    """While open, the memory that ops write to is collected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._written: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for position, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    given = args[position] if position < len(args) else kwargs.get(argument.name)
+                    self._written |= _memory_of([one for one in _listed(given) if isinstance(one, torch.Tensor)])
+        return func(*args, **kwargs)
+
+    def use(self, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], layer: nn.Module) -> MemoryUse:
+        """What a call of `layer` did to the tensors that it was `given`, while this was open."""
+        made = [memory for one in outputs for memory in _memory_of([one])]
+        return MemoryUse(
+            frozenset(number for number, one in enumerate(given) if _memory_of([one]) & self._written),
+            bool(_memory_of(given).intersection(made)),
+            len(made) != len(set(made)) or bool(_memory_of([*layer.parameters(), *layer.buffers()]).intersection(made)),
+        )
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else [value]
+
+
+def _memory_of(tensors: Sequence[torch.Tensor]) -> set[int]:
+    return {one.untyped_storage()._cdata for one in tensors if one.layout is torch.strided}
 
 
 @dataclass(frozen=True)
