@@ -18,7 +18,7 @@ from tests.support.stubs import broken_backends
 
 ROOT = Path(__file__).parents[3]
 DEVICES: dict[str, list[str]] = {
-    "numpy": [],
+    "numpy": ["--samples", "1"],
     # Training on these is tested by itself, and each new kernel takes OpenCL's compiler a tenth of a second.
     "cpu:discrete": ["--samples", "1", "--only", "not test_training"],
     "onnx:cpu": ["--samples", "1", "--only", "not test_training"],
@@ -27,6 +27,7 @@ DEVICES: dict[str, list[str]] = {
 THOROUGH: dict[str, list[str]] = {
     "cpu": [],
     "cpu:discrete": ["--samples", "1"],
+    "numpy": [],
     "numpy:float64": [],
     "onnx:cpu": [],
     "sim": ["--samples", "1"],

@@ -19,7 +19,8 @@ def two_lines(kind: str) -> dict[str, str]:
     return {"import torch": "import torch, relay.hf", f"trainer = {name}(": f"trainer = relay.hf.Relay{name}("}
 
 
-@pytest.mark.parametrize("steps", [2, pytest.param(20, marks=pytest.mark.exhaustive)])
+@pytest.mark.sample("sft-2", "reward-2")
+@pytest.mark.parametrize("steps", [2, 20])
 @pytest.mark.parametrize("kind", NAMES)
 def test_a_script_with_two_lines_changed_logs_and_calls_the_same(tmp_path: Path, kind: str, steps: int) -> None:
     name, tolerance = f"{kind}_script.py", TOLERANCE[kind]
@@ -48,9 +49,8 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "variant", [name if name == "adapter" else pytest.param(name, marks=pytest.mark.exhaustive) for name in VARIANTS]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_of_the_losses_give_the_same_losses_and_metrics(tmp_path: Path, variant: str) -> None:
     kind, changed, for_relay = VARIANTS[variant]
     stock = run_script(f"{kind}_script.py", tmp_path / "stock", 2, variant=changed)
