@@ -56,6 +56,8 @@ from relay.capture.native.subclass_branches import eager_branches
 from relay.capture.norm_dtypes import correct_statistics
 from relay.capture.random_ops import draws_by_itself, has_keyed_form
 from relay.capture.request import CaptureRequest
+from relay.capture.states.lasting_state import LastingStates, keeps_state, refuse_if_read
+from relay.capture.states.own_generators import python_numbers, same_python_numbers
 from relay.capture.trace_for_device import CPU, fakes_on, missing, spell_out
 from relay.capture.traced_module import TracedModule
 from relay.errors import RelayError
@@ -83,20 +85,21 @@ def capture(request: CaptureRequest) -> Captured:
     if request.lowering is Lowering.NATIVE and _is_recurrent(module):
         logger.info("layer %r holds recurrent layers, so it runs eagerly, with PyTorch's own kernels", name)
         return _run_eagerly(request)
+    states, drawn = LastingStates(module.named_modules()), python_numbers()
     try:
-        if request.lowering is Lowering.NATIVE and request.device.type != "cpu":
-            traced, reads, plain = _trace_for_device(request)
-        else:
-            traced, reads, plain = _trace(replace(request, device=CPU))
+        traced, reads, plain = _trace_as_asked(request)
     except Exception as failure:
         why = reason(failure, name)
         if why is None:
             raise
+        kept = states.now().holding_fakes()
         try:
             captured = _run_eagerly(request)
         except RelayError:
             raise
         except Exception as second:
+            if kept:
+                raise keeps_state(f"layer {name!r}", kept, name) from failure
             raise explain_eager(second, name, why) from failure
         where = described_layer(name, request.ends_in_loss)
         if request.lowering is Lowering.CORE and getattr(module, "outside_layers", False):
@@ -119,6 +122,8 @@ def capture(request: CaptureRequest) -> Captured:
         if differs:
             again, _, later = _trace(replace(request, device=CPU))
             later.refuse_states(name, constants_of(again))
+    with same_python_numbers(drawn):
+        refuse_if_read(f"layer {name!r}", states, traced, lambda: _trace_as_asked(request)[0], name)
     check_operands(traced.graph, request)
     if request.lowering is not Lowering.CORE:
         correct_statistics(traced.graph, request.device)
@@ -195,6 +200,12 @@ def _trace(request: CaptureRequest) -> tuple[fx.GraphModule, Reads, PlainTensors
             spell_out(joint.graph_module.graph)
         joint.graph_module.meta["holds_tensors"] = traced.holds_tensors
         return joint.graph_module, reads, plain
+
+
+def _trace_as_asked(request: CaptureRequest) -> tuple[fx.GraphModule, Reads, PlainTensors]:
+    if request.lowering is Lowering.NATIVE and request.device.type != "cpu":
+        return _trace_for_device(request)
+    return _trace(replace(request, device=CPU))
 
 
 def _refuse_counters(counters: Sequence[Counter]) -> None:

@@ -24,6 +24,7 @@ from relay.capture.guards.functional_call import call_with
 from relay.capture.guards.held_tensors import HeldView, Replacing, replacing
 from relay.capture.guards.unsupported import hooks_wait
 from relay.capture.memory_order import Order, as_written, stored
+from relay.capture.states.own_generators import seeded
 from relay.errors import CaptureError
 
 _one_at_a_time = threading.RLock()
@@ -57,7 +58,8 @@ class EagerSegment:
 
     `parameters` are all names of each parameter, and `buffers` the name of each buffer, in the order of the programs.
     `context` returns a new context to run the module in (autocast). `held` are the tensors that its code was found to
-    hold by itself, and `counted` the numbers that it counts and computes with.
+    hold by itself, `counted` the numbers that it counts and computes with, and `generators` those that it draws from
+    besides PyTorch's own (`draws_python`: from Python's or numpy's).
     """
 
     def __init__(self, module: nn.Module, name: str, context: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -65,6 +67,8 @@ class EagerSegment:
         self.name = name
         self.held: dict[int, HeldView] = {}
         self.counted = CountedStates(())
+        self.generators: list[torch.Generator] = []
+        self.draws_python = False
         self.presence = ObservedGradientPresence()
         self.context = context
         self.tensors = list(module.parameters())
@@ -172,14 +176,15 @@ class EagerCall:
         with _one_at_a_time, bypassed(), torch.random.fork_rng(**generators_of(tensors)):
             torch.manual_seed(seed_of(key))
             counted = self.segment.counted
-            if self.kind == "backward":
-                return counted.recompute(
-                    key.microbatch, lambda: self._backward(parameters, buffers, values, seeds, key)
-                )
-            counted.forward(key.microbatch)
-            if not seeds:
-                return self._forward(parameters, buffers, values)
-            return self._backward(parameters, buffers, values, seeds, key)
+            with seeded(seed_of(key), self.segment.generators, self.segment.draws_python):
+                if self.kind == "backward":
+                    return counted.recompute(
+                        key.microbatch, lambda: self._backward(parameters, buffers, values, seeds, key)
+                    )
+                counted.forward(key.microbatch)
+                if not seeds:
+                    return self._forward(parameters, buffers, values)
+                return self._backward(parameters, buffers, values, seeds, key)
 
     def _forward(
         self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]

@@ -33,6 +33,7 @@ from relay.capture.guards.plain_tensors import PlainTensors
 from relay.capture.guards.unsupported import hooks_wait
 from relay.capture.memory_order import Order, as_written, order_of, stored, stored_shape
 from relay.capture.request import CaptureRequest
+from relay.capture.states.first_run import first_run
 from relay.capture.traced_module import autocast
 from relay.errors import CaptureError
 
@@ -160,7 +161,7 @@ def eager_programs(request: CaptureRequest) -> EagerPrograms:
             before = as_they_are(buffers)
             written = [leaf._version for leaf in leaves]
             numbers = numbers_of(module)
-            outputs, after = segment.run(leaves, values, before)
+            outputs, after = first_run(segment, leaves, values, before)
             segment.counted = CountedStates(_counters(segment, numbers, leaves, values, buffers))
             _refuse_sparse(outputs, name)
             _refuse_foreign_gradients(outputs, leaves, parameters, name)

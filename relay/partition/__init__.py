@@ -11,6 +11,7 @@ Invariant: run in order, the segments compute what the model computes, op for op
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from types import CodeType
@@ -27,6 +28,8 @@ from relay.capture.guards.held_tensors import replacing
 from relay.capture.guards.messages import in_words
 from relay.capture.guards.plain_tensors import KeepsState, PlainTensors, constants_of
 from relay.capture.guards.unsupported import check_module, check_outside
+from relay.capture.states.lasting_state import LastingStates, keeps_state, refuse_if_read, written_constants
+from relay.capture.states.own_generators import python_numbers, same_python_numbers
 from relay.data.loss_weight import LossPlan
 from relay.data.microbatches import Piece
 from relay.errors import CaptureError, LayerCallRefused, PartitionError
@@ -147,6 +150,8 @@ def partition_model(
         return TracedModel(traced, calls, *found[0])
 
     guard_tracer = GuardTracer(batch)
+    outside = LastingStates((path, part) for path, part in model.named_modules() if id(part) not in inside)
+    drawn = python_numbers()
     try:
         traced = traced_for(batch, guard_tracer, at_calls=StateAtCalls(type(model).__name__))
     except (CaptureError, PartitionError) as failure:
@@ -171,6 +176,11 @@ def partition_model(
         plan = LossPlan(unknown=f"the code {where} runs eagerly ({why})") if whole else LossPlan()
         partition.guards, partition.loss_plan, partition.reads = tuple(guard_tracer.guards), plan, reads
         return partition
+    if written := written_constants(traced.module):
+        raise keeps_state(type(model).__name__, written)
+    with same_python_numbers(drawn):
+        again = functools.partial(traced_for, batch)
+        refuse_if_read(type(model).__name__, outside, traced.module, lambda: again(GuardTracer(batch)).module)
     if counting:
         traced_for(batch, GuardTracer(batch))  # what changes again is a counter
         for counter in computed_with(counting, code):

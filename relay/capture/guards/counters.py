@@ -1,4 +1,4 @@
-"""Numbers that a forward itself changes at every call, such as `self.calls += 1`, and whether it computes with them.
+"""Numbers, flags and texts that a forward changes at every call (`self.calls += 1`), and whether it computes with them.
 
 A program would keep the number of its trace. A number that only counts does no harm. One that is read in any other way
 than to count on is a state of the layer: the layer then runs eagerly, where Python changes it. Whether a number is
@@ -26,7 +26,7 @@ from torch import nn
 from relay.capture.guards.attribute_reads import reads_unrecorded
 from relay.errors import PartitionError
 
-_NUMBERS = (int, float, complex)
+_NUMBERS = (int, float, complex, bool, str)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _RELAY = Path(__file__).parents[2]
 _LIBRARIES = (
