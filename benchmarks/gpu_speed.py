@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import relay
 from hal import registry, spec
 from relay.simulation.calibrate import calibrate
-from relay.simulation.transformer_shape import ModelShape
+from relay.simulation.described.transformer_shape import ModelShape
 
 
 def copies(setting: Setting) -> dict[str, Any]:

@@ -26,7 +26,7 @@ import relay
 from hal import spec
 from relay.models import GPT
 from relay.simulation.calibrate import calibrate
-from relay.simulation.transformer_shape import ModelShape
+from relay.simulation.described.transformer_shape import ModelShape
 
 Shape = tuple[int, int, int, int, int, str, int, bool | int]
 

@@ -29,7 +29,7 @@ from hal.host import HostWork
 from hal.program import Port, Program, Role
 from hal.spec import Machine
 from hal.spec.timeline import VirtualBackend
-from relay.simulation.transformer_shape import MODELS, ModelShape
+from relay.simulation.described.transformer_shape import MODELS, ModelShape
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "benchmarks" / "data" / "validation.csv"

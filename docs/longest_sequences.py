@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from hal.spec import machine
+from relay.simulation.described.transformer_shape import ModelShape
 from relay.simulation.limits.longest_sequence import NeededMemory
 from relay.simulation.simulated_step import RunShape
-from relay.simulation.transformer_shape import ModelShape
 
 SHAPES = {
     "1B": ModelShape(16, 2048, 32, vocabulary=128256, ffn=8192, kv_heads=8, gated=True, tied=True),

@@ -223,7 +223,7 @@ def _speed(options: dict[str, Any], varied: dict[str, Any], host_cache: HostCach
     The reason for an impossible one (such as bf16 on a device without it) is printed and added to `impossible`.
     """
     from hal.spec import SpecError
-    from relay.simulation.transformer_shape import ShapeError
+    from relay.simulation.described.transformer_shape import ShapeError
 
     try:
         found = _simulation({**options, **varied}, host_cache=host_cache, must_fit=None)
@@ -258,7 +258,7 @@ def _axis(text: str) -> tuple[str, list[Any]]:
 
 def _list_presets(as_json: bool) -> None:
     from hal.spec import presets
-    from relay.simulation.transformer_shape import MODELS
+    from relay.simulation.described.transformer_shape import MODELS
 
     catalogue = {kind: presets(kind) for kind in ("device", "link", "host")}
     if as_json:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hal.spec.units import format_binary_size, format_size
+from relay.simulation.described.meta_model import MetaModel
+from relay.simulation.described.transformer_shape import ModelShape
 from relay.simulation.host_cache import HostCache
-from relay.simulation.meta_model import MetaModel
 from relay.simulation.shortfall import shortfalls
 from relay.simulation.simulate import Simulation
 from relay.simulation.simulated_step import Memory, RunShape, SimulatedRun
-from relay.simulation.transformer_shape import ModelShape
 
 MOST = 3
 """Changes that are named."""

@@ -28,14 +28,14 @@ from relay.fitting.cures import cures
 from relay.fitting.machine import FittedMachine, machine_for
 from relay.options import OPTIONS, checked, refuse_unknown
 from relay.runtime.grad_mode import as_if_alone
-from relay.simulation.describe import describe
-from relay.simulation.hf_config import configuration_of
-from relay.simulation.meta_model import MetaModel
+from relay.simulation.described.describe import describe
+from relay.simulation.described.hf_config import configuration_of
+from relay.simulation.described.meta_model import MetaModel
+from relay.simulation.described.transformer_shape import ModelShape, ShapeError
 from relay.simulation.plan import NoFeasiblePlan
 from relay.simulation.search import Search, excess, microbatch_counts, plainest, reasons_for, speed
 from relay.simulation.simulate import Simulation
 from relay.simulation.simulated_step import RunShape
-from relay.simulation.transformer_shape import ModelShape, ShapeError
 
 FREE: dict[str, tuple[Any, ...]] = {
     "stash": ("device", "host"),

@@ -32,7 +32,7 @@ from relay.capture import graphs_for
 from relay.optim.optimizers import AdamW
 from relay.precision import COMPUTE
 from relay.runtime.grad_mode import as_if_alone
-from relay.simulation.transformer_shape import ModelShape, compiled_model_of
+from relay.simulation.described.transformer_shape import ModelShape, compiled_model_of
 
 SHAPES = ((96, 128, 4), (128, 128, 2), (192, 128, 1), (224, 128, 4), (256, 64, 4), (384, 128, 2), (448, 128, 2))
 """(hidden, sequence, sequences) of the timed layers: small for a GPU, quick on a CPU."""

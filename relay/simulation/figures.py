@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from hal.spec import Machine
 from hal.spec.timeline import Timeline
 from relay.errors import RelayError
+from relay.simulation.described.meta_model import MetaModel
+from relay.simulation.described.transformer_shape import ModelShape
 from relay.simulation.energy import ENERGY_ERROR, joules, joules_waiting
-from relay.simulation.meta_model import MetaModel
 from relay.simulation.simulated_step import Memory, RunShape, Step
-from relay.simulation.transformer_shape import ModelShape
 
 _LABELS = {"compute": "compute", "down": "link down", "up": "link up", "host": "host optimizer"}
 

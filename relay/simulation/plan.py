@@ -29,11 +29,11 @@ from relay.errors import RelayError
 from relay.option_schema import fixed_scale
 from relay.options import OPTIONS, refuse_unknown
 from relay.runtime.grad_mode import as_if_alone
-from relay.simulation.describe import describe, loss_scale_notes
+from relay.simulation.described.describe import describe, loss_scale_notes
+from relay.simulation.described.transformer_shape import ModelShape
 from relay.simulation.plan_file import TABLE, as_table, caution
 from relay.simulation.search import Search, excess, microbatch_counts, name_of, plainest, reasons_for, speed
 from relay.simulation.simulate import Simulation, check_precision, default_precision, machine_of
-from relay.simulation.transformer_shape import ModelShape
 
 PROMISING = 0.2
 """The search continues from candidates that are slower than the fastest by at most this share."""

@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from hal import schema
-from relay.simulation.transformer_shape import BYTES, ModelShape
+from relay.simulation.described.transformer_shape import BYTES, ModelShape
 
 TABLE = "planned"
 """The name of the table that holds the model in a run file."""

@@ -14,12 +14,12 @@ from dataclasses import replace
 from typing import Any
 
 from hal.spec.units import format_size
+from relay.simulation.described.meta_model import MetaModel
+from relay.simulation.described.transformer_shape import ModelShape
 from relay.simulation.host_cache import HostCache
-from relay.simulation.meta_model import MetaModel
 from relay.simulation.shortfall import shortfalls
 from relay.simulation.simulate import Simulation, simulate
 from relay.simulation.simulated_step import RunShape, SimulatedRun
-from relay.simulation.transformer_shape import ModelShape
 
 TIE = 0.02
 """Candidates whose speeds differ by less than this share count as equal: predictions are no more exact than that."""

@@ -13,10 +13,10 @@ from typing import Any
 from hal.spec import Machine
 from hal.spec.units import format_size
 from relay.errors import PartitionError
+from relay.simulation.described.meta_model import MetaModel
+from relay.simulation.described.transformer_shape import ModelShape
 from relay.simulation.host_cache import HostCache
-from relay.simulation.meta_model import MetaModel
 from relay.simulation.simulated_step import WORKSPACE, Memory, RunShape, SimulatedRun
-from relay.simulation.transformer_shape import ModelShape
 
 
 def shortfalls(memory: Memory, device: int, host: int, unified: bool) -> tuple[str, ...]:

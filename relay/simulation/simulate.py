@@ -23,14 +23,14 @@ from hal.spec.units import parse_size
 from relay.errors import RelayError
 from relay.options import refuse_unknown
 from relay.runtime.grad_mode import as_if_alone
-from relay.simulation.describe import describe, loss_scale_notes
+from relay.simulation.described.describe import describe, loss_scale_notes
+from relay.simulation.described.meta_model import MetaModel
+from relay.simulation.described.transformer_shape import ModelShape, ShapeError
 from relay.simulation.figures import SimulationFigures
 from relay.simulation.host_cache import HostCache
-from relay.simulation.meta_model import MetaModel
 from relay.simulation.report import as_text
 from relay.simulation.shortfall import shortfalls, suggestions
 from relay.simulation.simulated_step import RunShape, SimulatedRun, Step
-from relay.simulation.transformer_shape import ModelShape, ShapeError
 
 SENSITIVE = {
     "device compute": ("device", ("achieved_fp32", "achieved_fp16", "achieved_bf16")),

@@ -39,9 +39,9 @@ from relay.runtime.sparse_rows.sparse_rows import row_counts
 from relay.runtime.stages import CompiledModel
 from relay.runtime.stash.plan import TIED_STATE, device_bytes, saved_bytes, tied_bytes
 from relay.runtime.ties.exact_ties import ExactTies
+from relay.simulation.described.meta_model import MetaModel
+from relay.simulation.described.transformer_shape import ModelShape, ShapeError
 from relay.simulation.host_cache import HostCache, HostState
-from relay.simulation.meta_model import MetaModel
-from relay.simulation.transformer_shape import ModelShape, ShapeError
 from relay.simulation.whole_batch import compiled_models
 
 UNLIMITED = 10**18

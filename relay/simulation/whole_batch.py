@@ -1,7 +1,7 @@
 """The compiled models of a simulated step's micro-batches, with one head over the whole batch where a run has one.
 
-The head is compiled by the code that trains (`relay.runtime.head`); shapes are in `relay.simulation.transformer_shape`,
-other models in `relay.simulation.meta_model`. Nothing is computed here.
+The head is compiled by the code that trains (`relay.runtime.head`); shapes and other models are in
+`relay.simulation.described`. Nothing is computed here.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from relay.runtime.compiling.capture_segments import CPU, Capturing
 from relay.runtime.head.choose_chunks import HeadChunks
 from relay.runtime.head.whole_batch import build_over_batch
 from relay.runtime.stages import CompiledModel
-from relay.simulation.meta_model import MetaModel
-from relay.simulation.transformer_shape import ModelShape, captures_of, partition_of, templates_of
+from relay.simulation.described.meta_model import MetaModel
+from relay.simulation.described.transformer_shape import ModelShape, captures_of, partition_of, templates_of
 
 
 def compiled_models(

@@ -8,8 +8,8 @@ from typing import Any
 
 import relay
 from hal import spec
+from relay.simulation.described.transformer_shape import ModelShape
 from relay.simulation.simulate import Simulation
-from relay.simulation.transformer_shape import ModelShape
 
 FAST = 1e30
 HIDDEN, LAYERS, VOCABULARY, SEQUENCE = 1024, 24, 512, 128

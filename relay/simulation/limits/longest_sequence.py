@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from hal.spec import Machine
+from relay.simulation.described.meta_model import MetaModel
+from relay.simulation.described.transformer_shape import ModelShape, ShapeError
 from relay.simulation.figures import SimulationFigures
 from relay.simulation.host_cache import HostCache
-from relay.simulation.meta_model import MetaModel
 from relay.simulation.shortfall import shortfalls
 from relay.simulation.simulated_step import Memory, RunShape, SimulatedRun
-from relay.simulation.transformer_shape import ModelShape, ShapeError
 
 GRAIN = 256
 """Lengths are multiples of it."""

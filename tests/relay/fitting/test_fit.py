@@ -14,7 +14,7 @@ import relay
 from relay.cli import main
 from relay.fitting.fit import FREE
 from relay.models import GPT
-from relay.simulation.transformer_shape import ModelShape
+from relay.simulation.described.transformer_shape import ModelShape
 from tests.support import reference
 from tests.support.zoo.plain_models import Build
 

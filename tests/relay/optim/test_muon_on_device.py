@@ -12,7 +12,7 @@ import relay
 from hal import registry
 from hal.conformance.faults import Faults, faulty
 from relay.models import GPT
-from relay.simulation.transformer_shape import ModelShape
+from relay.simulation.described.transformer_shape import ModelShape
 from tests.support import devices, reference
 from tests.support.zoo.plain_models import Build
 

@@ -21,7 +21,7 @@ from hal.errors import OutOfMemory
 from relay.cli import main
 from relay.models import GPT
 from relay.option_schema import fixed_scale
-from relay.simulation.transformer_shape import ModelShape
+from relay.simulation.described.transformer_shape import ModelShape
 from tests.support import reference
 from tests.support.zoo.plain_models import Build
 

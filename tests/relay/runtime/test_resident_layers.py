@@ -203,7 +203,7 @@ def test_of_a_layer_with_an_adapter_only_the_adapter_is_sent_again(build: Build,
 
 
 def test_the_simulated_step_has_the_bytes_and_the_memory_of_a_real_one(build: Build) -> None:
-    from relay.simulation.transformer_shape import ModelShape
+    from relay.simulation.described.transformer_shape import ModelShape
 
     for resident, capacity in ((2, None), (6, None), ("auto", 450_000), (4, 520_000)):
         torch.manual_seed(0)

@@ -15,7 +15,7 @@ from hal.program import Program
 from hal.spec import COLUMNS
 from relay.cli import main
 from relay.simulation import calibrate
-from relay.simulation.transformer_shape import ModelShape, compiled_model_of
+from relay.simulation.described.transformer_shape import ModelShape, compiled_model_of
 
 
 @pytest.fixture(autouse=True)

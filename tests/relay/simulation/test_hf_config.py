@@ -9,9 +9,9 @@ from click.testing import CliRunner
 
 import relay
 from relay.cli import main
-from relay.simulation.hf_config import FAMILIES, read_configuration
+from relay.simulation.described.hf_config import FAMILIES, read_configuration
+from relay.simulation.described.transformer_shape import ModelShape, ShapeError
 from relay.simulation.plan_file import caution
-from relay.simulation.transformer_shape import ModelShape, ShapeError
 
 SMALL = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
 
@@ -84,7 +84,7 @@ def test_the_grouped_layer_is_the_usual_one_where_every_head_has_its_own_keys() 
     import torch
 
     from relay.models.gpt import Block
-    from relay.simulation.transformer_shape import GroupedBlock
+    from relay.simulation.described.transformer_shape import GroupedBlock
 
     torch.manual_seed(0)
     grouped, usual = GroupedBlock(ModelShape(1, 32, 4)), Block(32, 4, 0.0)

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 import relay
+from relay.simulation.described.transformer_shape import ModelShape
 from relay.simulation.host_cache import HostCache
-from relay.simulation.transformer_shape import ModelShape
 
 SHAPE = ModelShape(5, 64, 2, 256)
 CHOICES: list[dict[str, Any]] = [

@@ -17,9 +17,9 @@ from relay.cli import main
 from relay.models import GPT
 from relay.precision import COMPUTE
 from relay.simulation import calibrate as calibration
+from relay.simulation.described.transformer_shape import ModelShape, compiled_model_of
 from relay.simulation.search import microbatch_counts
 from relay.simulation.simulated_step import RunShape
-from relay.simulation.transformer_shape import ModelShape, compiled_model_of
 
 SMALL: dict[str, Any] = {"layers": 4, "hidden": 256, "heads": 4, "vocabulary": 256, "seq": 128, "batch": 4}
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import relay
-from relay.simulation.meta_model import MetaModel
+from relay.simulation.described.meta_model import MetaModel
 
 
 class LowRank(nn.Module):

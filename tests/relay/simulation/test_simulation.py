@@ -11,8 +11,8 @@ import relay
 from hal import spec
 from hal.spec.units import format_size
 from relay.models import GPT
+from relay.simulation.described.transformer_shape import ModelShape
 from relay.simulation.simulate import SENSITIVE
-from relay.simulation.transformer_shape import ModelShape
 from tests.support.ideal_machines import (
     BYTES_OF_AN_UPDATE,
     FAST,

@@ -9,9 +9,9 @@ import pytest
 
 import relay
 from relay.models import GPT
-from relay.simulation.describe import describe
-from relay.simulation.hf_config import read_configuration
-from relay.simulation.transformer_shape import MODELS, ModelShape, ShapeError
+from relay.simulation.described.describe import describe
+from relay.simulation.described.hf_config import read_configuration
+from relay.simulation.described.transformer_shape import MODELS, ModelShape, ShapeError
 
 
 def test_a_module_on_the_meta_device_is_simulated_as_its_shape_is() -> None:

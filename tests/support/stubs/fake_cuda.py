@@ -28,7 +28,7 @@ from hal.ops import calls, name_of
 from hal.program import Kernel, Program
 from relay.capture import CaptureRequest, capture
 from relay.models import GPT
-from relay.simulation.transformer_shape import ModelShape, compiled_model_of
+from relay.simulation.described.transformer_shape import ModelShape, compiled_model_of
 
 WRITTEN_FOR = "2.13"
 """The PyTorch in which the stand-in must compile."""

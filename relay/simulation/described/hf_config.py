@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relay.simulation.transformer_shape import ModelShape, ShapeError
+from relay.simulation.described.transformer_shape import ModelShape, ShapeError
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Any `nn.Module` on torch's meta device, for simulated runs that compute no numbers.
 
 The module is partitioned and captured by the same code as a model that trains, over tensors that have shapes but no
-memory. Models that are given as sizes are in `relay.simulation.transformer_shape`. Invariant: the module is not
-changed.
+memory. Models that are given as sizes are in `relay.simulation.described.transformer_shape`. Invariant: the module is
+not changed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from relay.runtime.head.checks import check_loss
 from relay.runtime.head.choose_chunks import HeadChunks
 from relay.runtime.head.whole_batch import build_over_batch
 from relay.runtime.stages import CompiledModel
-from relay.simulation.transformer_shape import WHOLE, ShapeError
+from relay.simulation.described.transformer_shape import WHOLE, ShapeError
 
 
 class MetaModel:

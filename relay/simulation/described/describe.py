@@ -11,9 +11,16 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from relay.simulation.hf_config import read_configuration
-from relay.simulation.meta_model import MetaModel
-from relay.simulation.transformer_shape import BYTES, LEARNED_POSITIONS, MODELS, VOCABULARY, ModelShape, ShapeError
+from relay.simulation.described.hf_config import read_configuration
+from relay.simulation.described.meta_model import MetaModel
+from relay.simulation.described.transformer_shape import (
+    BYTES,
+    LEARNED_POSITIONS,
+    MODELS,
+    VOCABULARY,
+    ModelShape,
+    ShapeError,
+)
 
 USUAL_HEAD_SIZE = 128
 
