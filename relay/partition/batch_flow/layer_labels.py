@@ -23,6 +23,7 @@ from relay.errors import RelayError
 from relay.graph.pytree import tensor_leaves
 from relay.partition.batch_flow.flow import BatchFlow
 from relay.partition.batch_flow.labels import Cause, Kind, Label, free
+from relay.partition.batch_flow.sorted_rows import computes_rows_alone
 from relay.partition.batch_flow.trace_pair import TracePair
 from relay.partition.find_blocks import same_structure, undisturbed
 
@@ -130,7 +131,10 @@ class LayerLabels:
         inputs.update(zip(placeholders[len(originals) :], given, strict=True))
         flow = BatchFlow(pair, inputs, None, call.name, inside=True)
         if _sorts_by_expert(second.graph, flow.outputs):
-            return None, (Cause("grouped_mm", "takes rows that are sorted by expert, which is not followed"),)
+            found = computes_rows_alone(call, small, large, given, self._lengths)
+            if found is None:
+                return None, (Cause("grouped_mm", "takes rows that are sorted by expert, which is not followed"),)
+            return tuple(_of_sorted(one, own, call.name) for one, own in zip(flow.outputs, found, strict=True)), ()
         return tuple(flow.outputs), tuple(flow.assumed)
 
 
@@ -139,6 +143,14 @@ def _sorts_by_expert(graph: fx.Graph, outputs: Sequence[Label]) -> bool:
     mixed = [label.cause for label in outputs if label.kind is Kind.MIXED]
     grouped = any("grouped_mm" in str(node.target) for node in graph.nodes)
     return grouped and bool(mixed) and all(cause is not None and cause.op in ("sort", "argsort") for cause in mixed)
+
+
+def _of_sorted(label: Label, found: Label, layer: str) -> Label:
+    """The label of an output that sorting had made MIXED, by what runs of the layer have shown."""
+    if label.kind is not Kind.MIXED or found.kind is not Kind.MIXED:
+        return label if label.kind is not Kind.MIXED else found
+    reason = "takes rows sorted by expert, and a sample comes out otherwise beside other samples (by a capacity?)"
+    return replace(label, cause=Cause("grouped_mm", reason, layer=layer))
 
 
 def _taken(label: Label) -> Label:

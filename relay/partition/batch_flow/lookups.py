@@ -16,7 +16,9 @@ def looked_up(call: OpCall) -> Labels:
     if call.label(call.argument("weight")).kind is not Kind.FREE:
         return alike(call, call.mixed("looks up in a table made from the batch"))
     if call.argument("scale_grad_by_freq") is True:
-        return alike(call, call.mixed("scales gradients by how often a row is looked up in the batch"))
+        return alike(
+            call, call.mixed("scales gradients by how often a row is looked up in the batch (scale_grad_by_freq=True)")
+        )
     return call.shaped(call.label(call.argument("indices", "self")))
 
 

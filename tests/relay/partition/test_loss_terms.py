@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import relay
+from relay.errors import PartitionError
 
 Build = Callable[..., relay.Trainer]
 Loss = Callable[..., Tensor]
@@ -254,7 +255,8 @@ def test_another_loss_weight_is_refused(wrong: Any) -> None:
         relay.Trainer(listed(), loss=selected, loss_weight=wrong)
 
 
-def test_layers_that_sort_rows_by_expert_train_in_micro_batches_and_are_said_not_to_be_followed(build: Build) -> None:
+@pytest.mark.filterwarnings(f"error:.*{DOUBT}")
+def test_layers_that_sort_rows_by_expert_train_in_micro_batches(build: Build) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.MixtralConfig(
@@ -265,11 +267,38 @@ def test_layers_that_sort_rows_by_expert_train_in_micro_batches_and_are_said_not
     model.load_state_dict(plain.state_dict())
     tokens = torch.randint(0, 32, (2, 8))
     trainer = build(model, optimizer=relay.SGD(lr=0.1), microbatches=2)
-    with pytest.warns(UserWarning, match=f"{DOUBT}.*sorted by expert"):
-        trainer.step({"input_ids": tokens, "labels": tokens})
+    trainer.step({"input_ids": tokens, "labels": tokens})
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for piece in tokens.split(1):
         (plain(input_ids=piece, labels=piece).loss / 2).backward()
     optimizer.step()
     found = trainer.state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in plain.state_dict().items())
+
+
+class Experts(nn.Module):
+    """Two experts, of which each takes at most `capacity` times half of the batch's rows."""
+
+    def __init__(self, capacity: float) -> None:
+        super().__init__()
+        self.router, self.capacity = nn.Linear(8, 2), capacity
+        self.weight = nn.Parameter(torch.randn(2, 8, 8) / 8)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, value: Tensor) -> Tensor:
+        expert = self.router(value).argmax(-1)
+        order = expert.argsort(stable=True)
+        ends = torch.histc(expert.float(), 2, 0, 1).cumsum(0).to(torch.int32)
+        found = F.grouped_mm(value[order], self.weight, offs=ends)
+        place = torch.arange(len(value)) - F.pad(ends, (1, 0))[expert[order]]
+        found = found * (place < self.capacity * len(value) / 2)[:, None]
+        return value + self.drop(torch.zeros_like(value).index_copy(0, order, found))
+
+
+@pytest.mark.filterwarnings(f"error:.*{DOUBT}")
+def test_experts_with_a_capacity_are_refused_in_micro_batches_by_name(build: Build) -> None:
+    batch = torch.randn(8, 8), torch.randn(8, 8)
+    torch.manual_seed(0)
+    build([Experts(2.0), Experts(2.0)], loss=F.mse_loss, microbatches=2).step(batch)  # so large that none is dropped
+    with pytest.raises(PartitionError, match=r"grouped_mm in layer '0' takes rows sorted by expert.*capacity"):
+        build([Experts(0.5), Experts(0.5)], loss=F.mse_loss, microbatches=2).step(batch)
