@@ -11,7 +11,7 @@ Invariant: what is chosen was simulated and fits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,11 @@ from relay.errors import BatchError
 from relay.fitting.cures import cures
 from relay.fitting.machine import FittedMachine, machine_for
 from relay.options import OPTIONS, checked, refuse_unknown
+from relay.partition.module_list import list_of_modules
 from relay.runtime.grad_mode import as_if_alone
 from relay.simulation.described.describe import describe
 from relay.simulation.described.hf_config import configuration_of
+from relay.simulation.described.meta_list import MetaList
 from relay.simulation.described.meta_model import MetaModel
 from relay.simulation.described.transformer_shape import ModelShape, ShapeError
 from relay.simulation.plan import NoFeasiblePlan
@@ -72,8 +74,9 @@ class Fit:
 
 @as_if_alone()
 def fit(
-    model: nn.Module | ModelShape | str,
-    batch: Mapping[str, torch.Tensor] | Sequence[int],
+    model: nn.Module | Sequence[nn.Module] | ModelShape | str,
+    batch: Any,
+    loss: Callable[..., torch.Tensor] | None = None,
     *,
     device: str | Machine = "cpu",
     capacity: int | str | None = None,
@@ -86,10 +89,12 @@ def fit(
     """Choose the options with which a model trains fastest on a machine. Nothing is trained and no number is computed.
 
     Args:
-        model: An `nn.Module` whose output has `.loss`, which may be on torch's meta device; or a described model: its
-            name, or a `ModelShape`.
-        batch: The batch of a step, called as `model(**batch)`, of which only shapes and dtypes count; for a described
-            model its sequences and the tokens in each, such as `(8, 1024)`.
+        model: An `nn.Module` whose output has `.loss`, which may be on torch's meta device; a list of modules; or a
+            described model: its name, or a `ModelShape`.
+        batch: The batch of a step, called as `model(**batch)`, of which only shapes and dtypes count; for a list of
+            modules `(inputs, targets)`; for a described model its sequences and the tokens in each, such as
+            `(8, 1024)`.
+        loss: For a list of modules: `loss(output, targets)`.
         device: A device that is here, or a preset or description of another one.
         capacity, host_memory: Bytes to use at most. Without `host_memory` 8 GiB of the host are left to the system.
         calibration: The file that `relay calibrate` wrote for the device. One in the current folder is found.
@@ -104,7 +109,7 @@ def fit(
     fitted = machine_for(device, calibration)
     if host_memory is not None:
         fitted = replace(fitted, host_memory=parse_size(host_memory))
-    shape, sequences, length, described, notes = _described(model, batch)
+    shape, sequences, length, described, notes = _described(model, batch, loss)
     reasons = [*fitted.notes, *notes]
     if resume is not None:
         saved = Checkpoint(Path(resume)).manifest.options
@@ -143,19 +148,22 @@ def chosen_precision(kept: Mapping[str, Any]) -> str:
 
 
 def _described(
-    model: nn.Module | ModelShape | str, batch: Mapping[str, torch.Tensor] | Sequence[int]
+    model: nn.Module | Sequence[nn.Module] | ModelShape | str,
+    batch: Any,
+    loss: Callable[..., torch.Tensor] | None,
 ) -> tuple[ModelShape | MetaModel, int, int, ModelShape | None, tuple[str, ...]]:
     """The model, the sequences of a batch, their length, a described shape that is like the model, and notes."""
+    if loss is not None or not isinstance(model, (nn.Module, ModelShape, str)):
+        modules = list_of_modules(model, loss)  # type: ignore[arg-type]
+        assert modules is not None
+        assert loss is not None
+        listed = MetaList(modules, loss, batch)
+        return listed, listed.sequences, listed.sequence, None, ()
     if isinstance(model, nn.Module):
         if not isinstance(batch, Mapping):
             raise BatchError(f"relay.fit takes the batch of a module as a mapping of tensors; received {batch!r:.100}.")
         meta = MetaModel(model, batch)
         return meta, meta.sequences, meta.sequence, _shape_of(model), ()
-    if isinstance(model, (list, tuple)):
-        raise TypeError(
-            "relay.fit takes a whole model, called as model(**batch). For a list of modules, wrap them in an "
-            "nn.Module that returns the loss."
-        )
     if isinstance(batch, Mapping) or len(batch) != 2:
         raise BatchError(f"The batch of a described model is (sequences, tokens in each); received {batch!r:.100}.")
     found = describe(model)

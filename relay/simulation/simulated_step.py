@@ -88,8 +88,8 @@ class RunShape:
         check_master_weights(self.master_weights, self.precision)
         if self.master_weights == "as_given":
             raise ValueError(
-                f"master_weights={self.master_weights!r} keeps a model in half precision as it is, and described "
-                "models are float32. Use 'fp32' or 'split'."
+                f"master_weights={self.master_weights!r} keeps a model in half precision as it is, and simulated runs "
+                "have float32 masters. Use 'fp32' or 'split'."
             )
 
     @property

@@ -46,11 +46,14 @@ class MetaModel:
         tensors = [tensor for tensor in example.values() if isinstance(tensor, torch.Tensor)]
         if not tensors or tensors[0].dim() < 2:
             raise ShapeError("The example batch needs a first tensor of (sequences, tokens).")
-        self.module = module
         self.example = dict(example)
         self.sequences, self.sequence = tensors[0].shape[:2]
-        self.layers = len(find_blocks(module))
-        self.title = f"{type(module).__name__}, {self.layers} repeated layers"
+        layers = len(find_blocks(module))
+        self._begin(module, layers, f"{type(module).__name__}, {layers} repeated layers")
+
+    def _begin(self, module: nn.Module, layers: int, title: str) -> None:
+        self.module = module
+        self.layers, self.title = layers, title
         self._compiled: dict[tuple[Any, ...], list[CompiledModel]] = {}
         self._captures: dict[torch.dtype, Captures] = {}
         self._traced: dict[tuple[Any, ...], tuple[FakeMode, list[Partition]]] = {}

@@ -12,11 +12,12 @@ from torch import Tensor
 
 import relay
 from relay.cli import main
+from relay.errors import BatchError
 from relay.fitting.fit import FREE
 from relay.models import GPT
 from relay.simulation.described.transformer_shape import ModelShape
 from tests.support import reference
-from tests.support.zoo.plain_models import Build
+from tests.support.zoo.plain_models import Build, perceptron, regression
 
 TINY = ModelShape(4, 64, 4, 256)
 EIGHTEEN = ModelShape(53, 5632, 44, vocabulary=32000, ffn=15360, kv_heads=11, gated=True)
@@ -45,6 +46,18 @@ def test_the_options_fit_the_device_and_train_as_the_default_ones(build: Build) 
     assert max(step.device_peak_bytes for step in steps) <= capacity
     assert [step.loss for step in steps] == reference.train(plain, [text(seed) for seed in range(2)], 2)
     reference.assert_same_state(model.state_dict(), plain.state_dict())
+
+
+def test_a_list_of_modules_is_fitted_with_its_loss_to_the_byte(build: Build) -> None:
+    mse, batch = torch.nn.functional.mse_loss, regression()
+    found = relay.fit(perceptron(), batch, mse, device="cpu:discrete", capacity=3000, microbatches=3)
+    modules, plain = perceptron(), perceptron()
+    trainer = build(modules, loss=mse, device="cpu:discrete", **found.options)
+    steps = [trainer.step(batch) for _ in range(2)]
+    assert {step.device_peak_bytes for step in steps} == {found.expected.memory.device_total}
+    assert [step.loss for step in steps] == reference.train(plain, [batch, batch], 3, loss=mse)
+    with pytest.raises(BatchError, match=r"a pair \(inputs, targets\)"):
+        relay.fit(perceptron(), {"inputs": batch[0]}, mse)
 
 
 def test_nothing_that_is_given_is_changed_and_no_state_is_rounded_unasked() -> None:
