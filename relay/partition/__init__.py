@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
@@ -30,6 +31,7 @@ from relay.capture.guards.plain_tensors import KeepsState, PlainTensors, constan
 from relay.capture.guards.unsupported import check_module, check_outside
 from relay.capture.states.lasting_state import LastingStates, keeps_state, refuse_if_read, written_constants
 from relay.capture.states.own_generators import python_numbers, same_python_numbers
+from relay.capture.states.shared_states import SharedStates
 from relay.data.loss_weight import LossPlan
 from relay.data.microbatches import Piece
 from relay.errors import CaptureError, LayerCallRefused, PartitionError
@@ -135,7 +137,7 @@ def partition_model(
 
         known = len(shell.assigned)
         with PlainTensors(model) as plain:
-            around = None if at_calls is None else at_calls.call
+            around = None if at_calls is None else functools.partial(_watched, at_calls, shared)
             with blocks_as_ops(blocks, skipped, compute, around) as calls, without_cache(model), autocast(compute):
                 called = calls
                 traced = trace(run, (originals, list(tensors)), type(model).__name__, guard_tracer)
@@ -150,6 +152,7 @@ def partition_model(
         return TracedModel(traced, calls, *found[0])
 
     guard_tracer = GuardTracer(batch)
+    shared = SharedStates()
     outside = LastingStates((path, part) for path, part in model.named_modules() if id(part) not in inside)
     drawn = python_numbers()
     try:
@@ -176,6 +179,8 @@ def partition_model(
         plan = LossPlan(unknown=f"the code {where} runs eagerly ({why})") if whole else LossPlan()
         partition.guards, partition.loss_plan, partition.reads = tuple(guard_tracer.guards), plan, reads
         return partition
+    shared.note("", outside, code)
+    shared.check()
     if written := written_constants(traced.module):
         raise keeps_state(type(model).__name__, written)
     with same_python_numbers(drawn):
@@ -217,6 +222,12 @@ def partition_model(
     partition = cut_graph(traced.module, states, traced.calls, names, traced.has_loss, traced.result_tree)
     partition.guards, partition.loss_plan, partition.reads = tuple(guard_tracer.guards), plan, reads
     return partition
+
+
+@contextmanager
+def _watched(at_calls: StateAtCalls, shared: SharedStates, name: str, block: nn.Module) -> Iterator[None]:
+    with shared.call(id(block), name, list(block.named_modules())), at_calls.call(name, block):
+        yield
 
 
 def _with_code_run_eagerly(

@@ -21,6 +21,7 @@ from relay.capture.guards.held_tensors import replacing
 from relay.capture.guards.mutated_arguments import MemoryUse, WatchedMemory
 from relay.capture.guards.unsupported import check_module
 from relay.capture.memory_order import order_of
+from relay.capture.states.shared_states import SharedStates
 from relay.data.loss_weight import LossPlan
 from relay.data.microbatches import Piece
 from relay.errors import PartitionError, RelayError
@@ -82,7 +83,7 @@ def partition_list(
     taking_part = [
         (str(index), module) for index, module in enumerate(modules) if active is None or str(index) in active
     ]
-    plan, reads, shared = LossPlan(), Reads(), False
+    plan, reads, shared, states = LossPlan(), Reads(), False, SharedStates()
     loss_graph: GraphSegment | None = None
     further: tuple[int, ...] = ()
     if whole is not None:
@@ -94,7 +95,7 @@ def partition_list(
     for index, (name, module) in enumerate(taking_part):
         call = ModuleCall(module, tree)
         last = index == len(taking_part) - 1
-        with autocast(compute):
+        with autocast(compute), states.call(id(module), name, list(module.named_modules())):
             fakes = call.outputs_of(fakes, f"{name} ({type(module).__name__})")
         if call.memory.writes and shared:
             raise written_elsewhere(name)
@@ -105,7 +106,9 @@ def partition_list(
             assert loss is not None
             ending = LossCall(call, loss, target_tree, len(current))
             alike = ([module, loss], tree.spec, tree.constants, target_tree.spec, target_tree.constants)
-            run_fake(_LossAlone(ending, len(fakes)), [*fakes, *fake_targets], "loss")
+            alone = _LossAlone(ending, len(fakes))
+            with states.call("loss", "loss", list(alone.named_modules())):
+                run_fake(alone, [*fakes, *fake_targets], "loss")
             if loss_graph is not None:
                 ending = LossCall(call, loss_graph, target_tree, len(current))
                 form = fingerprint(loss_graph.graph.graph, [], [], {}), loss_graph.described()
@@ -132,6 +135,7 @@ def partition_list(
         for source in sources:
             values[source].consumers.append(index)
         current, tree = outputs, call.output_tree
+    states.check()
     has_loss = target_tree is not None
     results = segments[-1].outputs[1:] if has_loss else segments[-1].outputs
     batch = (*batch_inputs, *batch_targets, *further)

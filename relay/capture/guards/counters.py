@@ -27,6 +27,8 @@ from relay.capture.guards.attribute_reads import reads_unrecorded
 from relay.errors import PartitionError
 
 _NUMBERS = (int, float, complex, bool, str)
+_WRITING = frozenset({"append", "extend", "add", "clear"})
+"""Methods of containers that read nothing, where their result is not used."""
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _RELAY = Path(__file__).parents[2]
 _LIBRARIES = (
@@ -146,9 +148,12 @@ def _reads(code: CodeType, name: str) -> bool:
 
 
 def _counted(node: ast.AST) -> list[tuple[ast.AST, ast.AST]]:
-    """The assignments of a statement: `x += 1` and `x = x + 1`."""
+    """The assignments of a statement: `x += 1` and `x = x + 1`, and calls that only write: `x.append(...)`."""
     if isinstance(node, ast.AugAssign):
         return [(node.target, node.value)]
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute):
+        only_written = node.value.func.attr in _WRITING
+        return [(node.value.func.value, node.value)] if only_written else []
     if isinstance(node, ast.Assign):
         return [(target, node.value) for target in node.targets if not isinstance(target, (ast.Tuple, ast.List))]
     return []

@@ -1,4 +1,4 @@
-"""State that a forward keeps in lists, dicts, sets, objects, arrays, iterators and closures.
+"""State that a forward keeps in lists, dicts, sets, objects, arrays, iterators, closures and global containers.
 
 A program holds what its trace found there, and a recompute finds what the forward left. What every call changes and
 computes with is therefore refused by name. Whether it computes with it is found by a second call: it computes the same
@@ -70,6 +70,19 @@ class LastingStates:
         with reads_unrecorded():
             return [held.path for held in self._held.values() if not _same(held.state, held.look())]
 
+    def changes(self) -> list[tuple[int, str, frozenset[str]]]:
+        """What is otherwise now: its identity, its path, and the names by which code reaches what has changed."""
+        with reads_unrecorded():
+            found = [(held, held.look()) for held in self._held.values()]
+        return [
+            (id(held.subject), held.path, _names_of(held, now)) for held, now in found if not _same(held.state, now)
+        ]
+
+    @property
+    def identities(self) -> set[int]:
+        """All objects that were found."""
+        return set(self._held)
+
     def now(self) -> LastingStates:
         """The same modules' states now."""
         return LastingStates(self._modules)
@@ -108,6 +121,10 @@ class LastingStates:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             with suppress(ValueError):  # it is empty yet
                 self._look(cell.cell_contents, f"{name} (in the closure of {function.__qualname__})", 0)
+        for name in function.__code__.co_names:
+            value = function.__globals__.get(name)
+            if type(value) in _CONTAINERS:
+                self._look(value, f"{name} (a global of {function.__module__})", 0)
 
     def _look(self, value: Any, path: str, depth: int, counted: bool = False) -> None:
         """Note an object and what it holds. Plain numbers in a `counted` container are counters."""
@@ -118,6 +135,14 @@ class LastingStates:
         self._held[id(value)] = _Held(path, value, look(), look)
         for key, part in _parts(value)[:LARGEST]:
             self._look(part, f"{path}.{key}" if _is_object(value) else f"{path}[{key!r}]", depth + 1)
+
+
+def _names_of(held: _Held, now: Any) -> frozenset[str]:
+    """The names of what has changed: an object's attributes, or the name of what holds a container."""
+    if _is_object(held.subject):
+        before, after = dict(held.state), dict(now)
+        return frozenset(name for name in {*before, *after} if not _same(before.get(name), after.get(name)))
+    return frozenset({held.path.split(" ")[0].rpartition(".")[2].partition("[")[0]})
 
 
 def _how_to_look(value: Any, counted: bool) -> Callable[[], Any] | None:

@@ -4,6 +4,7 @@ refused by name if the next call reads it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections import deque
@@ -198,3 +199,85 @@ def test_a_recompute_draws_what_its_forward_drew_from_other_generators(build: Bu
     assert losses[0] * after_one != pytest.approx(losses[1], rel=1e-4)  # and each step draws anew
     assert torch.equal(layer.generator.get_state(), own)
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states
+
+
+# **** what one layer leaves for another ****
+
+SHARED: list[Tensor] = []
+
+
+class Leaving(Block):
+    """It appends a term of the loss to a list."""
+
+    def __init__(self, terms: list[Tensor]) -> None:
+        super().__init__()
+        self.terms = terms
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = super().forward(value)
+        self.terms.append(value.square().mean())
+        return value
+
+
+class LeavingInAGlobal(Block):
+    def forward(self, value: Tensor) -> Tensor:
+        value = super().forward(value)
+        SHARED.append(value.square().mean())
+        return value
+
+
+class Flagged(Block):
+    """The first that runs sets a flag that the others look at."""
+
+    def __init__(self, shared: Any) -> None:
+        super().__init__()
+        self.shared = shared
+
+    def forward(self, value: Tensor) -> Tensor:
+        if self.shared.ran:
+            value = value * 1.5
+        self.shared.ran = True
+        return super().forward(value)
+
+
+class Resetting(Stack):
+    def __init__(self) -> None:
+        shared = SimpleNamespace(ran=False)
+        super().__init__(lambda: Flagged(shared))
+        self.shared = shared
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Any:
+        self.shared.ran = False
+        return super().forward(inputs, targets)
+
+
+def listed(block: Callable[[], nn.Module]) -> tuple[list[nn.Module], tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    (batch,) = batches(1)
+    return [block(), block()], (batch["inputs"], batch["targets"])
+
+
+def test_terms_that_layers_of_a_list_leave_for_the_loss_are_refused_by_name(build: Build) -> None:
+    terms: list[Tensor] = []
+
+    def loss(value: Tensor, targets: Tensor) -> Tensor:
+        found = nn.functional.mse_loss(value, targets) + sum(terms) + sum(SHARED)
+        terms.clear()
+        SHARED.clear()
+        return found
+
+    for block in (lambda: Leaving(terms), LeavingInAGlobal):
+        modules, batch = listed(block)
+        with pytest.raises(KeepsState, match=r"layer '0' changes '(terms|SHARED).*read by 'loss'.*Return it"):
+            build(modules, loss=loss, microbatches=1).step(batch)
+        terms.clear()
+        SHARED.clear()
+
+
+def test_a_flag_that_one_layer_sets_for_the_others_is_refused_by_name(build: Build) -> None:
+    with pytest.raises(KeepsState, match=r"layer 'layers.0' changes '\w+', which is also held and read by"):
+        build(Resetting(), microbatches=1).step(batches(1)[0])
+
+
+def test_a_list_that_layers_share_and_nothing_reads_trains_as_in_pytorch(build: Build) -> None:
+    check(build, lambda: Stack(functools.partial(Leaving, [])), batches(2), microbatches=2)
