@@ -104,19 +104,19 @@ def dry_run(found: Fit, steps: int) -> dict[str, Any]:
     expected = found.expected
     stored = sum(size for state, _, size in expected.memory.host if not state.startswith("gradients"))
     tokens = expected.run.tokens * steps
-    low, middle, high = expected.kilowatt_hours(tokens)
-    seconds = expected.step_seconds * steps
+    energy = expected.kilowatt_hours(tokens)
+    seconds = expected.step_time.scaled(steps)
     lines = [
         str(expected),
-        f"run             {steps:,} steps: {format_seconds(seconds)}, {middle:.3g} kWh ({low:.3g} to {high:.3g})",
+        f"run             {steps:,} steps: {seconds.text(format_seconds)}, {energy.text('{:.3g}'.format)} kWh",
         f"checkpoint      {format_size(stored)} of disk each",
     ]
     return {
         "dry_run": True,
         "report": "\n".join(lines),
         "steps": steps,
-        "expected_seconds": seconds,
-        "expected_kilowatt_hours": {"low": low, "middle": middle, "high": high},
+        "expected_seconds": seconds.as_json(),
+        "expected_kilowatt_hours": energy.as_json(),
         "checkpoint_bytes": stored,
         "device_bytes": expected.memory.device_total,
         "host_bytes": expected.memory.host_total,

@@ -4,7 +4,11 @@ Bytes, seconds and joules are derived here from the recorded timeline and the le
 `relay.simulation.simulated_step`. Nothing is simulated, printed or written here: see `relay.simulation.simulate` and
 `relay.simulation.report`.
 
-Invariant: every figure is a function of the fields alone, and the waterfall adds up to the step.
+Figures of the simulated step itself (`step_seconds`, `tokens_per_second`, `waterfall`) compare candidates with each
+other. What is expected of a real run are the ranges (`step_time`, `speed`, `mfu`, `joules_per_token`, `days`, ...): the
+simulated step, corrected by the factor of the software (`relay.simulation.ranges`). Only ranges are printed.
+
+Invariant: every figure is a function of the fields alone, and each waterfall adds up to its step.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from relay.errors import RelayError
 from relay.simulation.described.meta_model import MetaModel
 from relay.simulation.described.transformer_shape import ModelShape
 from relay.simulation.energy import ENERGY_ERROR, joules, joules_waiting
+from relay.simulation.ranges.ranged import Ranged
+from relay.simulation.ranges.software_factors import SoftwareFactor, factor_of, step_time
 from relay.simulation.simulated_step import Memory, RunShape, Step
 
 _LABELS = {"compute": "compute", "down": "link down", "up": "link up", "host": "host optimizer"}
@@ -57,13 +63,28 @@ class SimulationFigures:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of one training step."""
+        """Seconds of the simulated step, with no factor for the software: see `step_time`."""
         return self.timeline.now
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens a second."""
+        """Tokens a second of the simulated step, by which candidates are compared: see `speed`."""
         return self.run.tokens / self.step_seconds
+
+    @property
+    def software(self) -> SoftwareFactor:
+        """The factor of the software on this machine, and what it follows from."""
+        return factor_of(self.machine, self.run.precision)
+
+    @property
+    def step_time(self) -> Ranged:
+        """Seconds that are expected of one training step."""
+        return step_time(self.step_seconds, self.timeline.busy["compute"], self.software)
+
+    @property
+    def speed(self) -> Ranged:
+        """Tokens a second that are expected."""
+        return self.step_time.inverse(self.run.tokens)
 
     @property
     def waterfall(self) -> dict[str, float]:
@@ -77,6 +98,24 @@ class SimulationFigures:
             "exposed up": stalled["up"],
             "exposed optimizer": stalled["host"],
             "other": stalled["compute"],
+        }
+
+    @property
+    def expected_waterfall(self) -> dict[str, float]:
+        """The middle of `step_time` by cause."""
+        compute = self.software.compute.middle
+        return {
+            what: seconds / (compute if what in ("compute", "launch") else 1.0)
+            for what, seconds in self.waterfall.items()
+        }
+
+    @property
+    def busy_seconds(self) -> dict[str, Ranged]:
+        """Seconds that each lane is expected to be busy in a step."""
+        software = self.software
+        return {
+            lane: (software.compute if lane == "compute" else software.others).inverse(seconds)
+            for lane, seconds in self.timeline.busy.items()
         }
 
     @property
@@ -109,26 +148,31 @@ class SimulationFigures:
         )
 
     @property
-    def mfu(self) -> float:
+    def mfu(self) -> Ranged:
         """Model FLOPs utilisation: FLOP/s of the model, recompute not counted, as a share of the dense peak."""
-        flops = self.shape.model_flops(self.run.seq) * self.run.tokens
-        return flops / self.step_seconds / self.peak_flops
+        return self.speed.scaled(self.shape.model_flops(self.run.seq) / self.peak_flops)
 
     @property
-    def hardware_utilisation(self) -> float:
+    def hardware_utilisation(self) -> Ranged:
         """FLOP/s of the device, recompute included, as a share of the dense peak."""
-        return self.timeline.flops / self.step_seconds / self.peak_flops
+        return self.step_time.inverse(self.timeline.flops / self.peak_flops)
 
     @property
-    def joules_per_token(self) -> tuple[float, float, float]:
-        """Low, middle and high estimate, from the power model in `relay.simulation.energy`."""
-        middle = joules(self.machine, self.timeline) / self.run.tokens
-        return middle * (1 - ENERGY_ERROR), middle, middle * (1 + ENERGY_ERROR)
+    def simulated_joules(self) -> float:
+        """Energy of the simulated step: the integral of the watts in its trace."""
+        return joules(self.machine, self.timeline)
 
     @property
-    def flops_per_watt(self) -> float:
+    def joules_per_token(self) -> Ranged:
+        """Joules a token: watts of `relay.simulation.energy`, by `ENERGY_ERROR` off either way, over `step_time`."""
+        error = Ranged(1 - ENERGY_ERROR, 1.0, 1 + ENERGY_ERROR)
+        watts = self.simulated_joules / self.step_seconds
+        return self.step_time.times(error).scaled(watts / self.run.tokens)
+
+    @property
+    def flops_per_watt(self) -> Ranged:
         """Model FLOP/s per watt of device and host."""
-        return self.shape.model_flops(self.run.seq) / self.joules_per_token[1]
+        return self.joules_per_token.inverse(self.shape.model_flops(self.run.seq))
 
     @property
     def wasted_energy(self) -> float:
@@ -154,11 +198,10 @@ class SimulationFigures:
             "optimizer": optimizer * rate / 6,
         }
 
-    def days(self, tokens: float) -> float:
+    def days(self, tokens: float) -> Ranged:
         """Days of training for that many tokens."""
-        return tokens / self.tokens_per_second / 86400
+        return self.speed.inverse(tokens / 86400)
 
-    def kilowatt_hours(self, tokens: float) -> tuple[float, float, float]:
-        """kWh for that many tokens: low, middle and high estimate."""
-        low, middle, high = (joules * tokens / 3.6e6 for joules in self.joules_per_token)
-        return low, middle, high
+    def kilowatt_hours(self, tokens: float) -> Ranged:
+        """kWh for that many tokens."""
+        return self.joules_per_token.scaled(tokens / 3.6e6)

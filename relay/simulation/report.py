@@ -19,6 +19,7 @@ from hal.spec.units import format_binary_size, format_count, format_seconds, for
 from relay.checkpoint.atomic_file import write_whole
 from relay.simulation.energy import power
 from relay.simulation.figures import SimulationFigures
+from relay.simulation.ranges.software_factors import kind_of
 from relay.simulation.simulated_step import RunShape
 
 _FEWER_LAUNCHES = (
@@ -64,32 +65,42 @@ def as_json(found: SimulationFigures, tokens: float | None) -> dict[str, Any]:
     }
     if found.step is None:
         return answer
-    low, middle, high = found.joules_per_token
     answer |= {
-        "step_seconds": found.step_seconds,
-        "waterfall_seconds": found.waterfall,
-        "busy_seconds": found.timeline.busy,
+        "step_seconds": found.step_time.as_json(),
+        "waterfall_seconds": found.expected_waterfall,
+        "busy_seconds": {lane: seconds.as_json() for lane, seconds in found.busy_seconds.items()},
         "link_bytes": found.timeline.link_bytes,
         "overlap_efficiency": found.overlap_efficiency,
         "tokens_per_step": run.tokens,
-        "tokens_per_second": found.tokens_per_second,
-        "mfu": found.mfu,
-        "hardware_utilisation": found.hardware_utilisation,
-        "joules_per_token": {"low": low, "middle": middle, "high": high},
-        "flops_per_watt": found.flops_per_watt,
+        "tokens_per_second": found.speed.as_json(),
+        "range": _range(found),
+        "mfu": found.mfu.as_json(),
+        "hardware_utilisation": found.hardware_utilisation.as_json(),
+        "joules_per_token": found.joules_per_token.as_json(),
+        "flops_per_watt": found.flops_per_watt.as_json(),
         "energy_wasted_waiting": found.wasted_energy,
         "bottleneck": found.bottleneck,
         "break_even_tokens": found.break_even,
         "sensitivity_to_ten_per_cent": found.sensitivity,
     }
     if tokens is not None:
-        low, middle, high = found.kilowatt_hours(tokens)
         answer |= {
             "tokens": tokens,
-            "days": found.days(tokens),
-            "kilowatt_hours": {"low": low, "middle": middle, "high": high},
+            "days": found.days(tokens).as_json(),
+            "kilowatt_hours": found.kilowatt_hours(tokens).as_json(),
         }
     return answer
+
+
+def _range(found: SimulationFigures) -> dict[str, Any]:
+    """What the ranges follow from."""
+    software = found.software
+    return {
+        "software": kind_of(found.machine, found.run.precision),
+        "compute_factor": software.compute.as_json(),
+        "others_factor": software.others.as_json(),
+        "source": software.source,
+    }
 
 
 def tier(found: SimulationFigures) -> str:
@@ -164,23 +175,28 @@ def as_text(found: SimulationFigures, tokens: float | None) -> str:
         lines.append(f"  (a dynamic loss scale would keep all gradients on the host: {format_size(deferred)} more)")
     if found.step is None:
         return "\n".join(lines)
-    low, middle, high = found.joules_per_token
-    lines += ["", f"step            {format_seconds(found.step_seconds)}"]
-    for what, seconds in found.waterfall.items():
-        share = seconds / found.step_seconds
+    software = found.software
+    lines += ["", f"step            {found.step_time.text(format_seconds)}"]
+    for what, seconds in found.expected_waterfall.items():
+        share = seconds / found.step_time.middle
         lines.append(f"  {what:<28} {format_seconds(seconds):>10}  {share:6.1%}  {'#' * round(40 * share)}")
     lines += [
-        f"speed           {found.tokens_per_second:,.1f} tokens/s; MFU {found.mfu:.1%}, hardware utilisation"
-        f" {found.hardware_utilisation:.1%}, overlap {found.overlap_efficiency:.1%}",
-        f"energy          {middle:.3g} J a token ({low:.3g} to {high:.3g}), {found.flops_per_watt / 1e12:.3f} TFLOPS/W,"
+        f"speed           {found.speed.text('{:,.1f}'.format)} tokens/s",
+        f"utilisation     MFU {found.mfu.text('{:.1%}'.format)}, hardware"
+        f" {found.hardware_utilisation.text('{:.1%}'.format)}, overlap {found.overlap_efficiency:.1%}",
+        f"energy          {found.joules_per_token.text('{:.3g}'.format)} J a token,"
+        f" {found.flops_per_watt.scaled(1e-12).text('{:.3f}'.format)} TFLOPS/W,"
         f" {found.wasted_energy:.0%} of it while compute waits",
     ]
     if tokens is not None:
-        low, middle, high = found.kilowatt_hours(tokens)
         lines.append(
-            f"{format_count(tokens) + ' tokens':<15} {found.days(tokens):,.1f} days, {middle:,.0f} kWh"
-            f" ({low:,.0f} to {high:,.0f})"
+            f"{format_count(tokens) + ' tokens':<15} {found.days(tokens).text('{:,.1f}'.format)} days,"
+            f" {found.kilowatt_hours(tokens).text('{:,.0f}'.format)} kWh"
         )
+    lines.append(
+        f"ranges          {kind_of(machine, run.precision)} software computes at {software.compute.low:.2f} to"
+        f" {software.compute.high:.2f} of the simulated speed: {software.source}"
+    )
     even = ", ".join(f"{what} {count:,.0f}" for what, count in found.break_even.items())
     bottleneck = _FEWER_LAUNCHES if found.bottleneck == "launch" else found.bottleneck
     lines += [f"bottleneck      {bottleneck}", f"break-even      tokens a layer visit: {even}"]

@@ -64,7 +64,7 @@ class Simulation(SimulationFigures):
         return as_text(self, None)
 
     def __repr__(self) -> str:
-        speed = f"{self.tokens_per_second:,.1f} tokens/s" if self.fits else "does not fit"
+        speed = f"{self.speed.text('{:,.1f}'.format)} tokens/s" if self.fits else "does not fit"
         return f"<Simulation of {self.shape.title} on {self.machine.device.title}: {speed}>"
 
 

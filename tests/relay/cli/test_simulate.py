@@ -22,9 +22,11 @@ def test_the_command_answers_with_one_object_and_a_trace(tmp_path: Path) -> None
     assert result.exit_code == 0, result.output
     answer = json.loads(result.stdout)
     assert answer["fits"]
-    assert sum(answer["waterfall_seconds"].values()) == pytest.approx(answer["step_seconds"])
-    assert answer["days"] == pytest.approx(1e9 / answer["tokens_per_second"] / 86400)
-    assert answer["joules_per_token"]["low"] < answer["joules_per_token"]["middle"] < answer["joules_per_token"]["high"]
+    assert sum(answer["waterfall_seconds"].values()) == pytest.approx(answer["step_seconds"]["middle"])
+    assert answer["days"]["low"] == pytest.approx(1e9 / answer["tokens_per_second"]["high"] / 86400)
+    for figure in ("step_seconds", "tokens_per_second", "mfu", "joules_per_token", "days", "kilowatt_hours"):
+        assert answer[figure]["low"] < answer[figure]["middle"] < answer[figure]["high"]
+    assert answer["tokens_per_second"]["high"] <= 2 * answer["tokens_per_second"]["low"]
     events = json.loads(trace.read_text())["traceEvents"]
     assert {event["args"]["name"] for event in events if event["ph"] == "M"} >= {"compute", "link down", "link up"}
     assert {event["name"] for event in events if event["ph"] == "C"} == {"bytes in flight", "watts"}

@@ -153,7 +153,7 @@ def test_a_dry_run_tells_the_bytes_of_a_checkpoint_and_trains_nothing(
     assert result.exit_code == 0, result.stderr
     found = only_object(result)
     assert not out.exists()
-    assert found["expected_seconds"] > 0
+    assert found["expected_seconds"]["low"] > 0
     assert found["expected_kilowatt_hours"]["middle"] > 0
     assert found["plan"]["microbatches"] == 2
     done = finetune(

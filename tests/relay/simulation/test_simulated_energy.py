@@ -42,7 +42,7 @@ def test_the_watts_of_a_trace_over_the_step_are_the_joules_of_the_report(
     assert watts[0][0] == 0
     assert watts[-1][0] == pytest.approx(found.step_seconds)
     drawn = sum((later - at) * power for (at, power), (later, _) in itertools.pairwise(watts))
-    assert drawn == pytest.approx(found.joules_per_token[1] * found.run.tokens, rel=1e-9)
+    assert drawn == pytest.approx(found.simulated_joules, rel=1e-9)
     # And by hand, from the calls that the trace shows.
     lanes: dict[int, list[tuple[float, float]]] = {0: [], 1: [], 2: [], 3: []}
     for event in events:
@@ -62,7 +62,7 @@ def test_what_is_spent_while_compute_waits_is_told_by_lane() -> None:
     found = run(machine)  # all the time something crosses the link, which compute waits for
     still = found.step_seconds - found.timeline.busy["compute"]
     assert found.timeline.beside == pytest.approx(found.step_seconds, rel=0.01)
-    total = found.joules_per_token[1] * found.run.tokens
+    total = found.simulated_joules
     assert found.wasted_energy == pytest.approx(still * (10 + 100) / total, rel=0.01)
 
 
@@ -79,5 +79,5 @@ def test_the_worked_case_takes_about_three_and_a_half_joules_a_token() -> None:
     found = relay.simulate(
         layers=62, hidden=8192, device=machine, precision="fp16", loss_scale="fixed", stash="host", microbatches=8
     )
-    assert found.joules_per_token[1] == pytest.approx(3.4, rel=0.05)
-    assert found.kilowatt_hours(1e9)[1] == pytest.approx(950, rel=0.05)
+    assert found.simulated_joules / found.run.tokens == pytest.approx(3.4, rel=0.05)
+    assert found.simulated_joules / found.run.tokens * 1e9 / 3.6e6 == pytest.approx(950, rel=0.05)
