@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tests.relay.capture.sweep.comparison import verdict
 from tests.relay.capture.sweep.sample_layers import Operator, Sample
+from tests.support.zoo.plain_models import Block, Build, Stack, batches, check
 
 MASK = torch.eye(5, 7) == 0
 EVERY_THIRD = torch.arange(700) % 3 == 0
@@ -62,3 +63,18 @@ def test_layers_whose_gradient_no_graph_computes_as_eager_pytorch_run_eagerly(na
 
 def test_masked_fill_with_a_constant_is_captured() -> None:
     assert trained(lambda x: x.masked_fill(x > 0.5, torch.tensor(2.0)) * x.sin(), "one") == "equal"
+
+
+class Descending(Block):
+    """It follows the slope of a product, whose gradient is differentiated again."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        with torch.enable_grad():
+            start = value.clone() if value.requires_grad else value.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(start.prod(-1).sum(), start, create_graph=True)
+        return super().forward(value - 0.1 * slope)
+
+
+@pytest.mark.filterwarnings("ignore:.*runs eagerly")
+def test_a_layer_that_differentiates_a_product_itself_trains_as_in_pytorch(build: Build) -> None:
+    check(build, lambda: Stack(Descending), batches(1), microbatches=1)

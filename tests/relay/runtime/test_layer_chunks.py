@@ -151,3 +151,10 @@ def test_a_layer_without_wide_pieces_is_left_as_it_is(caplog: pytest.LogCaptureF
             trainer.step((ids, ids))
         found.append(nn.Sequential(*mine))
     assert all(torch.equal(a, b) for a, b in zip(*(one.parameters() for one in found), strict=True))
+
+
+@pytest.mark.parametrize("name", ["mlp_chunk_tokens", "head_chunk_tokens"])
+@pytest.mark.parametrize("wrong", [0, -3, 2.5, True])
+def test_chunks_of_less_than_one_position_are_refused_when_the_trainer_is_built(name: str, wrong: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name}={wrong!r} must be a whole number of at least 1"):
+        relay.Trainer([nn.Linear(2, 2)], nn.functional.mse_loss, **{name: wrong})
