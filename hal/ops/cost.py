@@ -57,6 +57,9 @@ def _flops_of(node: fx.Node) -> tuple[float, bool]:
     if packet in flop_registry:
         arguments, options = fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta.get("val"))
         return float(flop_registry[packet](*arguments, **options, out_val=node.meta.get("val"))), attention
+    if name == "_grouped_mm":  # every row meets the matrix of one group
+        first, second = (argument.meta["val"] for argument in node.args[:2])  # type: ignore[union-attr]
+        return 2.0 * first.shape[-2] * first.shape[-1] * second.shape[-1], False
     if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
         shapes = [argument.meta["val"].shape for argument in node.args if isinstance(argument, fx.Node)]
         if name.endswith("backward"):

@@ -24,7 +24,7 @@ FakeMode = AbstractContextManager[Any]
 
 def fake_mode(allow_real_inputs: bool = False) -> FakeMode:
     """A new mode for fake tensors. With `allow_real_inputs` its ops also take real tensors beside fake ones."""
-    return FakeTensorMode(allow_non_fake_inputs=allow_real_inputs)
+    return kernel_strides_mode(allow_non_fake_inputs=allow_real_inputs)
 
 
 @contextmanager

@@ -13,6 +13,8 @@ import click
 from relay.checkpoint.atomic_file import write_whole
 from relay.cli.console import json_option, print_json
 from relay.cli.shared_options import (
+    forget_usual_length,
+    lengths_of,
     longest_option,
     longest_with,
     machine_options,
@@ -69,8 +71,17 @@ def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any
     for repeatable in ("state_dtypes", "slots"):
         if not options[repeatable]:
             del options[repeatable]
+    if out is not None and options["config"] is not None:
+        raise click.UsageError(
+            "--out writes a run file for relay train, which trains a GPT over bytes, and --config is another model. "
+            "Leave --out out, and give the printed options to relay.Trainer or relay finetune.",
+            context,
+        )
+    forget_usual_length(context, options)
+    lengths = lengths_of(options)
+    del options["seq"], options["seconds"]
     try:
-        chosen = choose(options.pop("model"), **options)
+        chosen = choose(options.pop("model"), **options, **lengths)
     except (ValueError, SpecError) as wrong:
         raise click.UsageError(str(wrong), context) from wrong
     for note in chosen.expected.notes:

@@ -97,7 +97,7 @@ def together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 model_options = together(
     click.option("--model", help="The name of a model, such as llama-3-8b; relay simulate --presets lists them."),
-    click.option("--config", type=click.Path(), help="A Hugging Face config.json that describes the model."),
+    click.option("--config", type=click.Path(), help="A Hugging Face config.json. transformers builds its model."),
     click.option("--layers", type=AT_LEAST_ONE, help="Number of layers, for a model given by its sizes."),
     click.option("--hidden", type=AT_LEAST_ONE, help="Hidden size."),
     click.option("--heads", type=AT_LEAST_ONE, help="Attention heads.  [default: hidden / 128, about]"),
@@ -113,7 +113,12 @@ model_options = together(
         default=None,
         help="Whether embedding and head share one matrix.  [default: tied with a vocabulary of 256, else untied]",
     ),
-    training_option("seq"),
+    training_option("seq", because="Of a config.json, at most what its model has positions for."),
+    click.option(
+        "--seconds",
+        type=click.FloatRange(min=0, min_open=True),
+        help="Seconds of audio in a sample, for a config.json whose model takes audio.  [default: 10, or the model's]",
+    ),
     training_option("batch"),
 )
 """The model and the batch of a step, for commands that train nothing."""
@@ -160,3 +165,15 @@ def longest_with(found: Any, head_chunk_tokens: int | str | None) -> int:
     from relay.simulation.limits.longest_sequence import longest_sequence
 
     return longest_sequence(found, head_chunk_tokens=head_chunk_tokens)
+
+
+def forget_usual_length(context: click.Context, options: dict[str, Any]) -> None:
+    """Leave the length of sequences to a config.json, unless --seq was given."""
+    given = context.get_parameter_source("seq") is click.core.ParameterSource.COMMANDLINE
+    if options["config"] is not None and not given:
+        options["seq"] = None
+
+
+def lengths_of(options: dict[str, Any]) -> dict[str, Any]:
+    """The lengths of a sample that were given or are usual, as `relay.simulate` takes them."""
+    return {name: options[name] for name in ("seq", "seconds") if options[name] is not None}

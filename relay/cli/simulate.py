@@ -15,6 +15,8 @@ import click
 from hal.spec.units import parse_count
 from relay.cli.console import json_option, print_json
 from relay.cli.shared_options import (
+    forget_usual_length,
+    lengths_of,
     longest_option,
     longest_with,
     machine_options,
@@ -71,7 +73,8 @@ SWEPT = (
 @training_option("loss_scale")
 @training_option("exact_ties")
 @machine_options
-@click.option("--tokens", type=Count(), help="Tokens of the whole run, such as 1e9 or 300G, to report days and kWh.")
+@click.option("--tokens", type=Count(), help="Tokens of the whole run, such as 1e9 or 300G, to report "
+    "days and kWh; for models of images or audio the images or the seconds.")
 @longest_option
 @click.option("--trace", type=click.Path(), help="Write the step to this file, for https://ui.perfetto.dev.")
 @click.option(
@@ -106,6 +109,7 @@ def simulate(context: click.Context, as_json: bool, **options: Any) -> None:
     from hal.spec import SpecError
 
     _refuse_ignored(context)
+    forget_usual_length(context, options)
     try:
         if options["presets"]:
             _list_presets(as_json)
@@ -169,7 +173,7 @@ def _simulation(options: dict[str, Any], **more: Any) -> Simulation:
         **{name: options[name] for name in ("layers_per_slot", "resident_layers", "recompute", "clip_grad_norm")},
         **{name: options[name] for name in ("master_weights", "exact_ties", "head_chunk_tokens", "sparse_rows")},
         **{name: options[name] for name in ("loss_over", "mlp_chunk_tokens")},
-        seq=options["seq"],
+        **lengths_of(options),
         microbatches=options["microbatches"] or options["batch"],
         **more,
     )

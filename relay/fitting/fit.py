@@ -30,7 +30,6 @@ from relay.options import OPTIONS, checked, refuse_unknown
 from relay.partition.module_list import list_of_modules
 from relay.runtime.grad_mode import as_if_alone
 from relay.simulation.described.describe import describe
-from relay.simulation.described.hf_config import configuration_of
 from relay.simulation.described.meta_list import MetaList
 from relay.simulation.described.meta_model import MetaModel
 from relay.simulation.described.transformer_shape import ModelShape, ShapeError
@@ -38,6 +37,9 @@ from relay.simulation.plan import NoFeasiblePlan
 from relay.simulation.search import Search, excess, microbatch_counts, plainest, reasons_for, speed
 from relay.simulation.simulate import Simulation
 from relay.simulation.simulated_step import RunShape
+
+LIKE = 0.02
+"""A described shape is like a model whose number of parameters differs by at most this share."""
 
 FREE: dict[str, tuple[Any, ...]] = {
     "stash": ("device", "host"),
@@ -173,14 +175,30 @@ def _described(
 
 
 def _shape_of(model: nn.Module) -> ModelShape | None:
-    """The described shape of a Hugging Face model that is trained as a whole; None for any other model."""
+    """The described shape that is like a Hugging Face model of text which is trained as a whole; None for any other.
+
+    It is like the model if it has as many parameters, to 2 %.
+    """
     config: Any = getattr(model, "config", None)
-    if not hasattr(config, "to_dict") or not all(parameter.requires_grad for parameter in model.parameters()):
+    if not hasattr(config, "get_text_config") or not all(parameter.requires_grad for parameter in model.parameters()):
         return None
-    try:
-        return configuration_of(config.to_dict(), type(model).__name__).shape
-    except ShapeError:
-        return None
+    config = config.get_text_config()
+    layers, hidden, heads = (
+        getattr(config, name, 0) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    )
+    wide, keys = (getattr(config, name, None) or 0 for name in ("intermediate_size", "num_key_value_heads"))
+    vocabulary, tied = getattr(config, "vocab_size", 0), bool(getattr(config, "tie_word_embeddings", True))
+    head_size = getattr(config, "head_dim", None) or 0
+    count = sum(parameter.numel() for parameter in model.parameters())
+    for gated in (True, False):
+        try:
+            shape = ModelShape(layers, hidden, heads, vocabulary, wide, keys, gated, tied, head_size)
+        except ShapeError:
+            return None
+        matrices = shape.layers * shape.layer_matrices + vocabulary * shape.hidden * (1 if tied else 2)
+        if abs(matrices / count - 1) < LIKE:
+            return shape
+    return None
 
 
 def _search(

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from hal.spec import Machine
 from hal.spec.timeline import Timeline
 from relay.errors import RelayError
+from relay.simulation.described.experts import RoutedExperts
 from relay.simulation.described.meta_model import MetaModel
 from relay.simulation.described.transformer_shape import ModelShape
 from relay.simulation.energy import ENERGY_ERROR, joules, joules_waiting
@@ -67,9 +68,29 @@ class SimulationFigures:
         return self.timeline.now
 
     @property
+    def unit(self) -> str:
+        """What speed counts: tokens (of encoder and decoder together), images, seconds of audio, or samples."""
+        return self.shape.unit
+
+    @property
+    def units(self) -> float:
+        """How many of the unit a step has."""
+        return self.run.batch * self.shape.units(self.run.seq)
+
+    @property
+    def experts(self) -> RoutedExperts | None:
+        """The model's routed experts, if it has any."""
+        return self.shape.experts if isinstance(self.shape, MetaModel) else None
+
+    @property
+    def active_parameters(self) -> int:
+        """The parameters that a token uses: all but those of the routed experts that it is not sent to."""
+        return self.memory.parameters - (self.experts.unused if self.experts is not None else 0)
+
+    @property
     def tokens_per_second(self) -> float:
-        """Tokens a second of the simulated step, by which candidates are compared: see `speed`."""
-        return self.run.tokens / self.step_seconds
+        """Tokens, or what `unit` names, a second of the simulated step; it compares candidates: see `speed`."""
+        return self.units / self.step_seconds
 
     @property
     def software(self) -> SoftwareFactor:
@@ -83,8 +104,8 @@ class SimulationFigures:
 
     @property
     def speed(self) -> Ranged:
-        """Tokens a second that are expected."""
-        return self.step_time.inverse(self.run.tokens)
+        """Tokens, or what `unit` names, that are expected in a second."""
+        return self.step_time.inverse(self.units)
 
     @property
     def waterfall(self) -> dict[str, float]:
@@ -164,10 +185,13 @@ class SimulationFigures:
 
     @property
     def joules_per_token(self) -> Ranged:
-        """Joules a token: watts of `relay.simulation.energy`, by `ENERGY_ERROR` off either way, over `step_time`."""
+        """Joules a token, or of another `unit`.
+
+        They are the watts of `relay.simulation.energy`, by `ENERGY_ERROR` off either way, over `step_time`.
+        """
         error = Ranged(1 - ENERGY_ERROR, 1.0, 1 + ENERGY_ERROR)
         watts = self.simulated_joules / self.step_seconds
-        return self.step_time.times(error).scaled(watts / self.run.tokens)
+        return self.step_time.times(error).scaled(watts / self.units)
 
     @property
     def flops_per_watt(self) -> Ranged:
@@ -181,12 +205,15 @@ class SimulationFigures:
 
     @property
     def break_even(self) -> dict[str, float]:
-        """Tokens per layer visit from which each kind of work is hidden behind compute, for a middle layer.
+        """Tokens per layer visit from which each kind of work is hidden behind compute; empty for other units.
 
+        It is for a middle layer.
         With R FLOP/s of the device, H bytes/s of the link, b bytes a parameter on the link and C seconds of the host
         optimizer per parameter: forward b R / 2H; backward with recompute b R / 6H, for the larger of loads and
         gradients; optimizer C R / 6.
         """
+        if self.unit != "tokens":
+            return {}
         rate = self.machine.device.sustained(self.run.precision)
         link = self.machine.link
         width = 4 if self.run.precision == "fp32" else 2
@@ -199,9 +226,9 @@ class SimulationFigures:
         }
 
     def days(self, tokens: float) -> Ranged:
-        """Days of training for that many tokens."""
+        """Days of training for that many tokens, or of another `unit`."""
         return self.speed.inverse(tokens / 86400)
 
     def kilowatt_hours(self, tokens: float) -> Ranged:
-        """kWh for that many tokens."""
+        """kWh for that many tokens, or of another `unit`."""
         return self.joules_per_token.scaled(tokens / 3.6e6)

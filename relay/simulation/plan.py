@@ -30,10 +30,11 @@ from relay.option_schema import fixed_scale
 from relay.options import OPTIONS, refuse_unknown
 from relay.runtime.grad_mode import as_if_alone
 from relay.simulation.described.describe import describe, loss_scale_notes
-from relay.simulation.described.transformer_shape import ModelShape
+from relay.simulation.described.transformer_shape import ModelShape, ShapeError
 from relay.simulation.plan_file import TABLE, as_table, caution
 from relay.simulation.search import Search, excess, microbatch_counts, name_of, plainest, reasons_for, speed
-from relay.simulation.simulate import Simulation, check_precision, default_precision, machine_of
+from relay.simulation.simulate import Simulation, check_precision, default_precision, machine_of, with_lengths
+from relay.simulation.simulated_step import RunShape
 
 PROMISING = 0.2
 """The search continues from candidates that are slower than the fastest by at most this share."""
@@ -70,13 +71,18 @@ class Plan:
     def caution(self) -> str | None:
         """How the planned model differs from the one that `relay train` builds; None where they are the same."""
         shape = self.expected.shape
-        assert isinstance(shape, ModelShape)
+        if not isinstance(shape, ModelShape):
+            return f"This plan is for {shape.title}. Give the options to relay.Trainer with that model."
         return caution(shape, shape.layers, shape.hidden, shape.heads)
 
     def as_toml(self) -> str:
-        """A run file for `relay train`. It holds the planned model too, and the `caution` where that is another one."""
+        """A run file for `relay train`. It holds the planned model too, and the `caution` where that is another one.
+
+        Raises ShapeError for a model that `relay train` has no options for.
+        """
         shape, run = self.expected.shape, self.expected.run
-        assert isinstance(shape, ModelShape)
+        if not isinstance(shape, ModelShape):
+            raise ShapeError(f"A run file is for `relay train`, which trains a GPT over bytes. {self.caution}")
         rows: dict[str, Any] = {
             "layers": shape.layers,
             "hidden": shape.hidden,
@@ -127,7 +133,8 @@ def plan(
     loss_over: str = "auto",
     host_memory: int | str | None = None,
     capacity: int | str | None = None,
-    seq: int = 1024,
+    seq: int | None = None,
+    seconds: float | None = None,
     **shape: Any,
 ) -> Plan:
     """Choose the options with which a model trains fastest on a machine.
@@ -136,8 +143,9 @@ def plan(
         model: The name of a model; or give `config`, or `layers`, `hidden` and so on (`shape`), as for
         `relay.simulate`. device, count, one_link, link, host, software, host_memory, capacity, precision: As for
         `relay.simulate`.
-        batch, seq: Sequences in a step and tokens in a sequence. A batch is cut into micro-batches by powers of
-            two, and into single sequences.
+        batch, seq: Sequences in a step and tokens in a sequence (1024, or what a configuration has positions for). A
+            batch is cut into micro-batches by powers of two, and into single sequences.
+        seconds: As for `relay.simulate`.
         state_dtypes, stashes, slots: The values to choose among.
         loss_scale, clip_grad_norm, master_weights, exact_ties, head_chunk_tokens, mlp_chunk_tokens, loss_over: As the
             run will have them.
@@ -149,7 +157,9 @@ def plan(
         _several(name, values)
         for name, values in (("state_dtypes", state_dtypes), ("stashes", stashes), ("slots", slots))
     )
-    description = describe(model, **shape)
+    description = describe(model, **shape, batch=batch, seq=seq, seconds=seconds)
+    lengths = with_lengths(description.shape, {} if seq is None else {"seq": seq}, "config" in shape)
+    seq = lengths.get("seq", RunShape.seq)
     described = machine_of(device, link, host, software, count, one_link)
     precision = precision or default_precision(described)
     check_precision(described, precision)

@@ -26,6 +26,9 @@ _FEWER_LAUNCHES = (
     "launch (fewer, larger micro-batches launch less often; so do fused kernels, of which --software counts only the "
     "memory traffic that they save)"
 )
+_SINGLE = {
+    "tokens": "token", "images": "image", "seconds of audio": "second of audio", "samples": "sample",
+}  # fmt: skip
 _TRACKS = {"down": "link down", "up": "link up", "compute": "compute", "host": "host optimizer"}
 _RUN = (
     "seq", "batch", "microbatches", "precision", "state_dtype", "stash", "slots", "layers_per_slot", "resident_layers",
@@ -43,6 +46,7 @@ def as_json(found: SimulationFigures, tokens: float | None) -> dict[str, Any]:
         "would_fit": list(found.suggestions),
         "notes": list(found.notes),
         "parameters": memory.parameters,
+        "active_parameters": found.active_parameters,
         "model": shape.described(),
         "run": {key: getattr(run, key) for key in _RUN},
         "device": {
@@ -63,6 +67,8 @@ def as_json(found: SimulationFigures, tokens: float | None) -> dict[str, Any]:
         "link": found.machine.link.name,
         "tier": tier(found),
     }
+    if found.experts is not None:
+        answer["experts_touched"] = found.experts.touched(found.units)
     if found.step is None:
         return answer
     answer |= {
@@ -71,12 +77,13 @@ def as_json(found: SimulationFigures, tokens: float | None) -> dict[str, Any]:
         "busy_seconds": {lane: seconds.as_json() for lane, seconds in found.busy_seconds.items()},
         "link_bytes": found.timeline.link_bytes,
         "overlap_efficiency": found.overlap_efficiency,
-        "tokens_per_step": run.tokens,
-        "tokens_per_second": found.speed.as_json(),
+        "unit": found.unit,
+        f"{_key(found.unit)}_per_step": found.units,
+        f"{_key(found.unit)}_per_second": found.speed.as_json(),
         "range": _range(found),
         "mfu": found.mfu.as_json(),
         "hardware_utilisation": found.hardware_utilisation.as_json(),
-        "joules_per_token": found.joules_per_token.as_json(),
+        f"joules_per_{_key(_SINGLE[found.unit])}": found.joules_per_token.as_json(),
         "flops_per_watt": found.flops_per_watt.as_json(),
         "energy_wasted_waiting": found.wasted_energy,
         "bottleneck": found.bottleneck,
@@ -85,7 +92,7 @@ def as_json(found: SimulationFigures, tokens: float | None) -> dict[str, Any]:
     }
     if tokens is not None:
         answer |= {
-            "tokens": tokens,
+            _key(found.unit): tokens,
             "days": found.days(tokens).as_json(),
             "kilowatt_hours": found.kilowatt_hours(tokens).as_json(),
         }
@@ -101,6 +108,19 @@ def _range(found: SimulationFigures) -> dict[str, Any]:
         "others_factor": software.others.as_json(),
         "source": software.source,
     }
+
+
+def _key(unit: str) -> str:
+    """A unit as part of a key in JSON."""
+    return unit.replace(" ", "_")
+
+
+def _batch(found: SimulationFigures) -> str:
+    """What a step has, in words."""
+    run, counted = found.run, f"{found.units:,.0f} {found.unit} a step"
+    if found.unit != "tokens":
+        return f"{counted}: {run.batch} samples"
+    return f"{counted}: {run.batch} sequences of {found.units / run.batch:.0f}"
 
 
 def tier(found: SimulationFigures) -> str:
@@ -151,11 +171,18 @@ def as_text(found: SimulationFigures, tokens: float | None) -> str:
         f"{format_count(memory.parameters)} parameters: {shape.title}, {run.precision}, AdamW with {run.state_dtype} "
         f"states{', split masters' if run.master_weights == 'split' else ''}",
         f"{_devices(machine)}, {'one ' if machine.one_link else ''}{machine.link.title}, {machine.host.title}",
-        f"{run.tokens:,} tokens a step: {run.batch} sequences of {run.seq} in {run.microbatches} micro-batches, "
+        f"{_batch(found)} in {run.microbatches} micro-batches, "
         f"stash on the {run.stash}, {run.slots} slots{_of_segments(run, memory.resident_layers)}",
         "",
         f"verdict         {'it fits' if found.fits else 'it does not fit'}",
     ]
+    if found.experts is not None:
+        share = found.experts.touched(found.units)
+        lines.insert(
+            1,
+            f"{format_count(found.active_parameters)} of them active for a token ({found.experts.chosen} of "
+            f"{found.experts.experts} experts); a step's tokens touch {share:.1%} of the experts, if all are as likely",
+        )
     lines += [f"                {text}" for text in found.shortfalls]
     lines += [f"note            {text}" for text in found.notes]
     if found.suggestions:
@@ -181,16 +208,16 @@ def as_text(found: SimulationFigures, tokens: float | None) -> str:
         share = seconds / found.step_time.middle
         lines.append(f"  {what:<28} {format_seconds(seconds):>10}  {share:6.1%}  {'#' * round(40 * share)}")
     lines += [
-        f"speed           {found.speed.text('{:,.1f}'.format)} tokens/s",
+        f"speed           {found.speed.text('{:,.1f}'.format)} {found.unit}/s",
         f"utilisation     MFU {found.mfu.text('{:.1%}'.format)}, hardware"
         f" {found.hardware_utilisation.text('{:.1%}'.format)}, overlap {found.overlap_efficiency:.1%}",
-        f"energy          {found.joules_per_token.text('{:.3g}'.format)} J a token,"
+        f"energy          {found.joules_per_token.text('{:.3g}'.format)} J a {_SINGLE[found.unit]},"
         f" {found.flops_per_watt.scaled(1e-12).text('{:.3f}'.format)} TFLOPS/W,"
         f" {found.wasted_energy:.0%} of it while compute waits",
     ]
     if tokens is not None:
         lines.append(
-            f"{format_count(tokens) + ' tokens':<15} {found.days(tokens).text('{:,.1f}'.format)} days,"
+            f"{f'{format_count(tokens)} {found.unit}':<15} {found.days(tokens).text('{:,.1f}'.format)} days,"
             f" {found.kilowatt_hours(tokens).text('{:,.0f}'.format)} kWh"
         )
     lines.append(
@@ -199,7 +226,9 @@ def as_text(found: SimulationFigures, tokens: float | None) -> str:
     )
     even = ", ".join(f"{what} {count:,.0f}" for what, count in found.break_even.items())
     bottleneck = _FEWER_LAUNCHES if found.bottleneck == "launch" else found.bottleneck
-    lines += [f"bottleneck      {bottleneck}", f"break-even      tokens a layer visit: {even}"]
+    lines.append(f"bottleneck      {bottleneck}")
+    if even:
+        lines.append(f"break-even      tokens a layer visit: {even}")
     if found.sensitivity:
         gains = ", ".join(f"{what} {gain:.1%}" for what, gain in found.sensitivity.items())
         lines.append(f"10 % faster     shortens the step by: {gains}")

@@ -206,7 +206,7 @@ def name_of(candidate: Simulation) -> str:
 def reasons_for(chosen: Simulation, changes: Sequence[tuple[str, Any, Simulation]], search: Search) -> list[str]:
     """What was chosen, and what changing each option alone would give."""
     reasons = [
-        f"{name_of(chosen)}: {chosen.speed.text('{:,.1f}'.format)} tokens/s, "
+        f"{name_of(chosen)}: {chosen.speed.text('{:,.1f}'.format)} {chosen.unit}/s, "
         f"{format_size(chosen.memory.device_total)} of the device and {format_size(chosen.memory.host_total)} of the "
         f"host; bottleneck {chosen.bottleneck}",
         f"{len(search.found)} of {len(search.tried)} combinations fit; the plainest within {TIE:.0%} of the fastest is "

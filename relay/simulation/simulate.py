@@ -64,7 +64,7 @@ class Simulation(SimulationFigures):
         return as_text(self, None)
 
     def __repr__(self) -> str:
-        speed = f"{self.speed.text('{:,.1f}'.format)} tokens/s" if self.fits else "does not fit"
+        speed = f"{self.speed.text('{:,.1f}'.format)} {self.unit}/s" if self.fits else "does not fit"
         return f"<Simulation of {self.shape.title} on {self.machine.device.title}: {speed}>"
 
 
@@ -90,6 +90,7 @@ def simulate(
     vocabulary: int | None = None,
     ffn: int | None = None,
     tied: bool | None = None,
+    seconds: float | None = None,
     device: str | Machine | Sequence[str] = "generic",
     count: int = 1,
     one_link: bool = False,
@@ -111,8 +112,9 @@ def simulate(
         model: The name of a model (`relay simulate --presets` lists them) or an `nn.Module`, which may be on torch's
             meta device. Instead of it: `config`, or `layers` and `hidden`.
         example: A step's batch for an `nn.Module`, called as `module(**example)`. Only shapes and dtypes count.
-        config: The path of a Hugging Face `config.json`.
+        config: The path of a Hugging Face `config.json`, whose model transformers builds.
         layers, hidden, heads, vocabulary, ffn, tied: The sizes of a model that has no name, as `describe` takes them.
+        seconds: The length of the audio in a sample, for a `config` whose model takes audio.
         device: A preset, a TOML or JSON file of the same form, or a whole `Machine`. Several, as a list or joined by
             commas, work together on the host of the first.
         count: So many of the device, which work together.
@@ -140,11 +142,13 @@ def simulate(
         if example is None:
             raise ShapeError("A module needs an example= of a step's batch, for its shapes.")
         model = MetaModel(model, example)
-        run = {"batch": model.sequences, "seq": model.sequence, **run}
     elif example is not None:
         raise ShapeError("example= is for an nn.Module; this model was not given as one. Leave example= out.")
-    description = describe(model, config, layers, hidden, heads, vocabulary, ffn, tied)
+    description = describe(
+        model, config, layers, hidden, heads, vocabulary, ffn, tied, run.get("batch"), run.get("seq"), seconds
+    )
     shape = description.shape
+    run = with_lengths(shape, run, config is not None)
     described = machine_of(device, link, host, software, count, one_link)
     run.setdefault("microbatches", run.get("batch", RunShape.batch))
     wanted = RunShape(precision=precision or default_precision(described), **run)
@@ -217,6 +221,22 @@ def machine_of(
             f"{unified} works in host memory, so it cannot take layers in turn with other devices. Simulate it alone."
         )
     return replace(found[0], others=tuple(found[1:]), one_link=one_link)
+
+
+def with_lengths(shape: ModelShape | MetaModel, run: dict[str, Any], made: bool = False) -> dict[str, Any]:
+    """The options with the length of a module's example, and its number of samples if `batch` is not given.
+
+    `made` says that the example was made for the options. Raises ShapeError for another length.
+    """
+    if not isinstance(shape, MetaModel):
+        return run
+    given = run.get("seq", shape.sequence)
+    if given != shape.sequence and not made:
+        raise ShapeError(
+            f"seq={given}, and a sample of the example= has {shape.sequence} tokens. Leave seq out, or give an example "
+            "of that length."
+        )
+    return {"batch": shape.sequences, **run, "seq": shape.sequence}
 
 
 def check_precision(described: Machine, precision: str) -> None:

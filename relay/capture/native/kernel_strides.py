@@ -142,7 +142,7 @@ def _grouped_product(mode: FakeTensorMode, foretell: Any, types: Any, args: Any,
         ]
         foretold = foretell(aten._grouped_mm.default, types, (*narrow, *args[2:]), kwargs)
         given, structure = pytree.tree_flatten((args, kwargs))
-        described = tuple(_Zeros.like(one) if isinstance(one, torch.Tensor) else one for one in given)
+        described = tuple(_Zeros.of_one_group(one) if isinstance(one, torch.Tensor) else one for one in given)
         (strides,) = _strides_of_results(aten._grouped_mm.default, described, structure)
         return torch.empty_strided(foretold.shape, strides, dtype=torch.float32, device=args[0].device)
 
@@ -153,6 +153,15 @@ class _Zeros(tuple[Any, ...]):
     @classmethod
     def like(cls, tensor: torch.Tensor) -> _Zeros:
         return cls((tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype))
+
+    @classmethod
+    def of_one_group(cls, tensor: torch.Tensor) -> _Zeros:
+        """An operand of a grouped product, or its offsets, for the first group alone; strides do not depend on others.
+
+        All matrices of a large model's experts together are more than a host can hold.
+        """
+        shape = tuple(tensor.shape)
+        return cls(((1, *shape[1:]) if len(shape) != 2 else shape, tuple(tensor.stride()), tensor.dtype))
 
     def make(self) -> torch.Tensor:
         shape, strides, dtype = self

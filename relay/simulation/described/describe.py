@@ -11,7 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from relay.simulation.described.hf_config import read_configuration
+from relay.options import STEP_OPTIONS
+from relay.simulation.described.configuration import configured_model
 from relay.simulation.described.meta_model import MetaModel
 from relay.simulation.described.transformer_shape import (
     BYTES,
@@ -53,6 +54,9 @@ def describe(
     vocabulary: int | None = None,
     ffn: int | None = None,
     tied: bool | None = None,
+    batch: int | None = None,
+    seq: int | None = None,
+    seconds: float | None = None,
 ) -> DescribedModel:
     """The model of that name (`model`), of a Hugging Face `config.json` (`config`), or of these sizes.
 
@@ -60,13 +64,18 @@ def describe(
     4 x `hidden`, and one matrix for embedding and head (`tied`) with a vocabulary of 256, which is the model of
     `relay train`, and two with any other.
 
+    `batch` samples of `seq` tokens or `seconds` of audio are the example batch of a configuration, with the usual
+    lengths where none is given; models described otherwise take batches of any length.
+
     Raises ShapeError where no model or more than one is meant, and where sizes are given beside a model that has its
     own; TypeError for a `model` of another type.
     """
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "vocabulary": vocabulary, "ffn": ffn, "tied": tied}
     _refuse_clashes({"model": model, "config": config}, sizes)
+    if seconds is not None and config is None:
+        raise ShapeError(f"seconds={seconds:g} is the length of audio of a model given by a config.json. Leave it out.")
     if isinstance(model, (ModelShape, MetaModel)):
-        return DescribedModel(model)
+        return DescribedModel(model, notes=getattr(model, "notes", ()))
     if model is not None:
         if not isinstance(model, str):
             expected = "a name, a ModelShape, or an nn.Module with an example= of a batch"
@@ -76,8 +85,8 @@ def describe(
             raise ShapeError(f"There is no model {model!r} here. Known: {known}; or give layers and hidden.")
         return DescribedModel(MODELS[model], LEARNED_POSITIONS.get(model, 0))
     if config is not None:
-        read = read_configuration(config)
-        return DescribedModel(read.shape, read.positions, read.notes)
+        built = configured_model(config, STEP_OPTIONS["batch"].default if batch is None else batch, seq, seconds)
+        return DescribedModel(built, notes=built.notes)
     if layers is None or hidden is None:
         raise ShapeError("A model by shape needs both layers and hidden.")
     vocabulary = VOCABULARY if vocabulary is None else vocabulary

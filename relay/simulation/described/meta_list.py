@@ -21,14 +21,15 @@ from relay.partition.list_over_batch import partition_list_over_batch
 from relay.partition.module_list import list_as_model, partition_list
 from relay.partition.segments import Partition
 from relay.partition.whole_head import WantedOutputs
+from relay.simulation.described.example_batch import unit_of
 from relay.simulation.described.meta_model import MetaModel
 
 
 class MetaList(MetaModel):
     """Modules, each called with the output of the one before, their loss, and an example `(inputs, targets)`.
 
-    Only the shapes and dtypes of the example are used. Dimension 0 of its tensors counts the samples, dimension 1 of
-    the first one the tokens, if it has any.
+    Only the shapes and dtypes of the example are used. Dimension 0 of its tensors counts the samples. `unit` and
+    `sequence` are as for a `MetaModel`.
     """
 
     def __init__(self, modules: Sequence[nn.Module], loss: Callable[..., torch.Tensor], example: Any) -> None:
@@ -39,8 +40,10 @@ class MetaList(MetaModel):
             raise BatchError("The inputs of a list of modules need a tensor of samples.")
         self._examples, self._count = [*tensors, *targets], len(tensors)
         self._modules, self._loss = len(modules), loss
+        self.notes: tuple[str, ...] = ()
+        self.unit, self.per_sample = unit_of({str(number): one for number, one in enumerate(tensors)})
         self.sequences = len(tensors[0])
-        self.sequence = tensors[0].shape[1] if tensors[0].dim() > 1 else 1
+        self.sequence = tensors[0].shape[1] if self.unit == "tokens" else 1
         self._begin(list_as_model(modules, loss), len(modules), f"a list of {len(modules)} modules")
 
     def described(self) -> dict[str, Any]:

@@ -32,27 +32,37 @@ from relay.runtime.head.checks import check_loss
 from relay.runtime.head.choose_chunks import HeadChunks
 from relay.runtime.head.whole_batch import build_over_batch
 from relay.runtime.stages import CompiledModel
+from relay.simulation.described.example_batch import Unit, unit_of
+from relay.simulation.described.experts import RoutedExperts, routed_experts
 from relay.simulation.described.transformer_shape import WHOLE, ShapeError
 
 
 class MetaModel:
     """A module, called as `module(**batch)`, whose output has a `.loss`, and an example of a step's batch.
 
-    Only the shapes and dtypes of the example are used. Dimension 0 of its tensors counts the sequences, dimension 1 of
-    its first tensor the tokens.
+    Only the shapes and dtypes of the example are used. Dimension 0 of its tensors counts the samples. `unit` is what
+    speed counts, and a sample has `per_sample` of it: see `unit_of`. `sequence` is the number of tokens in a sample; 1
+    where samples have none.
     """
 
-    def __init__(self, module: nn.Module, example: Mapping[str, torch.Tensor]) -> None:
-        tensors = [tensor for tensor in example.values() if isinstance(tensor, torch.Tensor)]
+    def __init__(
+        self, module: nn.Module, example: Mapping[str, Any], notes: tuple[str, ...] = (), unit: Unit | None = None
+    ) -> None:
+        tensors = [tensor for tensor in example.values() if isinstance(tensor, torch.Tensor) and tensor.dim()]
         if not tensors or tensors[0].dim() < 2:
-            raise ShapeError("The example batch needs a first tensor of (sequences, tokens).")
+            raise ShapeError("The example batch needs a first tensor of (samples, ...), such as (sequences, tokens).")
         self.example = dict(example)
-        self.sequences, self.sequence = tensors[0].shape[:2]
+        self.notes = notes
+        two_stacks = bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False))
+        self.unit, self.per_sample = unit_of(example, two_stacks) if unit is None else unit
+        self.sequences = tensors[0].shape[0]
+        self.sequence = tensors[0].shape[1] if self.unit == "tokens" else 1
         layers = len(find_blocks(module))
         self._begin(module, layers, f"{type(module).__name__}, {layers} repeated layers")
 
     def _begin(self, module: nn.Module, layers: int, title: str) -> None:
         self.module = module
+        self.experts: RoutedExperts | None = routed_experts(module)
         self.layers, self.title = layers, title
         self._compiled: dict[tuple[Any, ...], list[CompiledModel]] = {}
         self._captures: dict[torch.dtype, Captures] = {}
@@ -129,11 +139,12 @@ class MetaModel:
 
     def _piece(self, sequences: int, mode: Any) -> Piece:
         """That many sequences of the example, as fake tensors."""
-        batch = {
-            name: torch.empty((sequences, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
-            for name, tensor in self.example.items()
-        }
-        leaves, tree = tensor_leaves({name: fake_on_cpu(tensor, mode) for name, tensor in batch.items()})
+        batch = dict(self.example)
+        for name, value in batch.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                one = torch.empty((sequences, *value.shape[1:]), dtype=value.dtype, device="meta")
+                batch[name] = fake_on_cpu(one, mode)
+        leaves, tree = tensor_leaves(batch)
         return Piece(leaves, sequences, len(leaves), tree, None)
 
     def _partitions(
@@ -168,10 +179,20 @@ class MetaModel:
             known[id(buffer)] = torch.empty_like(buffer, device="meta")
         return copy.deepcopy(self.module, known)
 
+    def units(self, sequence: int) -> float:
+        """How many of the unit a sample has."""
+        return self.per_sample
+
     def model_flops(self, sequence: int) -> float:
-        """FLOPs of forward and backward per token: three times those of the captured forward."""
-        stages = self.compiled(1, sequence, torch.float32).stages
-        return 3.0 * sum(stage.captured.forward.flops for stage in stages) / self.sequence
+        """FLOPs of forward and backward per unit, counted from the graphs; recompute is not among them."""
+        sizes, compute = next(((key[0], key[1]) for key in self._compiled), ((1,), torch.float32))
+        compiled = self.compiled(sizes[0], sequence, compute, recompute=False)
+        flops = 0
+        for stage in compiled.stages:
+            one = stage.captured
+            programs = (one.joint,) if one.joint is not None else (one.forward, one.backward)
+            flops += sum(program.flops for program in programs if program is not None)
+        return flops / (sizes[0] * self.per_sample)
 
 
 def _copy_of(partition: Partition) -> Partition:

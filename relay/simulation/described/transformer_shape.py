@@ -131,6 +131,15 @@ class ModelShape:
         """See `model_of`."""
         return model_of(self, sequence)
 
+    @property
+    def unit(self) -> str:
+        """What speed counts."""
+        return "tokens"
+
+    def units(self, sequence: int) -> float:
+        """How many of the unit a sequence has."""
+        return sequence
+
     def model_flops(self, sequence: int) -> float:
         """FLOPs of forward and backward per token, recompute not counted (Chowdhery et al. 2022, appendix B)."""
         matrices = self.layers * self.layer_matrices + self.hidden * self.vocabulary

@@ -1,17 +1,16 @@
 """A simulation knows its model from a module, a configuration or a few numbers, or says why it cannot."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import relay
 from relay.models import GPT
+from relay.models.gpt import Block
 from relay.simulation.described.describe import describe
-from relay.simulation.described.hf_config import read_configuration
-from relay.simulation.described.transformer_shape import MODELS, ModelShape, ShapeError
+from relay.simulation.described.transformer_shape import GroupedBlock, ModelShape, ShapeError
+from relay.simulation.plan_file import caution
 
 
 def test_a_module_on_the_meta_device_is_simulated_as_its_shape_is() -> None:
@@ -32,88 +31,31 @@ def test_a_module_on_the_meta_device_is_simulated_as_its_shape_is() -> None:
         relay.simulate(module)
 
 
-def test_a_hugging_face_configuration_gives_its_shape(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    config = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
-    config |= {"intermediate_size": 14336, "vocab_size": 128256, "hidden_act": "silu", "tie_word_embeddings": False}
-    path.write_text(json.dumps(config))
-    assert read_configuration(path).shape == MODELS["llama-3-8b"]
+def test_a_named_model_has_the_parameters_that_its_paper_says() -> None:
     assert relay.simulate("llama-3-8b", device="h200-sxm").memory.parameters == pytest.approx(8.03e9, rel=0.001)
-    path.write_text(json.dumps({"hidden_size": 4096}))
-    with pytest.raises(ShapeError, match="has no layers"):
-        read_configuration(path)
 
 
-@pytest.mark.parametrize(
-    ("kind", "decodes", "causal"),
-    [("gpt2", None, True), ("llama", None, True), ("bert", False, False), ("xlm-roberta", None, False),
-     ("modernbert", None, False), ("esm", None, False), ("bert", True, True)],
-)  # fmt: skip
-@pytest.mark.sample("gpt2-None-True", "bert-False-False", "esm-None-False")
-def test_positions_of_an_encoder_see_those_after_them(
-    kind: str, decodes: bool | None, causal: bool, tmp_path: Path
-) -> None:
-    path = tmp_path / "config.json"
-    config = {"model_type": kind, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2}
-    config |= {"vocab_size": 100} | ({} if decodes is None else {"is_decoder": decodes})
-    path.write_text(json.dumps(config))
-    shape = read_configuration(path).shape
-    assert shape.causal == causal
+def test_causal_attention_takes_less_time_than_that_of_an_encoder() -> None:
+    shape = ModelShape(2, 64, 2, 100)
     options: dict[str, Any] = {"device": "rtx-4090", "seq": 4096, "software": "fused"}
-    other = replace(shape, causal=not causal)
-    seconds = {variant.causal: relay.simulate(variant, **options).step_seconds for variant in (shape, other)}
-    assert seconds[True] < seconds[False]
+    seconds = [relay.simulate(replace(shape, causal=causal), **options).step_seconds for causal in (True, False)]
+    assert seconds[0] < seconds[1]
 
 
-SMALL = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
+def test_a_plan_for_fewer_heads_of_keys_is_not_for_the_model_of_relay_train() -> None:
+    assert caution(ModelShape(2, 64, 4, 256, tied=True), 2, 64, 4) is None
+    assert "2 heads of keys and values" in str(caution(ModelShape(2, 64, 4, 256, kv_heads=2, tied=True), 2, 64, 4))
+    assert "heads of 32" in str(caution(ModelShape(2, 64, 4, 256, head_size=32, tied=True), 2, 64, 4))
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("GPT2", {"n_layer": 3, "n_embd": 64, "n_head": 4, "vocab_size": 100, "n_positions": 128}),
-        ("Mpt", {"n_layers": 3, "d_model": 64, "n_heads": 4, "vocab_size": 100, "max_seq_len": 128}),
-        ("Mistral", {**SMALL, "intermediate_size": 96, "num_key_value_heads": 2}),
-        ("Gemma", {**SMALL, "intermediate_size": 96, "head_dim": 32, "num_key_value_heads": 1, "pad_token_id": 0}),
-        ("Qwen3", {**SMALL, "intermediate_size": 96, "head_dim": 32, "num_key_value_heads": 2}),
-    ],
-)
-@pytest.mark.sample("Mpt-options1", "Qwen3-options4")
-def test_a_configuration_has_as_many_parameters_as_the_model_built_from_it(
-    tmp_path: Path, name: str, options: dict[str, Any]
-) -> None:
-    transformers = pytest.importorskip("transformers")
+def test_the_grouped_layer_is_the_usual_one_where_every_head_has_its_own_keys() -> None:
     import torch
 
-    config = getattr(transformers, f"{name}Config")(**options)
-    config.save_pretrained(tmp_path)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    found = relay.simulate(config=str(tmp_path / "config.json"), seq=128, device="rtx-4090")
-    # GPT-2's layer stands for MPT's too, which has no biases and no table of positions.
-    slack = 128 * 64 + 3 * 13 * 64 if name == "Mpt" else 600
-    assert count - 600 <= found.memory.parameters <= count + slack
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"num_local_experts": 8}, "layers of 8 experts"),
-        ({"n_routed_experts": 64}, "layers of 64 experts"),
-        ({"is_encoder_decoder": True}, "an encoder with a decoder"),
-        ({"embedding_size": 16}, "embeddings of 16 before layers of 64"),
-        ({"num_hidden_groups": 1}, "the same layers several times"),
-        ({"hidden_size": "64"}, "whole numbers"),
-    ],
-)
-def test_a_configuration_that_would_be_counted_wrongly_is_refused(
-    tmp_path: Path, more: dict[str, Any], message: str
-) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**SMALL, **more}))
-    with pytest.raises(ShapeError, match=message):
-        read_configuration(path)
+    torch.manual_seed(0)
+    grouped, usual = GroupedBlock(ModelShape(1, 32, 4)), Block(32, 4, 0.0)
+    usual.load_state_dict(grouped.state_dict())
+    states = torch.randn(2, 8, 32)
+    torch.testing.assert_close(grouped(states), usual(states))
 
 
 @pytest.mark.parametrize(
