@@ -125,6 +125,7 @@ def options_of(struct: type[msgspec.Struct]) -> dict[str, Option]:
 
 def _option(name: str, annotation: Any, default: Any) -> Option:
     found: dict[str, Any] = {"help": "", "kind": "", "least": None, "above": None, "choices": (), "none": False}
+    found |= {"most": None, "below": None}
     _look(annotation, found)
     kind, choices = found["kind"], found["choices"]
     if kind in ("chunk", "resident layers"):
@@ -150,12 +151,19 @@ def _option(name: str, annotation: Any, default: Any) -> Option:
     elif kind == "count":
         allowed = f"a whole number of at least {found['least']}"
     elif kind == "number":
-        allowed = "a number" if found["above"] is None else f"a number above {found['above']:g}"
+        allowed = _number(found)
     else:
         allowed = {"flag": "True or False", "text": "a string", "names": "a list of names", "object": "an object"}[kind]
     allowed += ", or None" if found["none"] else ""
     bounds = {"least": found["least"], "above": found["above"]}
     return Option(name, annotation, kind, default, found["help"], allowed, choices, **bounds)
+
+
+def _number(found: dict[str, Any]) -> str:
+    """The numbers that an option takes, in words."""
+    words = {"least": "of at least", "above": "above", "most": "at most", "below": "below"}
+    bounds = [f"{words[bound]} {found[bound]:g}" for bound in words if found[bound] is not None]
+    return " ".join(["a number", " and ".join(bounds)]).rstrip()
 
 
 def _look(annotation: Any, found: dict[str, Any]) -> None:
@@ -169,6 +177,8 @@ def _look(annotation: Any, found: dict[str, Any]) -> None:
             found["kind"] = (meta.extra or {}).get("kind", found["kind"])
             found["least"] = found["least"] if meta.ge is None else meta.ge
             found["above"] = found["above"] if meta.gt is None else meta.gt
+            found["most"] = found["most"] if meta.le is None else meta.le
+            found["below"] = found["below"] if meta.lt is None else meta.lt
     elif origin is Literal:
         found["choices"] = typing.get_args(annotation)
     elif origin in (typing.Union, types.UnionType):

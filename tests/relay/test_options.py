@@ -110,3 +110,19 @@ def test_options_go_by_keyword_after_the_loss() -> None:
 def test_a_device_may_be_a_torch_device() -> None:
     with relay.Trainer([nn.Linear(2, 2)], nn.functional.mse_loss, device=torch.device("cpu")) as trainer:
         assert trainer.options.device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "range_of_it"),
+    [
+        ("warmup", 2.0, "of at least 0 and at most 1"),
+        ("held_out", 1.5, "of at least 0 and below 1"),
+        ("lora_dropout", 1.0, "of at least 0 and below 1"),
+        ("weight_decay", -0.1, "of at least 0"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_with_its_range(option: str, value: float, range_of_it: str) -> None:
+    flag = f"--{option.replace('_', '-')}"
+    given = CliRunner().invoke(main, ["finetune", "nowhere", "--data", "nothing.jsonl", f"{flag}={value}"])
+    assert given.exit_code == 2
+    assert f"a number {range_of_it}" in given.stderr or "not in the range" in given.stderr
