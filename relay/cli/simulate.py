@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hal.spec.units import parse_count
+from hal.spec.units import BYTE_RATE, parse_count, parse_quantity
 from relay.cli.console import json_option, print_json
 from relay.cli.shared_options import (
     forget_usual_length,
@@ -40,6 +40,21 @@ class Count(click.ParamType):
             return parse_count(value)
         except ValueError as wrong:
             self.fail(str(wrong), param, context)
+
+
+class Rate(click.ParamType):
+    """Bytes a second, such as `25GB/s`."""
+
+    name = "rate"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> float:
+        try:
+            rate = parse_quantity(value, BYTE_RATE)
+        except ValueError as wrong:
+            self.fail(str(wrong), param, context)
+        if rate <= 0:
+            self.fail(f"{value!r} is not a rate above zero, such as 25GB/s.", param, context)
+        return rate
 
 
 SWEPT = (
@@ -73,6 +88,12 @@ SWEPT = (
 @training_option("loss_scale")
 @training_option("exact_ties")
 @machine_options
+@click.option(
+    "--hosts",
+    type=click.IntRange(min=1),
+    help="Report the speed on 1, 2, 4, ... up to so many such hosts, one process each; --batch is each host's.",
+)
+@click.option("--network", type=Rate(), help="With --hosts: what each host sends and receives, such as 25GB/s.")
 @click.option("--tokens", type=Count(), help="Tokens of the whole run, such as 1e9 or 300G, to report "
     "days and kWh; for models of images or audio the images or the seconds.")
 @longest_option
@@ -103,6 +124,7 @@ def simulate(context: click.Context, as_json: bool, **options: Any) -> None:
       relay simulate --model llama-3-8b --seq 512 --batch 64 --device rtx-4090 --tokens 1e9
       relay simulate --config config.json --device h200-sxm --trace step.json
       relay simulate --model llama-3-8b --batch 32 --device rtx-4090 --count 4
+      relay simulate --model llama-3-8b --batch 32 --device rtx-4090 --count 4 --hosts 64 --network 25GB/s
       relay simulate --layers 24 --hidden 4096 --sweep batch=8,16,32 --sweep device=rtx-3090,rtx-4090
       relay simulate --presets
     """
@@ -115,6 +137,8 @@ def simulate(context: click.Context, as_json: bool, **options: Any) -> None:
             _list_presets(as_json)
         elif options["sweep"]:
             _sweep(context, options, as_json)
+        elif options["hosts"] is not None:
+            _on_hosts(context, options, as_json)
         else:
             _report(context, options, as_json)
     except (ValueError, SpecError) as wrong:
@@ -131,6 +155,11 @@ def _refuse_ignored(context: click.Context) -> None:
     if "presets" in given and len(given) > 1:
         raise click.UsageError("--presets lists the presets and simulates nothing. Leave the other options out.",
         context)
+    if ("hosts" in given) != ("network" in given):
+        raise click.UsageError("--hosts and --network go together: how many hosts, and the rate of each.", context)
+    for name in ("sweep", "trace", "tokens", "longest"):
+        if "hosts" in given and name in given:
+            raise click.UsageError(f"--{name} is for one host. Leave --hosts and --network, or --{name}, out.", context)
     if "sweep" in given:
         single = (("trace", "writes a single step"), ("tokens", "reports a single run"))
         for name, what in (*single, ("longest", "is for a single run")):
@@ -161,11 +190,32 @@ def _report(context: click.Context, options: dict[str, Any], as_json: bool) -> N
         context.exit(1)
 
 
+def _on_hosts(context: click.Context, options: dict[str, Any], as_json: bool) -> None:
+    """Simulate one host, and print the speed of several."""
+    from relay.simulation import report
+    from relay.simulation.hosts import scaling_curve
+
+    found, curve = scaling_curve.simulate_hosts(
+        options["model"], hosts=options["hosts"], network=options["network"], **_arguments(options)
+    )
+    if as_json:
+        print_json({"one_host": report.as_json(found, None), **scaling_curve.as_json(curve)})
+    else:
+        click.echo("\n".join([*report.as_text(found, None).splitlines()[:4], scaling_curve.as_text(curve)]))
+    if not curve.points[-1].fits:
+        click.echo(f"It does not fit on {options['hosts']} hosts.", err=True)
+        context.exit(1)
+
+
 def _simulation(options: dict[str, Any], **more: Any) -> Simulation:
     from relay.simulation.simulate import simulate as simulate_step
 
-    return simulate_step(
-        options["model"],
+    return simulate_step(options["model"], **_arguments(options), **more)
+
+
+def _arguments(options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `relay.simulate` but the model."""
+    return dict(
         **{name: options[name] for name in ("config", "layers", "hidden", "heads", "ffn", "vocabulary", "tied")},
         **{name: options[name] for name in ("device", "count", "one_link", "link", "host", "software")},
         **{name: options[name] for name in ("host_memory", "capacity", "layers_per_visit")},
@@ -175,7 +225,6 @@ def _simulation(options: dict[str, Any], **more: Any) -> Simulation:
         **{name: options[name] for name in ("loss_over", "mlp_chunk_tokens")},
         **lengths_of(options),
         microbatches=options["microbatches"] or options["batch"],
-        **more,
     )
 
 
