@@ -1,4 +1,5 @@
 """Training on several hosts, one process a host: how the speed grows with their number, and what binds it.
 
-Nothing of one host's step is simulated here: that is `relay.simulation`. The command line may import it.
+The step of one host is not simulated here; `relay.simulation` does that.
+May be imported by `relay.cli`.
 """

@@ -1,4 +1,4 @@
-"""The speed on several hosts: the simulation with one, the bytes of an exchange by hand, and what slower networks do."""
+"""The speed on several hosts: the simulation with one, the bytes of an exchange by hand, and what slow networks do."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_updates_that_wait_are_refused() -> None:
 
 
 def test_the_command_prints_the_curve_and_refuses_half_of_its_options() -> None:
-    words = "simulate --layers 2 --hidden 256 --device h200-sxm --hosts 4".split()
+    words = ["simulate", "--layers", "2", "--hidden", "256", "--device", "h200-sxm", "--hosts", "4"]
     done = CliRunner().invoke(main, [*words, "--network", "25GB/s", "--json"])
     assert done.exit_code == 0, done.output
     answer = json.loads(done.stdout)
