@@ -53,6 +53,7 @@ class Option(typing.NamedTuple):
     allowed: str
     choices: tuple[str, ...] = ()
     least: int | None = None
+    most: int | None = None
     above: float | None = None
 
     def check(self, value: Any) -> Any:
@@ -150,12 +151,14 @@ def _option(name: str, annotation: Any, default: Any) -> Option:
         allowed = "a whole number from 0 to 2**64 - 1"
     elif kind == "count":
         allowed = f"a whole number of at least {found['least']}"
+        if found["most"] is not None:
+            allowed = f"a whole number from {found['least']} to {found['most']}"
     elif kind == "number":
         allowed = _number(found)
     else:
         allowed = {"flag": "True or False", "text": "a string", "names": "a list of names", "object": "an object"}[kind]
     allowed += ", or None" if found["none"] else ""
-    bounds = {"least": found["least"], "above": found["above"]}
+    bounds = {"least": found["least"], "most": found["most"], "above": found["above"]}
     return Option(name, annotation, kind, default, found["help"], allowed, choices, **bounds)
 
 

@@ -108,7 +108,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = "device"
     slots: Annotated[
-        Count,
+        Annotated[int, Meta(ge=1, le=1024)],
         Meta(
             description="Slots on the device, each for as many layers as share a slot. With 1, loading and computing "
             "do not overlap."

@@ -296,6 +296,7 @@ def _cell(entry: CellTable | Quantity, column: Column, where: str) -> Cell:
 
 def _check_together(spec: Spec, origin: str) -> None:
     pairs = [("bandwidth_achieved", "bandwidth"), ("down", "peak"), ("up", "peak"), ("power_idle", "power_busy")]
+    pairs.append(("reserved", "memory"))
     pairs += [(f"achieved_{kind}", f"peak_{kind}") for kind in ("fp32", "fp16", "bf16")]
     for lesser, greater in pairs:
         if spec.has(lesser) and spec.has(greater) and spec[lesser] > spec[greater]:

@@ -46,7 +46,7 @@ def type_of(option: Option) -> click.ParamType:
     if option.kind == "choice":
         return click.Choice(option.choices)
     if option.kind == "count":
-        return click.IntRange(min=option.least)
+        return click.IntRange(min=option.least, max=option.most)
     if option.kind == "number":
         least = option.least if option.above is None else option.above
         return click.FLOAT if least is None else click.FloatRange(min=least, min_open=option.above is not None)

@@ -45,6 +45,11 @@ LAUNCH = ("launch", "call")
 """Seconds that the device spends on each op and each program beside arithmetic and memory traffic."""
 
 
+MOST_DEVICES = 256
+MOST_VISITS = 5_000_000
+"""Layers times micro-batches of a simulated step. A visit takes about 20 microseconds of simulation."""
+
+
 class DoesNotFit(RelayError):
     """The run does not fit. `simulation` holds both ledgers and the changes that would fit.
 
@@ -153,6 +158,7 @@ def simulate(
     run.setdefault("microbatches", run.get("batch", RunShape.batch))
     wanted = RunShape(precision=precision or default_precision(described), **run)
     check_precision(described, wanted.precision)
+    _refuse_endless(shape, wanted)
     limits = _capacities(described, capacity, host_memory)
     host_cache = HostCache() if host_cache is None else host_cache
     # Without a limit of its own a unified device has nothing to gain from layers that stay.
@@ -206,6 +212,8 @@ def machine_of(
         if not all(names):
             raise ValueError(f"device={device!r} has an empty name. Name each device, joined by single commas.")
         found = [machine(name, link, host, software) for name in names]
+    if count > MOST_DEVICES:
+        raise ValueError(f"count={count!r} devices are more than are simulated together: at most {MOST_DEVICES}.")
     if count < 1 or (count > 1 and (len(found) > 1 or found[0].others)):
         raise ValueError(
             f"count={count!r} is how many of one device work together, at least 1. Name one device, or leave count out."
@@ -253,8 +261,21 @@ def check_precision(described: Machine, precision: str) -> None:
 def _capacities(described: Machine, capacity: int | str | None, host_memory: int | str | None) -> tuple[int, int]:
     host = described.host
     usable = min(int(one.device["memory"] - one.device["reserved"]) for one in described.each)
+    if usable <= 0:
+        title = described.device.title
+        raise SpecError(f"{title} reserves as much memory as it has, so that nothing is left. Give it less reserved=.")
     limit = usable if capacity is None else min(parse_size(capacity), usable)
     return limit, int(host["memory"]) if host_memory is None else parse_size(host_memory)
+
+
+def _refuse_endless(shape: ModelShape | MetaModel, run: RunShape) -> None:
+    """Raise ShapeError for a step that would take minutes to simulate."""
+    visits = shape.layers * min(run.microbatches, run.batch)
+    if visits > MOST_VISITS:
+        raise ShapeError(
+            f"A step of {run.microbatches:,} micro-batches through {shape.layers:,} layers has {visits:,} visits of "
+            f"layers, and at most {MOST_VISITS:,} are simulated. Give fewer micro-batches."
+        )
 
 
 def _sensitivity(

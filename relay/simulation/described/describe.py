@@ -7,7 +7,6 @@ Invariant: exactly one model is meant, and no argument is ignored: arguments tha
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +20,8 @@ from relay.simulation.described.transformer_shape import (
     VOCABULARY,
     ModelShape,
     ShapeError,
+    default_heads,
 )
-
-USUAL_HEAD_SIZE = 128
 
 
 @dataclass(frozen=True)
@@ -93,15 +91,6 @@ def describe(
     tied = vocabulary == BYTES if tied is None else tied
     heads = default_heads(hidden) if heads is None else heads
     return DescribedModel(ModelShape(layers, hidden, heads, vocabulary, 0 if ffn is None else ffn, tied=tied))
-
-
-def default_heads(hidden: int) -> int:
-    """The number of heads that divides `hidden` with a head size nearest to 128, by ratio."""
-    if not isinstance(hidden, int) or hidden < 1:
-        return 1  # refused with its own message by ModelShape
-    divisors = [count for count in range(1, math.isqrt(hidden) + 1) if hidden % count == 0]
-    counts = {*divisors, *(hidden // count for count in divisors)}
-    return min(counts, key=lambda count: abs(math.log(hidden / count / USUAL_HEAD_SIZE)))
 
 
 def loss_scale_notes(loss_scale: str | float, precision: str) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ B sequences, T positions, H hidden size, A heads, V vocabulary.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -38,13 +39,30 @@ class ShapeError(RelayError, ValueError):
     """A shape that no model can have, or an unknown model. The message names what was expected."""
 
 
+USUAL_HEAD_SIZE = 128
+
 BYTES = 256
 """The vocabulary of the GPT over bytes that `relay train` trains, with one matrix for embedding and head."""
 
 VOCABULARY = 50257
 """The vocabulary of GPT-2: the default for a model given by its sizes."""
 
+_MOST = {
+    "layers": 10_000, "hidden": 2**20, "heads": 2**16, "vocabulary": 2**28, "ffn": 2**24, "kv_heads": 2**16,
+    "head_size": 2**16,
+}  # fmt: skip
+"""Above every model, so that a mistyped size ends in a message and not in hours of work."""
+
 _LEAST = {"layers": 1, "hidden": 1, "heads": 1, "vocabulary": 1, "ffn": 0, "kv_heads": 0, "head_size": 0}
+
+
+def default_heads(hidden: int) -> int:
+    """The number of heads that divides `hidden` with a head size nearest to 128, by ratio."""
+    if not isinstance(hidden, int) or hidden < 1:
+        return 1  # refused with its own message by ModelShape
+    divisors = [count for count in range(1, math.isqrt(hidden) + 1) if hidden % count == 0]
+    counts = {*divisors, *(hidden // count for count in divisors)}
+    return min(counts, key=lambda count: abs(math.log(hidden / count / USUAL_HEAD_SIZE)))
 
 
 @dataclass(frozen=True)
@@ -74,10 +92,13 @@ class ModelShape:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ShapeError(f"{name} must be a whole number of at least {least}; received {value!r}.")
+            if value > _MOST[name]:
+                raise ShapeError(f"{name} must be at most {_MOST[name]:,}; received {value!r}.")
         if self.hidden % self.heads and not self.head_size:
             raise ShapeError(
                 f"hidden must be a multiple of heads; received hidden={self.hidden}, heads={self.heads}. "
-                f"Heads of 128 would be {max(1, self.hidden // 128)}."
+                f"{default_heads(self.hidden)} would divide it, into heads of "
+                f"{self.hidden // default_heads(self.hidden)}."
             )
         if self.heads % self.key_heads:
             raise ShapeError(f"heads must be a multiple of kv_heads; received {self.heads} and {self.kv_heads}.")
