@@ -58,7 +58,7 @@ class Channel:
         senders = [rank for rank in range(self.count) if rank != self.rank and incoming[rank].numel()]
         receivers = [rank for rank in range(self.count) if rank != self.rank and outgoing[rank].numel()]
         pending: list[tuple[int, Any]] = []
-        failed: tuple[int, str] | None = None
+        failed: tuple[int, RuntimeError] | None = None
         rank = self.rank
         try:
             for rank in senders:
@@ -66,17 +66,17 @@ class Channel:
             for rank in receivers:
                 pending.append((rank, distributed.isend(outgoing[rank], rank, group=self._group)))
         except RuntimeError as problem:
-            failed = rank, str(problem)
+            failed = rank, problem
         for rank, work in pending:
             if failed is not None:
                 break
             try:
                 work.wait()
             except RuntimeError as problem:
-                failed = rank, str(problem)
+                failed = rank, problem
         if failed is not None:
-            self._failure = self._lost(failed[0], f"{failed[1].splitlines()[0]} ({self._purpose}).")
-            raise self._failure
+            self._failure = self._lost(failed[0], f"{in_plain_words(failed[1])} ({self._purpose}).")
+            raise self._failure from failed[1]
 
     def collect_now(self, to: int, sent: torch.Tensor | None, received: Mapping[int, torch.Tensor]) -> None:
         """Send a tensor to one rank, which receives `received` from the others. From any thread; called on all ranks.
@@ -98,7 +98,7 @@ class Channel:
                 for rank, one in work:  # noqa: B007  (named in the error)
                     one.wait()
             except RuntimeError as problem:
-                self._failure = self._lost(rank, f"{str(problem).splitlines()[0]} ({self._purpose}).")
+                self._failure = self._lost(rank, f"{in_plain_words(problem)} ({self._purpose}).")
                 raise self._failure from problem
 
         self._now(collect, f"{self._purpose} to rank {to}")
@@ -152,6 +152,16 @@ class Channel:
     def close(self) -> None:
         """End the thread, when all that was submitted has ended."""
         self._worker.close()
+
+
+def in_plain_words(problem: RuntimeError) -> str:
+    """What gloo's error means. Its text names lines of gloo's source; it stays the cause of the error."""
+    text = str(problem).lower()
+    if "timed out" in text or "timeout" in text:
+        return "it has not answered within the time limit of the process group"
+    if any(words in text for words in ("closed", "reset by peer", "broken pipe")):
+        return "its connection was closed"
+    return "the connection to it failed"
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:

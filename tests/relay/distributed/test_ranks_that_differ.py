@@ -80,3 +80,4 @@ def test_a_killed_rank_ends_the_others_within_30_seconds_with_its_name(
     for rank, error in enumerate(results):
         if rank != killed:
             assert error.startswith(f"RankLost: rank {killed} of {count}"), results
+            assert ".cc" not in error, "the text of gloo names lines of its source"
