@@ -9,6 +9,7 @@ import atexit
 import gc
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -73,6 +74,8 @@ class Commands(click.Group):
             self._answer(context, wrong.format_message(), type(wrong).__name__)
             raise
         except (KeyboardInterrupt, RunStopped) as interrupt:
+            if is_further_rank():
+                raise click.exceptions.Exit(getattr(interrupt, "exit_code", 1)) from interrupt
             cause = interrupt if isinstance(interrupt, RunStopped) else RuntimeError("interrupted")
             stopped = CouldNot(cause, getattr(interrupt, "exit_code", 1))
             self._answer(context, stopped.message, "Interrupted")
@@ -88,6 +91,11 @@ class Commands(click.Group):
     def _answer(context: click.Context, message: str, kind: str) -> None:
         if context.obj["json"]:
             print_json({"error": message, "type": kind})
+
+
+def is_further_rank() -> bool:
+    """Whether torchrun has started this process as one of several, and not as the first, which reports for all."""
+    return os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK", "0") != "0"
 
 
 def print_json(answer: dict[str, Any]) -> None:

@@ -71,12 +71,29 @@ def finetune(
         settings_of(given)
     except ValueError as wrong:
         raise click.UsageError(str(wrong)) from wrong
+    _refuse_several_processes(context)
     result = _run(model, data, report_to, given)
     report = result.pop("report") if "report" in result else _summary(result)
     if as_json:
         print_json(result)
     else:
         click.echo(report)
+
+
+def _refuse_several_processes(context: click.Context) -> None:
+    """Raise UsageError, on the first process alone, where torchrun has started several: all would write one folder."""
+    from relay.distributed.ranks import launched
+
+    rank, count = launched()
+    if count == 1:
+        return
+    if rank != 0:
+        context.exit(2)
+    raise click.UsageError(
+        f"relay finetune trains in one process, and torchrun has started {count}. Start it without torchrun; "
+        "--device cuda:0,cuda:1 takes several devices. For several processes, write a script with relay.Trainer.",
+        context,
+    )
 
 
 def _run(model: str, data: tuple[str, ...], report_to: tuple[str, ...], given: dict[str, Any]) -> dict[str, Any]:
