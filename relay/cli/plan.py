@@ -13,7 +13,9 @@ import click
 from relay.checkpoint.atomic_file import write_whole
 from relay.cli.console import json_option, print_json
 from relay.cli.shared_options import (
+    check_hosts,
     forget_usual_length,
+    hosts_options,
     lengths_of,
     longest_option,
     longest_with,
@@ -47,6 +49,7 @@ from relay.cli.shared_options import (
 @training_option("loss_scale")
 @training_option("exact_ties")
 @machine_options
+@hosts_options
 @longest_option
 @click.option("--out", type=click.Path(path_type=Path), help="Write a run file for `relay train --plan`.")
 @json_option
@@ -61,12 +64,16 @@ def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any
     Examples:
       relay plan --layers 62 --hidden 8192 --device v100-sxm2-16gb --host-memory 512GB --loss-scale fixed
       relay plan --model llama-3-8b --device rtx-4090 --batch 32
+      relay plan --model llama-3-8b --device rtx-4090 --count 8 --hosts 4 --network 25GB/s
       relay plan --layers 12 --hidden 768 --vocab 256 --seq 512 --device t4 --out plan.toml
       relay train --plan plan.toml
     """
     from hal.spec import SpecError
+    from relay.simulation.hosts import scaling_curve
     from relay.simulation.plan import plan as choose
 
+    check_hosts(context)
+    hosts, network = options.pop("hosts"), options.pop("network")
     options["state_dtypes"], longest = options.pop("state_dtype"), options.pop("longest")
     for repeatable in ("state_dtypes", "slots"):
         if not options[repeatable]:
@@ -82,6 +89,8 @@ def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any
     del options["seq"], options["seconds"]
     try:
         chosen = choose(options.pop("model"), **options, **lengths)
+        limits = {name: options[name] for name in ("host_memory", "capacity")}
+        curve = None if hosts is None else scaling_curve.curve_of(chosen.expected, hosts, network, **limits)
     except (ValueError, SpecError) as wrong:
         raise click.UsageError(str(wrong), context) from wrong
     for note in chosen.expected.notes:
@@ -94,7 +103,9 @@ def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any
     if as_json:
         from relay.simulation.report import as_json as figures
 
-        more = {"longest_sequence": tokens} if tokens is not None else {}
+        more: dict[str, Any] = {"longest_sequence": tokens} if tokens is not None else {}
+        if curve is not None:
+            more |= scaling_curve.as_json(curve)
         print_json({"options": chosen.options, "reasons": list(chosen.reasons), "tried": chosen.tried,
                     "caution": chosen.caution, **more,
                     "expected": figures(chosen.expected, None)})  # fmt: skip
@@ -102,3 +113,5 @@ def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any
         click.echo("\n".join(chosen.reasons))
         if tokens is not None:
             click.echo(f"the longest sequence that fits with these options has {tokens:,} tokens")
+        if curve is not None:
+            click.echo("\n" + scaling_curve.as_text(curve))

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from hal.spec.units import BYTE_RATE, parse_quantity
 from relay.cli.console import Size
 from relay.option_schema import Option
 from relay.options import OPTIONS, STEP_OPTIONS
@@ -149,6 +150,38 @@ machine_options = together(
     training_option("capacity"),
 )
 """A machine that need not be present."""
+class Rate(click.ParamType):
+    """Bytes a second, such as `25GB/s`."""
+
+    name = "rate"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> float:
+        try:
+            rate = parse_quantity(value, BYTE_RATE)
+        except ValueError as wrong:
+            self.fail(str(wrong), param, context)
+        if rate <= 0:
+            self.fail(f"{value!r} is not a rate above zero, such as 25GB/s.", param, context)
+        return rate
+
+
+hosts_options = together(
+    click.option(
+        "--hosts",
+        type=AT_LEAST_ONE,
+        help="Report the speed on 1, 2, 4, ... up to so many such hosts, one process each; --batch is each host's.",
+    ),
+    click.option("--network", type=Rate(), help="With --hosts: what each host sends and receives, such as 25GB/s."),
+)
+"""Several hosts, for commands that train nothing."""
+
+
+def check_hosts(context: click.Context) -> None:
+    """Raise UsageError where one of the options of several hosts is given without the other."""
+    if (context.params["hosts"] is None) != (context.params["network"] is None):
+        raise click.UsageError("--hosts and --network go together: how many hosts, and the rate of each.", context)
+
+
 precision_option = training_option(
     "precision",
     default=None,

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hal.spec.units import BYTE_RATE, parse_count, parse_quantity
+from hal.spec.units import parse_count
 from relay.cli.console import json_option, print_json
 from relay.cli.shared_options import (
+    check_hosts,
     forget_usual_length,
+    hosts_options,
     lengths_of,
     longest_option,
     longest_with,
@@ -40,21 +42,6 @@ class Count(click.ParamType):
             return parse_count(value)
         except ValueError as wrong:
             self.fail(str(wrong), param, context)
-
-
-class Rate(click.ParamType):
-    """Bytes a second, such as `25GB/s`."""
-
-    name = "rate"
-
-    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> float:
-        try:
-            rate = parse_quantity(value, BYTE_RATE)
-        except ValueError as wrong:
-            self.fail(str(wrong), param, context)
-        if rate <= 0:
-            self.fail(f"{value!r} is not a rate above zero, such as 25GB/s.", param, context)
-        return rate
 
 
 SWEPT = (
@@ -88,12 +75,7 @@ SWEPT = (
 @training_option("loss_scale")
 @training_option("exact_ties")
 @machine_options
-@click.option(
-    "--hosts",
-    type=click.IntRange(min=1),
-    help="Report the speed on 1, 2, 4, ... up to so many such hosts, one process each; --batch is each host's.",
-)
-@click.option("--network", type=Rate(), help="With --hosts: what each host sends and receives, such as 25GB/s.")
+@hosts_options
 @click.option("--tokens", type=Count(), help="Tokens of the whole run, such as 1e9 or 300G, to report "
     "days and kWh; for models of images or audio the images or the seconds.")
 @longest_option
@@ -155,8 +137,7 @@ def _refuse_ignored(context: click.Context) -> None:
     if "presets" in given and len(given) > 1:
         raise click.UsageError("--presets lists the presets and simulates nothing. Leave the other options out.",
         context)
-    if ("hosts" in given) != ("network" in given):
-        raise click.UsageError("--hosts and --network go together: how many hosts, and the rate of each.", context)
+    check_hosts(context)
     for name in ("sweep", "trace", "tokens", "longest"):
         if "hosts" in given and name in given:
             raise click.UsageError(f"--{name} is for one host. Leave --hosts and --network, or --{name}, out.", context)

@@ -7,13 +7,13 @@ segment, and the new weights go to all hosts, one segment behind. Each host has 
 It is a model, not the schedule itself. Messages are sent one after another; a host sends and receives at the full rate
 of its network, whatever the others do; gradients arrive as on one host, which is late where one host's optimizer binds.
 
-Invariant: with one host the figures are those of the simulation.
+Invariant: with one host the figures are those of the simulated step, with no factor for the software.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any
 
@@ -131,6 +131,23 @@ def simulate_hosts(
     return found, scaling_curve(found, hosts, network, memory, message_seconds)
 
 
+def curve_of(
+    planned: Simulation, hosts: int, network: float, host_memory: int | str | None, capacity: int | str | None
+) -> ScalingCurve:
+    """The curve of a run that was simulated without a record, such as a plan's. The arguments are as elsewhere here."""
+    options = {each.name: getattr(planned.run, each.name) for each in fields(planned.run)}
+    _, curve = simulate_hosts(
+        planned.shape,
+        hosts=hosts,
+        network=network,
+        host_memory=host_memory,
+        capacity=capacity,
+        device=planned.machine,
+        **options,
+    )
+    return curve
+
+
 def as_json(curve: ScalingCurve) -> dict[str, Any]:
     """Every figure by name, in SI units."""
     return {"hosts": [asdict(point) for point in curve.points], "pays_until": curve.pays_until}
@@ -152,6 +169,7 @@ def as_text(curve: ScalingCurve) -> str:
         lines.append(f"It stops paying after {curve.pays_until} hosts: twice as many give less than {GAIN} times.")
     if not any(point.fits for point in curve.points):
         lines.append("No number of hosts has the memory.")
+    lines.append("These are the times of the simulated step, with no factor for the software and no range.")
     return "\n".join(lines)
 
 

@@ -80,3 +80,14 @@ def test_the_command_prints_the_curve_and_refuses_half_of_its_options() -> None:
     assert "go together" in alone.output
     wrong = CliRunner().invoke(main, [*words, "--network", "25 apples"])
     assert wrong.exit_code == 2
+
+
+def test_a_plan_is_given_for_several_hosts() -> None:
+    words = ["plan", "--layers", "2", "--hidden", "256", "--batch", "1", "--seq", "64", "--device", "h200-sxm"]
+    options = ["--json", "--state-dtype", "fp32", "--slots", "2", "--hosts", "2", "--network", "25GB/s"]
+    done = CliRunner().invoke(main, [*words, *options])
+    assert done.exit_code == 0, done.output
+    answer = json.loads(done.stdout)
+    alone = simulate(layers=2, hidden=256, batch=1, seq=64, device="h200-sxm", **answer["options"])
+    assert answer["hosts"][0]["step_seconds"] == pytest.approx(alone.step_seconds)
+    assert [point["hosts"] for point in answer["hosts"]] == [1, 2]
