@@ -36,6 +36,7 @@ class CountedInterrupts:
         self.at_the_end = at_the_end
         self._say = say
         self._sockets: tuple[socket.socket, socket.socket] | None = None
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> CountedInterrupts:
         if threading.current_thread() is not threading.main_thread():
@@ -49,14 +50,17 @@ class CountedInterrupts:
             writing.close()
             return self
         self._sockets = reading, writing
-        threading.Thread(target=self._count, args=(reading,), name="relay-interrupts", daemon=True).start()
+        self._thread = threading.Thread(target=self._count, args=(reading,), name="relay-interrupts", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         # After the second the process ends, and what hangs may hang it: the third must still work then.
-        if self._sockets is not None and self.count < 2:
+        if self._sockets is not None and self._thread is not None and self.count < 2:
             signal.set_wakeup_fd(-1)
             self._sockets[1].close()  # which ends the thread
+            # A thread that let go of the trainer while the interpreter ends would abort the process.
+            self._thread.join()
 
     def _count(self, reading: socket.socket) -> None:
         with reading:

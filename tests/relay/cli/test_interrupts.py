@@ -4,12 +4,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 from relay.checkpoint.format import Checkpoint
 from relay.checkpoint_manager import newest
+from relay.interrupts import CountedInterrupts
 from tests.support.processes.packages import ROOT
 
 SIZES = [
@@ -76,3 +79,20 @@ def test_the_watchdog_of_relay_train_is_on_by_default() -> None:
 
     (option,) = (option for option in train.params if option.name == "stall_timeout")
     assert option.default == 120.0
+
+
+def test_no_thread_holds_what_a_command_trained_after_its_end() -> None:
+    """One that let go of tensors while the interpreter ends would abort the process."""
+
+    class Trained:
+        def saved(self) -> str:
+            return "all is saved"
+
+    for _ in range(20):
+        trained = Trained()
+        with CountedInterrupts(print, trained.saved):
+            assert [thread for thread in threading.enumerate() if thread.name == "relay-interrupts"]
+        gone = weakref.ref(trained)
+        del trained
+        assert gone() is None
+        assert not [thread for thread in threading.enumerate() if thread.name == "relay-interrupts"]
