@@ -10,12 +10,15 @@ Work that releases the interpreter lock gains from it.
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
 import torch
+
+PATIENCE_AT_EXIT = 5.0  # seconds
 
 PIECES_A_THREAD = 8
 """More pieces than threads, so that a busy core can take fewer."""
@@ -63,26 +66,40 @@ class _Pool:
     """Daemon threads that work on ranges. They are started when first needed, and never more than needed."""
 
     def __init__(self) -> None:
-        self._ranges: SimpleQueue[_Range] = SimpleQueue()
-        self._count = 0
+        self._ranges: SimpleQueue[_Range | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
 
     def share(self, count: int, work: _Range) -> None:
         with self._lock:
-            while self._count < count:
-                name = f"relay-optimizer-{self._count}"
-                threading.Thread(target=self._serve, args=(self._ranges,), name=name, daemon=True).start()
-                self._count += 1
+            while len(self._threads) < count:
+                name = f"relay-optimizer-{len(self._threads)}"
+                self._threads.append(threading.Thread(target=self._serve, args=(self._ranges,), name=name, daemon=True))
+                self._threads[-1].start()
         for _ in range(count):
             self._ranges.put(work)
 
+    def end(self, seconds: float) -> None:
+        """End all threads, and wait for each for so many seconds at most."""
+        for _ in self._threads:
+            self._ranges.put(None)
+        for thread in self._threads:
+            thread.join(seconds)
+
     @staticmethod
-    def _serve(ranges: SimpleQueue[_Range]) -> None:
-        while True:
-            ranges.get().work()
+    def _serve(ranges: SimpleQueue[_Range | None]) -> None:
+        while (work := ranges.get()) is not None:
+            work.work()
+            del work  # it may refer to gigabytes
 
 
 _pool = _Pool()
+
+
+@atexit.register
+def _end_pool() -> None:
+    """A thread that let go of tensors while the interpreter ends would abort the process."""
+    _pool.end(PATIENCE_AT_EXIT)
 
 
 def _forget_pool() -> None:
