@@ -68,10 +68,10 @@ def generate(
     """
     import torch
 
-    from relay.finetuning import adapters
     from relay.finetuning.data.labels import Classes
     from relay.finetuning.model_folder import build_empty, load, open_folder, open_tokenizer, quiet_transformers
     from relay.hf.generation import generate as continue_prompts
+    from relay.models import adapters
     from relay.trainer import Trainer
 
     with quiet_transformers():

@@ -13,15 +13,16 @@ import click
 from relay.checkpoint.atomic_file import write_whole
 from relay.cli.console import json_option, print_json
 from relay.cli.shared_options import (
+    ADAPTERS,
     check_hosts,
     forget_usual_length,
     hosts_options,
-    lengths_of,
     longest_option,
     longest_with,
     machine_options,
     model_options,
     precision_option,
+    sample_options,
     training_option,
 )
 
@@ -85,10 +86,11 @@ def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any
             context,
         )
     forget_usual_length(context, options)
-    lengths = lengths_of(options)
-    del options["seq"], options["seconds"]
+    of_sample = sample_options(options)
+    for name in ("seq", "seconds", *ADAPTERS):
+        del options[name]
     try:
-        chosen = choose(options.pop("model"), **options, **lengths)
+        chosen = choose(options.pop("model"), **options, **of_sample)
         limits = {name: options[name] for name in ("host_memory", "capacity")}
         curve = None if hosts is None else scaling_curve.curve_of(chosen.expected, hosts, network, **limits)
     except (ValueError, SpecError) as wrong:

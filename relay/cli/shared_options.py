@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from hal.spec.units import BYTE_RATE, parse_quantity
+from relay.adapter_options import ADAPTER_OPTIONS
 from relay.cli.console import Size
 from relay.option_schema import Option
 from relay.options import OPTIONS, STEP_OPTIONS
@@ -96,6 +97,9 @@ def together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return decorated
 
 
+ADAPTERS = tuple(name for name in ADAPTER_OPTIONS if name != "lora_alpha")
+"""The options of adapters that change what a step costs."""
+
 model_options = together(
     click.option("--model", help="The name of a model, such as llama-3-8b; relay simulate --presets lists them."),
     click.option("--config", type=click.Path(), help="A Hugging Face config.json. transformers builds its model."),
@@ -121,6 +125,7 @@ model_options = together(
         help="Seconds of audio in a sample, for a config.json whose model takes audio.  [default: 10, or the model's]",
     ),
     training_option("batch"),
+    *[option_of(ADAPTER_OPTIONS[name], because="With --config.") for name in ADAPTERS],
 )
 """The model and the batch of a step, for commands that train nothing."""
 machine_options = together(
@@ -207,6 +212,8 @@ def forget_usual_length(context: click.Context, options: dict[str, Any]) -> None
         options["seq"] = None
 
 
-def lengths_of(options: dict[str, Any]) -> dict[str, Any]:
-    """The lengths of a sample that were given or are usual, as `relay.simulate` takes them."""
-    return {name: options[name] for name in ("seq", "seconds") if options[name] is not None}
+def sample_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The lengths of a sample and the adapters, as far as they were given, as `relay.simulate` takes them."""
+    lengths = {name: options[name] for name in ("seq", "seconds") if options[name] is not None}
+    adapters = {name: options[name] for name in ADAPTERS if options[name] != ADAPTER_OPTIONS[name].default}
+    return lengths | adapters

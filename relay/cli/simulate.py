@@ -18,12 +18,12 @@ from relay.cli.shared_options import (
     check_hosts,
     forget_usual_length,
     hosts_options,
-    lengths_of,
     longest_option,
     longest_with,
     machine_options,
     model_options,
     precision_option,
+    sample_options,
     training_option,
 )
 
@@ -204,7 +204,7 @@ def _arguments(options: dict[str, Any]) -> dict[str, Any]:
         **{name: options[name] for name in ("layers_per_slot", "resident_layers", "recompute", "clip_grad_norm")},
         **{name: options[name] for name in ("master_weights", "exact_ties", "head_chunk_tokens", "sparse_rows")},
         **{name: options[name] for name in ("loss_over", "mlp_chunk_tokens")},
-        **lengths_of(options),
+        **sample_options(options),
         microbatches=options["microbatches"] or options["batch"],
     )
 

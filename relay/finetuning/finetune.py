@@ -25,7 +25,6 @@ from hal.spec.units import format_size
 from relay.checkpoint.format import Checkpoint
 from relay.checkpoint_manager import Checkpoints, newest
 from relay.errors import CheckpointError, RelayError
-from relay.finetuning.adapters import add_adapters, load_adapters, merged
 from relay.finetuning.data.batches import Batches
 from relay.finetuning.data.packing import check_separate
 from relay.finetuning.data.prepare import Labelling, PreparedData, find_labelling, prepare_data, read
@@ -49,11 +48,12 @@ from relay.finetuning.plan_run import (
     fit_options,
     is_described,
 )
-from relay.finetuning.quantized import pack_frozen
 from relay.finetuning.reporting import Callback, reporters
 from relay.finetuning.run_loop import Progress, RunLoop
 from relay.finetuning.samples import Sampler
 from relay.finetuning.schedule import LR, LR_OF_ADAPTERS, without_decay
+from relay.models.adapters import add_adapters, load_adapters, merged
+from relay.models.quantized import pack_frozen
 from relay.optim.optimizers import AdamW
 from relay.options import check_master_weights
 from relay.trainer import Trainer

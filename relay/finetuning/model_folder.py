@@ -1,6 +1,6 @@
 """The folder of a model: what it holds, what it can learn, its tokenizer, and the model with its weights streamed in.
 
-Weights are read one tensor at a time by `relay.models.load_weights`; adapters are in `relay.finetuning.adapters`.
+Weights are read one tensor at a time by `relay.models.load_weights`; adapters are in `relay.models.adapters`.
 Invariant: a folder that cannot be trained is refused, in one line, before any weight is read.
 """
 

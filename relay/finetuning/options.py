@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from relay.adapter_options import AdapterOptions, check_adapter_options
 from relay.option_schema import Count, Positive, options_of
 from relay.options import OPTIONS, STEP_OPTIONS, checked, refuse_unknown
 
@@ -22,8 +23,8 @@ Natural = Annotated[int, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 
 
-class FinetuneOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a fine-tuning takes besides the model, the data and the options of the trainer."""
+class FinetuneOptions(AdapterOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a fine-tuning takes besides the model, the data and the trainer's options; those of adapters first."""
 
     task: Annotated[
         Literal["causal", "seq2seq", "classification", "regression", "token-classification"] | None,
@@ -86,35 +87,10 @@ class FinetuneOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     weight_decay: Annotated[
         Annotated[float, Meta(ge=0)], Meta(description="AdamW's weight decay. Norms and biases have none.")
     ] = 0.01
-    lora: Annotated[
-        Count | None,
-        Meta(description="Train adapters of this rank beside frozen weights, instead of the weights (LoRA, by peft)."),
-    ] = None
-    lora_alpha: Annotated[Positive | None, Meta(description="Scale of the adapters; twice the rank if not given.")] = (
-        None
-    )
-    lora_dropout: Annotated[Annotated[float, Meta(ge=0, lt=1)], Meta(description="Dropout before the adapters.")] = 0.0
-    lora_targets: Annotated[
-        str | None,
-        Meta(
-            description="Names of the layers that get adapters, separated by commas, such as q_proj,v_proj; all linear "
-            "layers but the head if not given."
-        ),
-    ] = None
-    dora: Annotated[bool, Meta(description="Train the magnitudes of the adapted weights too (DoRA). With --lora.")] = (
-        False
-    )
     merge: Annotated[
         bool,
         Meta(description="Also write the model with its adapters merged, to the folder `merged` in --out."),
     ] = False
-    quantize_frozen: Annotated[
-        Literal["nf4", "int8", "fp8"] | None,
-        Meta(
-            description="Store frozen linear layers in so few bits, on the host and over the link; the device unpacks "
-            "them in the slot. With --lora."
-        ),
-    ] = None
     eval_every: Annotated[
         Count | None,
         Meta(description="Measure the held-out loss every so many steps; five times in a run if not given."),
@@ -217,12 +193,7 @@ def settings_of(options: dict[str, Any]) -> Settings:
 
 def _check_together(own: FinetuneOptions, values: dict[str, Any]) -> None:
     """Raise ValueError for options that contradict each other."""
-    if own.lora is None:
-        for name in ("lora_alpha", "lora_targets", "dora", "lora_dropout"):
-            if getattr(own, name):
-                raise ValueError(
-                    f"{name} is of adapters, and there are none without lora. Give lora=8, or leave it out."
-                )
+    check_adapter_options(own)
     if (own.prompt is None) != (own.completion is None):
         raise ValueError("prompt and completion go together: name both fields, or none.")
     named = [name for name in ("messages", "prompt", "text") if getattr(own, name) is not None]

@@ -25,6 +25,7 @@ from typing import Any
 
 from hal.spec import Machine
 from hal.spec.units import parse_size
+from relay.adapter_options import ADAPTER_OPTIONS
 from relay.errors import RelayError
 from relay.option_schema import fixed_scale
 from relay.options import OPTIONS, refuse_unknown
@@ -157,11 +158,11 @@ def plan(
         _several(name, values)
         for name, values in (("state_dtypes", state_dtypes), ("stashes", stashes), ("slots", slots))
     )
-    description = describe(model, **shape, batch=batch, seq=seq, seconds=seconds)
-    lengths = with_lengths(description.shape, {} if seq is None else {"seq": seq}, "config" in shape)
-    seq = lengths.get("seq", RunShape.seq)
     described = machine_of(device, link, host, software, count, one_link)
     precision = precision or default_precision(described)
+    description = describe(model, **shape, batch=batch, seq=seq, seconds=seconds, half=precision != "fp32")
+    lengths = with_lengths(description.shape, {} if seq is None else {"seq": seq}, "config" in shape)
+    seq = lengths.get("seq", RunShape.seq)
     check_precision(described, precision)
     fixed: dict[str, Any] = {
         "device": described, "precision": precision, "loss_scale": loss_scale, "clip_grad_norm": clip_grad_norm,
@@ -227,5 +228,6 @@ def plan(
 
 _KEYWORDS = (
     *(name for name in signature(plan).parameters if name != "shape"),
-    *(name for name in signature(describe).parameters if name != "model"),
+    *(name for name in signature(describe).parameters if name not in ("model", "half", "adapters")),
+    *ADAPTER_OPTIONS,
 )

@@ -20,6 +20,7 @@ from torch import nn
 
 from hal.spec import Machine, SpecError, machine
 from hal.spec.units import parse_size
+from relay.adapter_options import ADAPTER_OPTIONS
 from relay.errors import RelayError
 from relay.options import refuse_unknown
 from relay.runtime.grad_mode import as_if_alone
@@ -136,7 +137,8 @@ def simulate(
         run: `seq`, `batch`, `microbatches` (by default one per sequence), `state_dtype`, `stash`, `slots`,
             `layers_per_slot`, `resident_layers`, `recompute`, `head_chunk_tokens`, `mlp_chunk_tokens`, `loss_over`,
             `layers_per_visit`, `sparse_rows`, `clip_grad_norm`, `loss_scale`, `exact_ties`, `master_weights` and
-            `optimizer`, as in `RunShape`.
+            `optimizer`, as in `RunShape`; `lora`, `quantize_frozen` and the other options of `AdapterOptions`, for a
+            `config`.
 
     Raises DoesNotFit for a run that does not fit, SpecError for arithmetic that the device does not have, ShapeError
     for an impossible model or batch, ValueError for a value that `relay.Trainer` refuses too, and TypeError for an
@@ -149,14 +151,17 @@ def simulate(
         model = MetaModel(model, example)
     elif example is not None:
         raise ShapeError("example= is for an nn.Module; this model was not given as one. Leave example= out.")
+    described = machine_of(device, link, host, software, count, one_link)
+    precision = precision or default_precision(described)
+    adapters = {name: run.pop(name) for name in ADAPTER_OPTIONS if name in run}
     description = describe(
-        model, config, layers, hidden, heads, vocabulary, ffn, tied, run.get("batch"), run.get("seq"), seconds
-    )
+        model, config, layers, hidden, heads, vocabulary, ffn, tied, run.get("batch"), run.get("seq"), seconds,
+        precision != "fp32", **adapters,
+    )  # fmt: skip
     shape = description.shape
     run = with_lengths(shape, run, config is not None)
-    described = machine_of(device, link, host, software, count, one_link)
     run.setdefault("microbatches", run.get("batch", RunShape.batch))
-    wanted = RunShape(precision=precision or default_precision(described), **run)
+    wanted = RunShape(precision=precision, **run)
     check_precision(described, wanted.precision)
     _refuse_endless(shape, wanted)
     limits = _capacities(described, capacity, host_memory)
@@ -306,4 +311,5 @@ def _improved(described: Machine) -> Iterator[tuple[str, Machine]]:
 _KEYWORDS = (
     *(name for name in signature(simulate).parameters if name != "run"),
     *(field.name for field in fields(RunShape) if field.name != "precision"),
+    *ADAPTER_OPTIONS,
 )

@@ -28,7 +28,7 @@ TRACING = (
 
 LAYERS = (
     {"option_schema", "errors", "metrics", "precision", "interrupts"},
-    {"options"},
+    {"options", "adapter_options"},
     {"graph", "processes"},
     {"optim", "capture"},
     {"eps", "data"},

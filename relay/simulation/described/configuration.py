@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from relay.simulation.described.example_batch import example_batch
+from relay.adapter_options import AdapterOptions
+from relay.simulation.described.adapted import adapted
+from relay.simulation.described.example_batch import example_batch, unit_of
 from relay.simulation.described.meta_model import MetaModel
 from relay.simulation.described.transformer_shape import ShapeError
 
@@ -71,16 +73,20 @@ def build_from_configuration(config: Mapping[str, Any], path: str | Path) -> nn.
     return built
 
 
-def configured_model(path: str | Path, batch: int, seq: int | None, seconds: float | None) -> MetaModel:
+def configured_model(
+    path: str | Path, batch: int, seq: int | None, seconds: float | None, adapters: AdapterOptions, half: bool
+) -> MetaModel:
     """The model of a `config.json` with a batch of so many samples.
 
     `seq` is the number of tokens in a sample, `seconds` the length of its audio; None for models that take no such
-    length, or for the usual one. Raises ShapeError.
+    length, or for the usual one. `adapters` are put in, for a run in `half` precision or not. Raises ShapeError.
     """
     config = read_configuration(path)
     built = build_from_configuration(config, path)
     example = example_batch(built, batch, seq, seconds)
-    return MetaModel(built.train(), example.tensors, (*_notes(config, path), *example.notes))
+    unit = unit_of(example.tensors, bool(getattr(built.config, "is_encoder_decoder", False)))  # type: ignore[arg-type]
+    model, notes = adapted(built, adapters, half)
+    return MetaModel(model.train(), example.tensors, (*_notes(config, path), *example.notes, *notes), unit)
 
 
 def _class_of(config: Mapping[str, Any], kind: str, path: str | Path) -> Any:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from relay.options import STEP_OPTIONS
+from relay.simulation.described.adapted import adapter_options
 from relay.simulation.described.configuration import configured_model
 from relay.simulation.described.meta_model import MetaModel
 from relay.simulation.described.transformer_shape import (
@@ -55,6 +56,8 @@ def describe(
     batch: int | None = None,
     seq: int | None = None,
     seconds: float | None = None,
+    half: bool = False,
+    **adapters: Any,
 ) -> DescribedModel:
     """The model of that name (`model`), of a Hugging Face `config.json` (`config`), or of these sizes.
 
@@ -65,6 +68,8 @@ def describe(
     `batch` samples of `seq` tokens or `seconds` of audio are the example batch of a configuration, with the usual
     lengths where none is given; models described otherwise take batches of any length.
 
+    `adapters` are options of `AdapterOptions` for a configuration, for a run in `half` precision or not.
+
     Raises ShapeError where no model or more than one is meant, and where sizes are given beside a model that has its
     own; TypeError for a `model` of another type.
     """
@@ -72,6 +77,12 @@ def describe(
     _refuse_clashes({"model": model, "config": config}, sizes)
     if seconds is not None and config is None:
         raise ShapeError(f"seconds={seconds:g} is the length of audio of a model given by a config.json. Leave it out.")
+    own = adapter_options(adapters)
+    if adapters and config is None:
+        raise ShapeError(
+            f"{' and '.join(adapters)}: adapters are for a model given by a config.json. A module can be given with "
+            "adapters in it."
+        )
     if isinstance(model, (ModelShape, MetaModel)):
         return DescribedModel(model, notes=getattr(model, "notes", ()))
     if model is not None:
@@ -83,7 +94,8 @@ def describe(
             raise ShapeError(f"There is no model {model!r} here. Known: {known}; or give layers and hidden.")
         return DescribedModel(MODELS[model], LEARNED_POSITIONS.get(model, 0))
     if config is not None:
-        built = configured_model(config, STEP_OPTIONS["batch"].default if batch is None else batch, seq, seconds)
+        samples = STEP_OPTIONS["batch"].default if batch is None else batch
+        built = configured_model(config, samples, seq, seconds, own, half)
         return DescribedModel(built, notes=built.notes)
     if layers is None or hidden is None:
         raise ShapeError("A model by shape needs both layers and hidden.")

@@ -15,8 +15,8 @@ from torch import nn
 
 from examples.documentation_chats import conversations, write_jsonl
 from relay.finetuning.finetune import finetune
-from relay.finetuning.quantized import NF4, QuantizedLinear, pack_frozen
 from relay.finetuning.reporting import Callback
+from relay.models.quantized import NF4, QuantizedLinear, pack_frozen
 from tests.support import reference
 from tests.support.command_line import relay
 from tests.support.plain_finetuning import QUICK, plain

@@ -183,3 +183,45 @@ def test_weights_that_a_file_stores_quantised_are_noted(written: Any) -> None:
     config = {"model_type": "llama", **SMALL, "quantization_config": {"quant_method": "fp8"}}
     found = relay.simulate(config=written(config), seq=16, batch=1, device="t4")
     assert any("quantised (fp8)" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("bits", [None, "nf4", "int8", "fp8"])
+@pytest.mark.sample("None", "nf4")
+def test_adapters_train_what_peft_counts_and_quantised_weights_take_as_many_bytes(
+    bits: str | None, written: Any
+) -> None:
+    peft = pytest.importorskip("peft")
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SMALL}
+    options: dict[str, Any] = {"seq": 16, "batch": 1, "device": "h200-sxm", "precision": "bf16"}
+    path = written({**config, "dtype": "bfloat16"})
+    whole = relay.simulate(config=path, **options)
+    found = relay.simulate(config=path, lora=4, **options, **({"quantize_frozen": bits} if bits else {}))
+    wanted = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    plain = peft.get_peft_model(built_by_transformers(config), wanted)
+    trained, _ = plain.get_nb_trainable_parameters()
+    assert any(f"{trained:,} parameters are trained" in note for note in found.notes)
+    moments = {state: size for state, _, size in found.memory.host if "moments" in state}
+    assert set(moments.values()) == {4 * trained}
+    # Of a layer: 4 x 32 x 32 of attention and 3 x 32 x 64; bf16, or codes and a bf16 scale for 64 of them
+    matrices = 2 * (4 * 32 * 32 + 3 * 32 * 64)
+    stored = {None: 2, "nf4": 0.5 + 2 / 64, "int8": 1 + 2 / 64, "fp8": 1 + 2 / 64}[bits] * matrices
+    others = 2 * (2 * 64 * 32 + 5 * 32) + 4 * trained  # embedding, head and norms in bf16, adapters in float32
+    weights = sum(size for state, _, size in found.memory.host if state in ("weights", "buffers"))
+    assert weights == pytest.approx(stored + others, rel=0.1)
+    # Weights that are not trained have no gradients: 4 FLOPs instead of 6, and the adapters some
+    assert 0.6 < found.shape.model_flops(16) / whole.shape.model_flops(16) < 1
+
+
+def test_adapters_are_refused_where_they_would_be_ignored(written: Any) -> None:
+    path = written({"model_type": "llama", **SMALL})
+    with pytest.raises(ValueError, match="are none without lora"):
+        relay.simulate(config=path, dora=True)
+    with pytest.raises(ShapeError, match="stores frozen weights, and none are without lora"):
+        relay.simulate(config=path, quantize_frozen="fp8")
+    with pytest.raises(ShapeError, match=r"lora: adapters are for a model given by a config\.json"):
+        relay.simulate("gpt2", lora=4)
+    with pytest.raises(ValueError, match="quantize_frozen='int3' must be one of"):
+        relay.simulate(config=path, lora=4, quantize_frozen="int3")
+    refused = CliRunner().invoke(main, ["plan", "--layers", "1", "--hidden", "64", "--lora", "4"])
+    assert refused.exit_code == 2
+    assert "adapters are for a model given by a config.json" in refused.stderr

@@ -1,6 +1,7 @@
 """LoRA and DoRA adapters, by peft: put into a model, taken up again from a folder, and merged into its weights.
 
-Nothing is trained or saved here. Invariant: with adapters the model's own weights are frozen, but those of a new head.
+Their options are in `relay.adapter_options`. Nothing is trained or saved here. Invariant: with adapters the model's own
+weights are frozen, but those of a new head.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
+from relay.adapter_options import AdapterOptions
 from relay.errors import RelayError
-from relay.finetuning.options import FinetuneOptions
-from relay.finetuning.quantized import unpack
+from relay.models.quantized import unpack
 
 TASK_TYPES = {
     "causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "classification": "SEQ_CLS", "regression": "SEQ_CLS",
@@ -21,14 +22,17 @@ TASK_TYPES = {
 }  # fmt: skip
 
 
-def add_adapters(model: nn.Module, own: FinetuneOptions, task: str, base: str) -> Any:
-    """The model with new adapters. Raises RelayError for targets that it does not have."""
+def add_adapters(model: nn.Module, own: AdapterOptions, task: str, base: str) -> Any:
+    """The model with new adapters. `task` is one of `TASK_TYPES`; a head of any other is trained in full.
+
+    Raises RelayError for targets that the model does not have.
+    """
     peft = _peft()
     targets: Any = "all-linear" if own.lora_targets is None else [name.strip() for name in own.lora_targets.split(",")]
     heads = _heads(model) if task not in ("causal", "seq2seq") else None
     config = peft.LoraConfig(
         r=own.lora, lora_alpha=own.lora_alpha or 2 * (own.lora or 0), lora_dropout=own.lora_dropout, use_dora=own.dora,
-        target_modules=targets, task_type=TASK_TYPES[task], modules_to_save=heads,
+        target_modules=targets, task_type=TASK_TYPES.get(task), modules_to_save=heads,
     )  # fmt: skip
     try:
         with warnings.catch_warnings():
