@@ -79,12 +79,6 @@ def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any
     for repeatable in ("state_dtypes", "slots"):
         if not options[repeatable]:
             del options[repeatable]
-    if out is not None and options["config"] is not None:
-        raise click.UsageError(
-            "--out writes a run file for relay train, which trains a GPT over bytes, and --config is another model. "
-            "Leave --out out, and give the printed options to relay.Trainer or relay finetune.",
-            context,
-        )
     forget_usual_length(context, options)
     of_sample = sample_options(options)
     for name in ("seq", "seconds", *ADAPTERS):
@@ -93,12 +87,13 @@ def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any
         chosen = choose(options.pop("model"), **options, **of_sample)
         limits = {name: options[name] for name in ("host_memory", "capacity")}
         curve = None if hosts is None else scaling_curve.curve_of(chosen.expected, hosts, network, **limits)
+        file = "" if out is None else chosen.as_toml()
     except (ValueError, SpecError) as wrong:
         raise click.UsageError(str(wrong), context) from wrong
     for note in chosen.expected.notes:
         click.echo(f"note: {note}", err=True)
     if out is not None:
-        write_whole(out, chosen.as_toml())
+        write_whole(out, file)
         if chosen.caution is not None:
             click.echo(f"written: {out}. {chosen.caution}", err=True)
     tokens = longest_with(chosen.expected, options["head_chunk_tokens"]) if longest else None

@@ -118,7 +118,11 @@ model_options = together(
         default=None,
         help="Whether embedding and head share one matrix.  [default: tied with a vocabulary of 256, else untied]",
     ),
-    training_option("seq", because="Of a config.json, at most what its model has positions for."),
+    training_option(
+        "seq",
+        because="Of a config.json, at most what its model has positions for if not given; of a diffusion transformer "
+        "the patches of a sample, those of its usual size if not given.",
+    ),
     click.option(
         "--seconds",
         type=click.FloatRange(min=0, min_open=True),
@@ -206,9 +210,8 @@ def longest_with(found: Any, head_chunk_tokens: int | str | None) -> int:
 
 
 def forget_usual_length(context: click.Context, options: dict[str, Any]) -> None:
-    """Leave the length of sequences to a config.json, unless --seq was given."""
-    given = context.get_parameter_source("seq") is click.core.ParameterSource.COMMANDLINE
-    if options["config"] is not None and not given:
+    """Leave the length of sequences to the model, unless --seq was given."""
+    if context.get_parameter_source("seq") is not click.core.ParameterSource.COMMANDLINE:
         options["seq"] = None
 
 

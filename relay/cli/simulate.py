@@ -292,6 +292,7 @@ def _axis(text: str) -> tuple[str, list[Any]]:
 
 def _list_presets(as_json: bool) -> None:
     from hal.spec import presets
+    from relay.simulation.described.diffusion import DIFFUSION_MODELS
     from relay.simulation.described.transformer_shape import MODELS
 
     catalogue = {kind: presets(kind) for kind in ("device", "link", "host")}
@@ -302,4 +303,4 @@ def _list_presets(as_json: bool) -> None:
         click.echo(f"{kind}s")
         for name, spec in specs.items():
             click.echo(f"  {name:<22} {spec.title}")
-    click.echo("models\n  " + ", ".join(MODELS))
+    click.echo("models\n  " + ", ".join((*MODELS, *DIFFUSION_MODELS)))

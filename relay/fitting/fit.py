@@ -171,7 +171,9 @@ def _described(
     found = describe(model)
     sequences, length = map(int, batch)
     shape = found.shape
-    return shape, sequences, length, shape if isinstance(shape, ModelShape) else None, found.notes_at(length)
+    if not isinstance(shape, ModelShape):
+        raise ShapeError(f"{model!r} takes no tokens alone. Give relay.fit the module and a batch of it.")
+    return shape, sequences, length, shape, found.notes_at(length)
 
 
 def _shape_of(model: nn.Module) -> ModelShape | None:

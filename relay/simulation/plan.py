@@ -161,7 +161,8 @@ def plan(
     described = machine_of(device, link, host, software, count, one_link)
     precision = precision or default_precision(described)
     description = describe(model, **shape, batch=batch, seq=seq, seconds=seconds, half=precision != "fp32")
-    lengths = with_lengths(description.shape, {} if seq is None else {"seq": seq}, "config" in shape)
+    made = "config" in shape or isinstance(model, str)
+    lengths = with_lengths(description.shape, {} if seq is None else {"seq": seq}, made)
     seq = lengths.get("seq", RunShape.seq)
     check_precision(described, precision)
     fixed: dict[str, Any] = {

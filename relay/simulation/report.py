@@ -27,7 +27,7 @@ _FEWER_LAUNCHES = (
     "memory traffic that they save)"
 )
 _SINGLE = {
-    "tokens": "token", "images": "image", "seconds of audio": "second of audio", "samples": "sample",
+    "tokens": "token", "images": "image", "videos": "video", "seconds of audio": "second of audio", "samples": "sample",
 }  # fmt: skip
 _TRACKS = {"down": "link down", "up": "link up", "compute": "compute", "host": "host optimizer"}
 _RUN = (

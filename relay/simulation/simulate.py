@@ -159,7 +159,7 @@ def simulate(
         precision != "fp32", **adapters,
     )  # fmt: skip
     shape = description.shape
-    run = with_lengths(shape, run, config is not None)
+    run = with_lengths(shape, run, config is not None or isinstance(model, str))
     run.setdefault("microbatches", run.get("batch", RunShape.batch))
     wanted = RunShape(precision=precision, **run)
     check_precision(described, wanted.precision)

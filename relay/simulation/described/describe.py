@@ -13,6 +13,7 @@ from typing import Any
 from relay.options import STEP_OPTIONS
 from relay.simulation.described.adapted import adapter_options
 from relay.simulation.described.configuration import configured_model
+from relay.simulation.described.diffusion import DIFFUSION_MODELS, diffusion_model
 from relay.simulation.described.meta_model import MetaModel
 from relay.simulation.described.transformer_shape import (
     BYTES,
@@ -66,7 +67,8 @@ def describe(
     `relay train`, and two with any other.
 
     `batch` samples of `seq` tokens or `seconds` of audio are the example batch of a configuration, with the usual
-    lengths where none is given; models described otherwise take batches of any length.
+    lengths where none is given. Of a diffusion transformer `seq` is the number of patches in a sample. Models described
+    otherwise take batches of any length.
 
     `adapters` are options of `AdapterOptions` for a configuration, for a run in `half` precision or not.
 
@@ -89,8 +91,11 @@ def describe(
         if not isinstance(model, str):
             expected = "a name, a ModelShape, or an nn.Module with an example= of a batch"
             raise TypeError(f"model should be {expected}; received {model!r:.100}.")
+        if model in DIFFUSION_MODELS:
+            diffused = diffusion_model(model, STEP_OPTIONS["batch"].default if batch is None else batch, seq)
+            return DescribedModel(diffused, notes=diffused.notes)
         if model not in MODELS:
-            known = ", ".join(MODELS)
+            known = ", ".join((*MODELS, *DIFFUSION_MODELS))
             raise ShapeError(f"There is no model {model!r} here. Known: {known}; or give layers and hidden.")
         return DescribedModel(MODELS[model], LEARNED_POSITIONS.get(model, 0))
     if config is not None:
@@ -124,4 +129,5 @@ def _refuse_clashes(whole: dict[str, Any], sizes: dict[str, Any]) -> None:
             f"{given[0]} out, or {' and '.join(beside)}."
         )
     if not given and sizes["layers"] is None and sizes["hidden"] is None:
-        raise ShapeError(f"Which model? Give one of a name ({', '.join(MODELS)}), a config.json, or layers and hidden.")
+        names = ", ".join((*MODELS, *DIFFUSION_MODELS))
+        raise ShapeError(f"Which model? Give one of a name ({names}), a config.json, or layers and hidden.")
