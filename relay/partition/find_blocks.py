@@ -7,6 +7,7 @@ both. If that cannot be decided they count as different, and each is captured by
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -163,6 +164,11 @@ def same_structure(first: Any, second: Any, reads: Reads | None = None, depth: i
     if isinstance(first, dict):
         return list(first) == list(second) and all(
             same_structure(first[key], second[key], reads, depth + 1) for key in first
+        )
+    if isinstance(first, functools.partial):  # such as an activation with its options bound
+        return first.func is second.func and all(
+            same_structure(ours, theirs, reads, depth + 1)
+            for ours, theirs in ((first.args, second.args), (first.keywords, second.keywords))
         )
     # Any other object (a configuration, a function) is equal to itself alone.
     return False

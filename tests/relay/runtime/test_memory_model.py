@@ -1,5 +1,6 @@
 """What the relay promises about memory: bytes on the device, bytes over the link, bytes on the host."""
 
+import copy
 import functools
 from typing import Any
 
@@ -189,6 +190,33 @@ def test_layers_that_are_alike_are_captured_and_compiled_once(build: Build, comp
     # Forward and backward of the embedding and of the block, and one for the head with the loss.
     assert len({program.fingerprint for program in compiled}) == 5
     assert len({id(program) for program in compiled}) == 5
+
+
+class Activated(nn.Module):
+    """A layer with an activation whose options are bound, as GELUs of transformers have them."""
+
+    def __init__(self, approximate: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.activation = functools.partial(nn.functional.gelu, approximate=approximate)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.activation(self.linear(states))
+
+
+def test_layers_with_equally_bound_functions_share_programs_and_others_do_not(
+    build: Build, compiled: list[Any]
+) -> None:
+    kinds = ["tanh", "none", "tanh", "none", "tanh"]
+    torch.manual_seed(0)
+    layers = [Activated(kind) for kind in kinds]
+    plain = copy.deepcopy(layers)
+    trainer = build(layers, loss=nn.functional.mse_loss, microbatches=1)
+    loss = trainer.step(vectors()).loss
+    inputs, targets = vectors()
+    assert loss == nn.functional.mse_loss(nn.Sequential(*plain)(inputs), targets).item()
+    # Two each for the first layer (whose inputs have no gradient), one layer of either kind, and the head with the loss
+    assert len({id(program) for program in compiled}) == 2 + 2 + 2 + 1
 
 
 # **** the host ****
