@@ -37,6 +37,7 @@ def add_adapters(model: nn.Module, own: AdapterOptions, task: str, base: str) ->
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
+            warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
             warnings.simplefilter("ignore", FutureWarning)  # peft's own use of transformers
             adapted = peft.get_peft_model(model, config)
     except ValueError as wrong:
