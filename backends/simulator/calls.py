@@ -17,6 +17,7 @@ import torch
 from backends.simulator.clock import COMPUTE, HOST, NOTHING, Clock, Cost, Owner, SimulatedEvent
 from backends.simulator.foreign_events import Arrivals, await_foreign_events, stand_in
 from backends.simulator.orders import make_order
+from backends.simulator.retiming import Tape
 from backends.simulator.sharing import SharedRates
 from hal.errors import HalError
 from hal.event import Event
@@ -58,6 +59,7 @@ class SimulatedCalls(Owner):
         self._closed: set[int] = set()
         self._order = make_order(options.order, options.seed)
         self._number = 0
+        self.tape: Tape | None = None
         self._arrivals = Arrivals(self._order)
         self._foreign = False
 
@@ -94,18 +96,21 @@ class SimulatedCalls(Owner):
                 # layer are many such calls, each with many waits.
                 parents, pending = after.wait_list, [after]
                 awaited = [*parents, after]
+                enough = pending
             else:
                 parents = [
                     other if isinstance(other, SimulatedEvent) and other.owner is self else self._stand_in(other)
                     for other in wait
                 ]
-                awaited = parents if after is None else [*parents, after]
+                awaited = enough = parents if after is None else [*parents, after]
                 pending = [other for other in awaited if not other.finished]
             event.parents = parents
             if after is not None:
                 event.before, event.queue = after, after.queue
             if pending:
                 event.wait_list = parents
+            if self.tape is not None:
+                self.tape.keep(event, enough)
             self.clock.submit(event, awaited, pending)
             # Without numbers a call has run at once, unless it waits for something that may still fail.
             unsure = self._foreign and any(not other.ran or other.error is not None for other in awaited)
@@ -133,6 +138,8 @@ class SimulatedCalls(Owner):
             if not event.ran:
                 self._order.demand(event)
             if not event.finished:
+                if self.tape is not None:
+                    self.tape.awaited(event)
                 self.clock.run_until(event)
 
     def close(self, device: int) -> None:

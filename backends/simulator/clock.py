@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from backends.simulator.sharing import SharedRates, speeds
 from hal.event import Event
@@ -31,8 +32,9 @@ class Cost:
     """The cost of a call: `seconds` if it runs alone, and the bytes that it moves over each shared rate meanwhile.
 
     `launch` is the part of `seconds` that is neither arithmetic nor bytes; `flops` is only reported. `demand` is
-    the bytes a second it wants of host memory, device memory and link. A cost that many calls have is made once for all
-    of them: the clock remembers by it how calls share.
+    the bytes a second it wants of host memory, device memory and link. `again` gives what the same call costs on
+    another machine, from the costs of that machine; None where it costs nothing anywhere. A cost that many calls have
+    is made once for all of them: the clock remembers by it how calls share.
     """
 
     seconds: float = 0.0
@@ -41,6 +43,7 @@ class Cost:
     link_bytes: float = 0.0
     launch: float = 0.0
     flops: float = 0.0
+    again: Callable[[Any], Cost] | None = None
     demand: tuple[float, float, float] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -63,6 +63,7 @@ class CostModel:
         self._host = machine.host
         self.bandwidth = device["bandwidth_achieved"]
         self._costs: dict[tuple[int, int], Cost] = {}
+        self._works: WeakKeyDictionary[Program, Work] = WeakKeyDictionary()
 
     def of(self, program: Program) -> Work:
         """The work of a program. Raises Unsupported for arithmetic that the device does not have."""
@@ -88,12 +89,31 @@ class CostModel:
         moved = 3.0 * sum(sizes)
         return Work(launch + moved / self.bandwidth, launch, 0.0, moved)
 
+    def kernel(self, program: Program, accumulate: tuple[bool, ...]) -> Cost:
+        """The cost of a program that adds to those of its outputs."""
+        plain = self._works.get(program)
+        if plain is None:
+            plain = self._works[program] = self.of(program)
+        sizes = [port.size for port, adds in zip(program.outputs, accumulate, strict=False) if adds]
+        more = self.added(sizes) if sizes else Work(0.0, 0.0, 0.0, 0.0)
+        moved = plain.moved + more.moved
+        return Cost(
+            seconds=plain.seconds + more.seconds,
+            host_bytes=moved if self._device.unified else 0.0,
+            device_bytes=moved,
+            launch=plain.launch + more.launch,
+            flops=plain.flops,
+            again=lambda other: other.kernel(program, accumulate),
+        )
+
     def transfer(self, lane: int, size: int) -> Cost:
         """The cost of a transfer of `size` bytes over the link, in the direction of `lane`: DOWN or UP."""
         cost = self._costs.get((lane, size))
         if cost is None:
             seconds = self._link["latency"] + size / self._link["down" if lane == DOWN else "up"]
-            cost = self._costs[(lane, size)] = Cost(seconds, size, size, size)
+            cost = self._costs[(lane, size)] = Cost(
+                seconds, size, size, size, again=lambda other: other.transfer(lane, size)
+            )
         return cost
 
     def within_device(self, size: int) -> Cost:
@@ -102,7 +122,9 @@ class CostModel:
         if cost is None:
             shared = size if self._device.unified else 0
             seconds = self._launch + size / self.bandwidth
-            cost = self._costs[(COMPUTE, size)] = Cost(seconds, shared, size, 0, self._launch)
+            cost = self._costs[(COMPUTE, size)] = Cost(
+                seconds, shared, size, 0, self._launch, again=lambda other: other.within_device(size)
+            )
         return cost
 
     def host_task(self, work: HostWork | None) -> Cost:
@@ -111,7 +133,9 @@ class CostModel:
         cost = self._costs.get((HOST, size))
         if cost is None:
             seconds = self._host["task"] + size / self._host["optimizer_bandwidth"]
-            cost = self._costs[(HOST, size)] = Cost(seconds, size)
+            cost = self._costs[(HOST, size)] = Cost(
+                seconds, size, again=lambda other: other.host_task(work)
+            )
         return cost
 
     def _rate(self, op: OpWork, target: str, program: Program) -> float:

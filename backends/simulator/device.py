@@ -10,6 +10,8 @@ and again when it is freed and the last call that uses it has run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from backends.simulator.calls import Options, SimulatedCalls
@@ -17,6 +19,7 @@ from backends.simulator.cost import CostModel
 from backends.simulator.host import SimulatedHost
 from backends.simulator.memory import SimulatedBuffer, SimulatedView
 from backends.simulator.queue import SimulatedKernel, SimulatedQueue
+from backends.simulator.retiming import Tape
 from hal.device import HOST_CORES, NATIVE, SIMULATED, UNIFIED, Buffer, DeviceInfo, View
 from hal.dtypes import ALL, INTEGERS, check_ports
 from hal.host import Host
@@ -66,7 +69,7 @@ class SimulatedDevice(AccountedDevice[SimulatedQueue], VirtualDevice):
 
     def make_kernel(self, program: Program) -> Kernel:
         check_ports(program, self.info)
-        return SimulatedKernel(program, self.costs, self.info.unified)
+        return SimulatedKernel(program, self.costs)
 
     def host(self, capacity: int | None = None, pinned: int | None = None) -> Host:
         self.check_open()
@@ -101,3 +104,14 @@ class SimulatedDevice(AccountedDevice[SimulatedQueue], VirtualDevice):
 
     def record(self) -> None:
         self.calls.clock.recording = True
+
+    def keep_calls(self) -> None:
+        self.calls.tape = Tape()
+
+    def mark(self) -> None:
+        assert self.calls.tape is not None, "keep_calls() comes first"
+        self.calls.tape.mark()
+
+    def retimed(self, machines: Sequence[Machine], one_link: bool = False) -> list[float]:
+        assert self.calls.tape is not None, "keep_calls() comes first"
+        return self.calls.tape.retimed(machines, one_link)

@@ -13,7 +13,7 @@ import torch
 
 from backends.simulator.calls import SimulatedCalls
 from backends.simulator.clock import COMPUTE, DOWN, NOTHING, UP, Cost, SimulatedEvent, lane_of
-from backends.simulator.cost import CostModel, Work
+from backends.simulator.cost import CostModel
 from backends.simulator.memory import SimulatedView
 from backends.torch_device.program import lower
 from hal.device import KernelCall, Queue, View, check_transfer
@@ -25,26 +25,17 @@ from hal.program import Program
 class SimulatedKernel(PatternKernel[Callable[..., Any]]):
     """A program with its cost for each pattern of accumulation, lowered only where numbers are computed."""
 
-    def __init__(self, program: Program, model: CostModel, unified: bool) -> None:
+    def __init__(self, program: Program, model: CostModel) -> None:
+        """Raises Unsupported for arithmetic that the device does not have."""
         super().__init__(program)
         self._model = model
-        self._plain = model.of(program)
-        self._unified = unified
+        model.of(program)
         self._costs: dict[tuple[bool, ...], Cost] = {}
 
     def cost(self, accumulate: tuple[bool, ...]) -> Cost:
         cost = self._costs.get(accumulate)
         if cost is None:
-            sizes = [port.size for port, adds in zip(self.program.outputs, accumulate, strict=False) if adds]
-            more = self._model.added(sizes) if sizes else Work(0.0, 0.0, 0.0, 0.0)
-            moved = self._plain.moved + more.moved
-            cost = self._costs[accumulate] = Cost(
-                seconds=self._plain.seconds + more.seconds,
-                host_bytes=moved if self._unified else 0.0,
-                device_bytes=moved,
-                launch=self._plain.launch + more.launch,
-                flops=self._plain.flops,
-            )
+            cost = self._costs[accumulate] = self._model.kernel(self.program, accumulate)
         return cost
 
     def make(self, accumulate: tuple[bool, ...]) -> Callable[..., Any]:

@@ -121,6 +121,21 @@ class VirtualDevice(Device):
     def record(self) -> None:
         """Keep a span of every call from now on."""
 
+    @abc.abstractmethod
+    def keep_calls(self) -> None:
+        """Keep the calls of all devices on this clock and what is waited for, for `retimed`. Before the first."""
+
+    @abc.abstractmethod
+    def mark(self) -> None:
+        """Name this moment among the calls that are kept."""
+
+    @abc.abstractmethod
+    def retimed(self, machines: Sequence[Machine], one_link: bool = False) -> list[float]:
+        """The virtual times of the marks, in seconds, if the devices on this clock were these machines.
+
+        The calls and what they wait for stay as they were submitted. They are timed again, and nothing else runs.
+        """
+
 
 class VirtualBackend(Backend):
     """A backend that opens machines from their description."""

@@ -176,13 +176,15 @@ def simulate(
     if not missing:
         if record:
             prepared.record()
+        if sensitivity:
+            prepared.keep_calls()
         step = prepared.step()
     suggests = bool(missing) and must_fit is not None
     would_fit = suggestions(prepared, shape, described, *limits, host_cache) if suggests else ()
-    prepared.close()
     gains: dict[str, float] = {}
     if step is not None and sensitivity:
-        gains = _sensitivity(shape, wanted, described, step.timeline.now, host_cache, room)
+        gains = _sensitivity(prepared, described, step.timeline.now)
+    prepared.close()
     notes = (
         *description.notes_at(wanted.seq), *loss_scale_notes(wanted.loss_scale, wanted.precision), *prepared.notes
     )  # fmt: skip
@@ -283,21 +285,9 @@ def _refuse_endless(shape: ModelShape | MetaModel, run: RunShape) -> None:
         )
 
 
-def _sensitivity(
-    shape: ModelShape | MetaModel,
-    run: RunShape,
-    described: Machine,
-    seconds: float,
-    host_cache: HostCache,
-    room: int | None,
-) -> dict[str, float]:
+def _sensitivity(prepared: SimulatedRun, described: Machine, seconds: float) -> dict[str, float]:
     """The share of the step that is saved when one part of the machine gets ten per cent better."""
-    gains = {}
-    for label, better in _improved(described):
-        faster = SimulatedRun(shape, run, better, host_cache, room)
-        gains[label] = 1 - faster.step().timeline.now / seconds
-        faster.close()
-    return gains
+    return {label: 1 - prepared.retimed(better) / seconds for label, better in _improved(described)}
 
 
 def _improved(described: Machine) -> Iterator[tuple[str, Machine]]:

@@ -237,6 +237,7 @@ class SimulatedRun:
         self._inputs = [_inputs(row) for row in self._prepared.rows]
         self._weights = [1.0] if whole else [size / sum(sizes) for size in sizes]
         self._number = 0
+        self._keeps_calls = False
 
     def _host_state(self, shape: ModelShape | MetaModel) -> tuple[Hashable, HostState]:
         """The host state of this run and its key in the cache."""
@@ -303,6 +304,16 @@ class SimulatedRun:
         for device in self._devices:
             device.record()
 
+    def keep_calls(self) -> None:
+        """Keep all calls of the steps to come, so that a step can be timed again. Before the first."""
+        self._devices[0].keep_calls()
+        self._keeps_calls = True
+
+    def retimed(self, machine: Machine) -> float:
+        """Seconds of the step that was made, if the same calls ran on a machine with other rates."""
+        before, after = self._devices[0].retimed(machine.each, machine.one_link)
+        return after - before
+
     def step(self) -> Step:
         """A step in the steady state. Where updates are deferred that is the third step, else the first.
 
@@ -312,7 +323,11 @@ class SimulatedRun:
         for _ in range(2 if self.run.defers_updates else 1 if resident else 0):
             self._step()
         before = [device.timeline() for device in self._devices]
+        if self._keeps_calls:
+            self._devices[0].mark()
         submitted = self._step()
+        if self._keeps_calls:
+            self._devices[0].mark()
         timelines = tuple(device.timeline().since(then) for device, then in zip(self._devices, before, strict=True))
         visited = zip(self._prepared.contents, self._prepared.gradient_plans, strict=True)
         gradients = sum(content.gradient_size for content, plan in visited if plan.names)
