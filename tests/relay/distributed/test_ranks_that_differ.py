@@ -29,6 +29,7 @@ from tests.support.ranks.start import Ranks, run_ranks
         ("loss of all", ["all of its targets are masked"]),
     ],
 )
+@pytest.mark.sample(2)
 def test_an_error_on_one_rank_is_raised_on_all(what: str, named: list[str]) -> None:
     errors = run_ranks(2, misbehave, what)
     for error in errors:

@@ -45,6 +45,7 @@ def test_ranks_train_as_plain_pytorch_that_sums_in_rank_order(
 
 
 @pytest.mark.parametrize("defer", [False, True])
+@pytest.mark.sample("True")
 def test_clipping_by_norm_is_plain_pytorchs_to_rounding_and_equal_on_all_ranks(defer: bool) -> None:
     sizes = (5, 3)
     batches = [shares(batch(step, sum(sizes)), sizes) for step in range(4)]

@@ -64,7 +64,7 @@ def compiled(device_name: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("device", ["cpu", "opencl", "onnx:cpu", "numpy", "sim"])
-@pytest.mark.sample("cpu", "onnx:cpu")
+@pytest.mark.sample("cpu")
 def test_a_model_of_48_layers_compiles_what_one_of_3_does(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     devices.require(device)
     few = compiled(device, 3, monkeypatch)

@@ -46,6 +46,7 @@ def vectors(seed: int = 1, batch: int = 8) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
+@pytest.mark.sample("cpu:discrete")
 def test_training_with_any_number_of_resident_layers_is_plain_training(build: Build, device: str) -> None:
     batches = [text(seed) for seed in range(3)]
     plain = gpt()

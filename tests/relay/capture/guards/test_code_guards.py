@@ -280,7 +280,7 @@ def a_plain_step(model: nn.Module, batch: dict[str, Tensor], optimizer: torch.op
 
 
 @pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.sample(4)
+@pytest.mark.sample(7)
 def test_a_step_after_a_change_is_plain_pytorchs_after_the_same_change(
     name: str, build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
