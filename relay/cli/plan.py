@@ -11,6 +11,8 @@ from typing import Any
 import click
 
 from relay.checkpoint.atomic_file import write_whole
+from relay.cli.buying import compare as comparing
+from relay.cli.buying.compare import compare_options
 from relay.cli.console import json_option, print_json
 from relay.cli.shared_options import (
     ADAPTERS,
@@ -51,6 +53,7 @@ from relay.cli.shared_options import (
 @training_option("exact_ties")
 @machine_options
 @hosts_options
+@compare_options
 @longest_option
 @click.option("--out", type=click.Path(path_type=Path), help="Write a run file for `relay train --plan`.")
 @json_option
@@ -66,6 +69,7 @@ def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any
       relay plan --layers 62 --hidden 8192 --device v100-sxm2-16gb --host-memory 512GB --loss-scale fixed
       relay plan --model llama-3-8b --device rtx-4090 --batch 32
       relay plan --model llama-3-8b --device rtx-4090 --count 8 --hosts 4 --network 25GB/s
+      relay plan --model llama-3-8b --compare rtx-4090,h100-sxm --tokens 1e9 --price rtx-4090=0.4/h,h100-sxm=2.5/h
       relay plan --layers 12 --hidden 768 --vocab 256 --seq 512 --device t4 --out plan.toml
       relay train --plan plan.toml
     """
@@ -75,6 +79,7 @@ def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any
 
     check_hosts(context)
     hosts, network = options.pop("hosts"), options.pop("network")
+    comparison = {name: options.pop(name) for name in comparing.OPTIONS}
     options["state_dtypes"], longest = options.pop("state_dtype"), options.pop("longest")
     for repeatable in ("state_dtypes", "slots"):
         if not options[repeatable]:
@@ -84,6 +89,18 @@ def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any
     for name in ("seq", "seconds", *ADAPTERS):
         del options[name]
     try:
+        if comparison["compare"] is not None:
+            _refuse_beside_compare(context)
+            del options["device"]
+            model = options.pop("model")
+            limits = {name: options[name] for name in ("host_memory", "capacity")}
+            fits = comparing.compare(
+                lambda name: choose(model, device=name, **options, **of_sample), comparison, limits, as_json
+            )
+            if not fits:
+                context.exit(1)
+            return
+        comparing.refuse_without_compare(comparison)
         chosen = choose(options.pop("model"), **options, **of_sample)
         limits = {name: options[name] for name in ("host_memory", "capacity")}
         curve = None if hosts is None else scaling_curve.curve_of(chosen.expected, hosts, network, **limits)
@@ -112,3 +129,13 @@ def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any
             click.echo(f"the longest sequence that fits with these options has {tokens:,} tokens")
         if curve is not None:
             click.echo("\n" + scaling_curve.as_text(curve))
+
+
+def _refuse_beside_compare(context: click.Context) -> None:
+    """Raise ValueError for options of a single machine or plan."""
+    for name in ("device", "link", "host", "count", "one_link", "hosts", "network", "longest", "out"):
+        if name in context.params and context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise ValueError(
+                f"--{name.replace('_', '-')} is for one machine, and --compare plans for several, each alone with the "
+                "link and host of its description. Leave one of them out."
+            )
