@@ -49,6 +49,8 @@ class Column:
     default: float | None = None
 
 
+# achieved_*: FLOP/s of large matrix products with shapes of training, in every description. The rate of a whole
+# training step is another figure: it holds attention, memory traffic and launches too, which the simulator adds.
 _PEAK = Column(FLOPS, 1e9, 1e16)
 COLUMNS: dict[str, dict[str, Column]] = {
     "device": {
