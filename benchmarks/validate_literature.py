@@ -34,7 +34,7 @@ from hal.spec import Machine
 from hal.spec.timeline import VirtualBackend
 from relay.simulation.described.transformer_shape import MODELS, ModelShape
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "literature"))
 from unfused_transformer import UnfusedTransformer
 
 ROOT = Path(__file__).parent.parent
