@@ -1,10 +1,10 @@
 """How much processor time the commands of the simulator take, each in a process of its own, imports included.
 
-    python benchmarks/simulator_speed.py [--quick] [--json out.json]
+    python benchmarks/simulator/simulator_speed.py [--quick] [--json out.json]
 
 Prints one row a command: seconds of user and system time together, which other load on the machine changes less than
 wall time. `--quick` leaves out the plan of 96 layers and takes a sweep of 3 x 3 points for one of 10 x 10. It measures
-the simulator itself; how exact its figures are is measured by `validate_here.py` and `validate_literature.py`.
+the simulator itself; how exact its figures are is measured by `../validate_here.py` and `../validate_literature.py`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def commands(quick: bool, folder: Path) -> dict[str, list[str]]:
 def processor_seconds(arguments: list[str]) -> float:
     """User and system seconds of `relay` with these arguments. Raises CalledProcessError where the command fails."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parent.parent.parent
     paths = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
     subprocess.run(
         [sys.executable, "-m", "relay", *arguments],
