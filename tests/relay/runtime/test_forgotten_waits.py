@@ -5,9 +5,12 @@ scenarios under one of the orders.
 
 Waits that nothing can notice are not here. Kernels run on one queue, so a writer of an activation comes after its
 readers anyway, and an activation that goes out after those that came in before its kernel; loads run on one queue, so
-they come after the gradients' seeds. A value that comes from another device replaces one that it was computed from, so
-it comes after all who read that one. Stash and schedule say so all the same: whoever gives kernels or loads a second
-queue, or has values with other uses, must not have to remember it.
+they come after the gradients' seeds. Between devices, which have queues of their own, the chain of a micro-batch is
+the reason: each visit here reads what the one before it wrote. A value that comes from another device was computed
+after all visits that used what it replaces, so it need not wait for them, neither on the device that fetches it nor,
+for those who fetched, on the host. A device that writes a value again may do so while the one before still goes out
+only if no other device has waited for that one, and then it is sent anew. Stash and schedule have these waits all the
+same: whoever gives kernels or loads a second queue, or has values with other uses, must not have to remember them.
 """
 
 import __future__
@@ -120,6 +123,15 @@ MUTATIONS = {
     ),
     "a note that another device has written": Mutation(
         stash, "Access", "finish", "other.fresh = lane == self.lane", "pass", several=3, **ON_DEVICES
+    ),
+    "a value for another device for its kernel": Mutation(
+        stash, "Access", "_send", "[*after, *cell.written", "[*cell.written", several=3, **ON_DEVICES
+    ),
+    "a value that streams in for the device that sends it": Mutation(
+        stash, "Stash", "access", "[*cell.written, *entry.free_after]", "[*entry.free_after]", several=3
+    ),
+    "a value that streams in for who has its place, on several devices": Mutation(
+        stash, "Stash", "access", "[*cell.written, *entry.free_after]", "[*cell.written]", several=3
     ),
     # the server
     "an update for its gradients": Mutation(
