@@ -53,6 +53,7 @@ from relay.finetuning.run_loop import Progress, RunLoop
 from relay.finetuning.samples import Sampler
 from relay.finetuning.schedule import LR, LR_OF_ADAPTERS, without_decay
 from relay.models.adapters import add_adapters, load_adapters, merged
+from relay.models.load_pretrained import weight_files
 from relay.models.quantized import pack_frozen
 from relay.optim.optimizers import AdamW
 from relay.options import check_master_weights
@@ -109,6 +110,8 @@ class _Run:
         self._check_adapters()
         if self.out.exists() and not self.out.is_dir():
             raise RelayError(f"--out {self.out} is a file, and the result is a folder. Give another name.")
+        if not self.own.dry_run or any(self.source.folder.glob("*.safetensors*")):
+            weight_files(self.source.folder)  # what is missing is said before the data is read
         self.tokenizer = open_tokenizer(self.source)
         self.longest = longest_row(self.source, self.tokenizer, settings.seq)
         files = read(data, self.own.cache)

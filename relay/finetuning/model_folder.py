@@ -168,9 +168,11 @@ def build_empty(model: ModelFolder, task: str, classes: Classes, dtype: torch.dt
         with empty_weights():
             built: nn.Module = getattr(transformers, AUTO[task]).from_config(config, dtype=dtype)
     except ValueError as wrong:
+        reason = " ".join(str(wrong).split())[:200]
+        if reason.startswith("Unrecognized configuration class"):  # a list of all that there are follows
+            reason = "models of this kind do not do this task."
         raise RelayError(
-            f"{model.given} is a {config.model_type} model, which has no {AUTO[task]}: "
-            f"{' '.join(str(wrong).split())[:200]}"
+            f"{model.given} is a {config.model_type} model, which has no {AUTO[task]}: {reason}"
         ) from wrong
     if task in ("classification", "regression") and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = padding  # where a row ends; set after building, or that token's embedding would not train

@@ -61,7 +61,7 @@ def load_weights(
 
     Raises RelayError, before anything is loaded, with the names of what is missing, unexpected or of another shape.
     """
-    files = _weight_files(Path(folder))
+    files = weight_files(Path(folder))
     with ExitStack() as opened:
         shards = _Shards(files, opened)
         targets: dict[str, torch.Tensor] = {
@@ -90,8 +90,11 @@ def load_weights(
     return unmatched
 
 
-def _weight_files(folder: Path) -> dict[Path, list[str] | None]:
-    """The files with weights, and which of their tensors count (None for all)."""
+def weight_files(folder: Path) -> dict[Path, list[str] | None]:
+    """The files with weights in a folder, and which of their tensors count (None for all).
+
+    Raises RelayError for a folder without weights, or which lacks files that its index names.
+    """
     index = folder / INDEX
     if index.is_file():
         content = json.loads(index.read_text(encoding="utf-8"))
