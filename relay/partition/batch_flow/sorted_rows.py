@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from relay.capture import BlockCall
 from relay.capture.fake_tensors import is_fake
+from relay.capture.guards.mutated_arguments import call_recorded
 from relay.capture.guards.plain_tensors import PlainTensors
 from relay.capture.guards.unsupported import hooks_wait, inside_layer
 from relay.graph.pytree import tensor_leaves
@@ -115,7 +116,8 @@ def _run(call: BlockCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]
         _disable_current_modes(), torch.random.fork_rng(devices=()), inside_layer(), hooks_wait(), torch.no_grad(),
         undisturbed(call.block), PlainTensors(call.block), _buffers_restored(call.block), _WithoutDraws(),
     ):  # fmt: skip
-        return list(tensor_leaves(call.forward(*args, **kwargs))[0])
+        output, _ = call_recorded(call.forward, args, kwargs, call.recorded)
+        return list(tensor_leaves(output)[0])
 
 
 @contextmanager
