@@ -210,20 +210,20 @@ class CodeGuards:
         for table in self._tables:
             for name, before in table.expected.items():
                 now = dict.get(table.entries, name, ABSENT)
-                if _is_number(before) and _is_number(now) and before != now and isinstance(name, str):
+                if _is_number(before) and _is_number(now) and not same(before, now) and isinstance(name, str):
                     path = f"{table.path}.{name}" if table.owner is not None else f"{table.path}[{name!r}]"
                     found[id(table.entries), name] = path, name, now
         for path, names, name, before in self._names:
             now = names.get(name, ABSENT)
-            if _is_number(before) and _is_number(now) and before != now:
+            if _is_number(before) and _is_number(now) and not same(before, now):
                 found[id(names), name] = path, name, now
         for path, cell, before in self._cells:
             now = _content(cell)
-            if _is_number(before) and _is_number(now) and before != now:
+            if _is_number(before) and _is_number(now) and not same(before, now):
                 found[id(cell), None] = path, self._variables.get(id(cell), ""), now
         for path, items, before in self._lists:
             for index, (one, now) in enumerate(zip(before, items, strict=False)):
-                if _is_number(one) and _is_number(now) and one != now:
+                if _is_number(one) and _is_number(now) and not same(one, now):
                     found[id(items), index] = f"{path}[{index}]", path.rpartition(".")[2], now
         return found
 

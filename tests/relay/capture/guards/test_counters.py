@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -173,6 +174,24 @@ def test_what_counts_is_compiled_once(build: Build, caplog: pytest.LogCaptureFix
             for batch in batches():
                 trainer.step(batch)
         assert not [record for record in caplog.records if "compiling" in record.message]
+
+
+class Filled(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fill = float("nan")
+
+    def forward(self, value: Tensor) -> Tensor:
+        return torch.nan_to_num(torch.where(value > 0, super().forward(value), self.fill), nan=0.0)
+
+
+def test_a_constant_that_is_no_number_is_not_taken_for_one_that_changes(build: Build) -> None:
+    torch.manual_seed(0)
+    ours = Model(Filled)
+    plain = copy.deepcopy(ours)
+    losses = reference.train(plain, batches(), 1)
+    trainer = build(ours, microbatches=1)
+    assert [trainer.step(batch).loss for batch in batches()] == losses
 
 
 def test_what_the_garbage_collector_runs_is_no_code_of_the_model(
