@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +10,7 @@ import pytest
 
 from backends.torch_device.device import TorchDevice
 from hal import registry
+from tests.support.command_line import load_script
 from tests.support.stubs.stub_accelerator import StubAccelerator
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -18,12 +18,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 @pytest.fixture(scope="module")
 def gpu() -> ModuleType:
-    found = importlib.util.spec_from_file_location("gpu", BENCHMARKS / "gpu.py")
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
+    return load_script(BENCHMARKS / "gpu.py")
 
 
 def test_a_trace_of_a_step_is_written_where_one_is_asked_for(gpu: ModuleType, tmp_path: Path) -> None:

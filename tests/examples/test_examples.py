@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from tests.support import reference  # noqa: F401  (sets torch to one thread)
+from tests.support.command_line import load_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PAGE = (Path(__file__).parents[2] / "docs" / "examples.md").read_text(encoding="utf-8")
@@ -19,13 +18,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "examples.md").read_text(encoding="
 
 def example(name: str) -> ModuleType:
     """An example as a module."""
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_script(EXAMPLES / f"{name}.py")
 
 
 def test_growing_ends_at_the_full_depth_in_the_same_device_memory(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,13 +1,14 @@
 """The page of faults names tests for every row, and they exist."""
 
 import ast
-import importlib.util
 import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.support.command_line import load_script
 
 ROOT = Path(__file__).parents[2]
 ROWS = [
@@ -40,12 +41,7 @@ def test_there_is_a_row_for_every_fault() -> None:
 def test_the_benchmark_of_speed_gives_no_figure_of_a_broken_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spec = importlib.util.spec_from_file_location("overhead", ROOT / "benchmarks" / "overhead.py")
-    assert spec is not None
-    assert spec.loader is not None
-    overhead = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "overhead", overhead)
-    spec.loader.exec_module(overhead)
+    overhead = load_script(ROOT / "benchmarks" / "overhead.py")
     honest = overhead.plain_step
     monkeypatch.setattr(overhead, "plain_step", lambda *arguments: honest(*arguments) * (1 + 1e-6))
     options = ["--layers", "1", "--hidden", "16", "--sequence", "8", "--samples", "1", "--microbatches", "2"]

