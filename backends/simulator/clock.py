@@ -148,7 +148,7 @@ class Owner:
         raise NotImplementedError
 
 
-class _Account:
+class Account:
     """What one device has done so far: seconds by kind of lane, bytes, operations, spans, and its kernels in order."""
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class Clock:
         self.recording = False
         self._rates = rates
         self._shared_lane = shared_lane
-        self._accounts = [_Account() for _ in range(rates.devices)]
+        self._accounts = [Account() for _ in range(rates.devices)]
         lanes = len(LANES) * rates.devices
         self._ready: list[deque[SimulatedEvent]] = [deque() for _ in range(lanes)]
         self._active: list[SimulatedEvent | None] = [None] * lanes
@@ -284,7 +284,7 @@ class Clock:
         call.waits_for = ()
         call.wait_list = []
 
-    def _count(self, account: _Account, device: int, passed: float, target: SimulatedEvent) -> None:
+    def _count(self, account: Account, device: int, passed: float, target: SimulatedEvent) -> None:
         """Add time that has passed to a device's account. The host's lane counts for every device."""
         first = len(LANES) * device
         lanes = self._active[first], self._active[first + UP], self._active[first + COMPUTE], self._active[HOST]

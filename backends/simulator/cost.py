@@ -67,6 +67,12 @@ class CostModel:
 
     def of(self, program: Program) -> Work:
         """The work of a program. Raises Unsupported for arithmetic that the device does not have."""
+        work = self._works.get(program)
+        if work is None:
+            work = self._works[program] = self._work_of(program)
+        return work
+
+    def _work_of(self, program: Program) -> Work:
         launch = moved = flops = 0.0
         seconds = self._call
         for op, target in _ops_of(program):
@@ -91,9 +97,7 @@ class CostModel:
 
     def kernel(self, program: Program, accumulate: tuple[bool, ...]) -> Cost:
         """The cost of a program that adds to those of its outputs."""
-        plain = self._works.get(program)
-        if plain is None:
-            plain = self._works[program] = self.of(program)
+        plain = self.of(program)
         sizes = [port.size for port, adds in zip(program.outputs, accumulate, strict=False) if adds]
         more = self.added(sizes) if sizes else Work(0.0, 0.0, 0.0, 0.0)
         moved = plain.moved + more.moved
@@ -133,9 +137,7 @@ class CostModel:
         cost = self._costs.get((HOST, size))
         if cost is None:
             seconds = self._host["task"] + size / self._host["optimizer_bandwidth"]
-            cost = self._costs[(HOST, size)] = Cost(
-                seconds, size, again=lambda other: other.host_task(work)
-            )
+            cost = self._costs[(HOST, size)] = Cost(seconds, size, again=lambda other: other.host_task(work))
         return cost
 
     def _rate(self, op: OpWork, target: str, program: Program) -> float:

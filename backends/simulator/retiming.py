@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from backends.simulator.clock import HOST, NOTHING, Clock, Cost, Owner, SimulatedEvent, _Account
+from backends.simulator.clock import HOST, NOTHING, Account, Clock, Cost, Owner, SimulatedEvent
 from backends.simulator.cost import CostModel
 from backends.simulator.sharing import SharedRates
 from hal.spec import Machine
@@ -72,5 +72,5 @@ class Tape:
 class _TimesOnly(Clock):
     """A clock that keeps no account of what the devices do meanwhile."""
 
-    def _count(self, account: _Account, device: int, passed: float, target: SimulatedEvent) -> None:
+    def _count(self, account: Account, device: int, passed: float, target: SimulatedEvent) -> None:
         pass
