@@ -195,6 +195,11 @@ def simulate(
     return result
 
 
+def options_of(found: Simulation) -> dict[str, Any]:
+    """The arguments with which `simulate` runs the same again on its machine, but for the model and the limits."""
+    return {"device": found.machine, **{each.name: getattr(found.run, each.name) for each in fields(found.run)}}
+
+
 def machine_of(
     device: str | Machine | Sequence[str],
     link: str | None,

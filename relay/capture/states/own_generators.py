@@ -53,7 +53,7 @@ class GeneratorsUsed(TorchFunctionMode):
 def seeded(seed: int, generators: Sequence[torch.Generator], python: bool) -> Iterator[None]:
     """While open, these generators begin with the seed, and those of Python and numpy too if `python`."""
     before = [generator.get_state() for generator in generators]
-    own = (random.getstate(), np.random.get_state()) if python else None
+    own = python_numbers() if python else None
     for number, generator in enumerate(generators, 1):
         generator.manual_seed((seed + number) % 2**63)
     if python:

@@ -16,8 +16,7 @@ from relay.simulation.buying.prices import Prices
 from relay.simulation.plan import NoFeasiblePlan, Plan
 from relay.simulation.ranges.ranged import Ranged
 from relay.simulation.search import name_of
-from relay.simulation.simulate import simulate
-from relay.simulation.simulated_step import RunShape
+from relay.simulation.simulate import options_of, simulate
 
 CHINCHILLA = 20
 """Tokens a parameter that make the most of a budget of arithmetic: J. Hoffmann et al., arXiv 2203.15556, table 3."""
@@ -64,8 +63,7 @@ def compare(
         count = CHINCHILLA * found.memory.parameters if chinchilla else tokens
         assert count is not None
         days, energy = found.days(count), found.kilowatt_hours(count)
-        run = {one.name: getattr(found.run, one.name) for one in fields(RunShape)}
-        again = simulate(found.shape, device=found.machine, sensitivity=True, must_fit=None, **limits, **run)
+        again = simulate(found.shape, sensitivity=True, must_fit=None, **limits, **options_of(found))
         part = max(again.sensitivity, key=lambda part: again.sensitivity[part])
         rows.append(
             Row(

@@ -64,10 +64,6 @@ class Prices:
     grid: float | None = None
     pue: float = 1.0
 
-    def known(self) -> bool:
-        """Whether machines have a price."""
-        return bool(self.rent or self.buy)
-
     def cost(self, machine: str, days: Ranged, kilowatt_hours: Ranged) -> Ranged | None:
         """What a run costs on a machine; None without a price."""
         if machine in self.rent:

@@ -56,27 +56,21 @@ class MetaList(MetaModel):
         ]
         return Piece(tensors, sequences, self._count, self._tree, self._target_tree)
 
-    def _partitions(
+    def _partition(
         self,
         module: nn.Module,
-        mode: Any,
-        sizes: tuple[int, ...],
+        piece: Piece,
         compute: torch.dtype,
         whole: Piece | None,
         whole_trace: WholeTrace,
         over_batch: WantedOutputs | None,
-    ) -> list[Partition]:
+    ) -> Partition:
         children = dict(module.named_children())
         loss: Any = children.get("loss", self._loss)
         modules = [children[str(number)] for number in range(self._modules)]
-        made: dict[int, Partition] = {}
-        for size in dict.fromkeys(sizes):
-            piece = self._piece(size, mode)
-            inputs, targets = piece.tensors[: self._count], piece.tensors[self._count :]
-            given = modules, loss, inputs, piece.tree, targets, piece.target_tree, compute, None
-            if over_batch is None:
-                made[size] = partition_list(*given, whole, size)
-            else:
-                assert whole is not None
-                made[size] = partition_list_over_batch(*given, whole, size)
-        return [made[size] for size in sizes]
+        inputs, targets = piece.tensors[: self._count], piece.tensors[self._count :]
+        given = modules, loss, inputs, piece.tree, targets, piece.target_tree, compute, None
+        if over_batch is None:
+            return partition_list(*given, whole, piece.size)
+        assert whole is not None
+        return partition_list_over_batch(*given, whole, piece.size)

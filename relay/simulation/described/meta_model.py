@@ -158,17 +158,29 @@ class MetaModel:
         over_batch: WantedOutputs | None,
     ) -> list[Partition]:
         """The partition of each micro-batch; those of one size are one object."""
-        made: dict[int, Partition] = {}
-        for size in dict.fromkeys(sizes):
-            piece = self._piece(size, mode)
-            partition = partition_model(
-                module, piece.tensors, piece.tree, compute, None, whole, size, over_batch, whole_trace
-            )
-            if not partition.has_loss:
-                name = type(self.module).__name__
-                raise ShapeError(f"{name} returns no .loss for this example. Does the example hold labels?")
-            made[size] = partition
+        made = {
+            size: self._partition(module, self._piece(size, mode), compute, whole, whole_trace, over_batch)
+            for size in dict.fromkeys(sizes)
+        }
         return [made[size] for size in sizes]
+
+    def _partition(
+        self,
+        module: nn.Module,
+        piece: Piece,
+        compute: torch.dtype,
+        whole: Piece | None,
+        whole_trace: WholeTrace,
+        over_batch: WantedOutputs | None,
+    ) -> Partition:
+        """The partition of one micro-batch."""
+        partition = partition_model(
+            module, piece.tensors, piece.tree, compute, None, whole, piece.size, over_batch, whole_trace
+        )
+        if not partition.has_loss:
+            name = type(self.module).__name__
+            raise ShapeError(f"{name} returns no .loss for this example. Does the example hold labels?")
+        return partition
 
     def model(self, sequence: int) -> nn.Module:
         """A copy on the meta device, which the layer store takes over."""

@@ -13,13 +13,13 @@ Invariant: with one host the figures are those of the simulated step, with no fa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
 from hal.spec.units import parse_size
 from relay.simulation.figures import SimulationFigures
-from relay.simulation.simulate import Simulation, simulate
+from relay.simulation.simulate import Simulation, options_of, simulate
 from relay.simulation.simulated_step import UNLIMITED
 
 MESSAGE_SECONDS = 20e-6
@@ -135,15 +135,13 @@ def curve_of(
     planned: Simulation, hosts: int, network: float, host_memory: int | str | None, capacity: int | str | None
 ) -> ScalingCurve:
     """The curve of a run that was simulated without a record, such as a plan's. The arguments are as elsewhere here."""
-    options = {each.name: getattr(planned.run, each.name) for each in fields(planned.run)}
     _, curve = simulate_hosts(
         planned.shape,
         hosts=hosts,
         network=network,
         host_memory=host_memory,
         capacity=capacity,
-        device=planned.machine,
-        **options,
+        **options_of(planned),
     )
     return curve
 
