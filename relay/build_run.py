@@ -148,7 +148,8 @@ def build_run(
     known = [info.memory for info in infos if info.memory is not None]
     memory = cast("int | None", chosen.capacity) or min(known, default=None)
     compiler.head = HeadChunks(
-        chosen.head_chunk_tokens, memory, chosen.slots, chosen.stash, chosen.microbatches, chosen.mlp_chunk_tokens
-    )
+        chosen.head_chunk_tokens, memory, chosen.slots, chosen.stash, chosen.microbatches, chosen.mlp_chunk_tokens,
+        required=isinstance(chosen.head_chunk_tokens, int),
+    )  # fmt: skip
     scheduled = RelayOptimizer(groups, defaults)
     return Run(compiler, session, scheduled, grouping, scale, chosen, together, kept_half)

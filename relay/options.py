@@ -147,8 +147,8 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(
             description="Run what follows the last layer (norm, head, loss) over chunks of so many positions of a "
             "micro-batch, so that the logits of one chunk exist at a time; 'auto' does so where they would take more "
-            "than a quarter of the free memory. A loss that reads positions across chunks is left whole, with the "
-            "reason in the log."
+            "than a quarter of the free memory. A loss that reads positions across chunks is refused, and with 'auto' "
+            "left whole, with the reason in the log."
         ),
     ] = None
     mlp_chunk_tokens: Annotated[
@@ -156,7 +156,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(
             description="Run the wide pieces of a layer that work position by position (feed-forward networks, norms) "
             "over chunks of so many positions of a micro-batch, for sequences whose layers need more memory than there "
-            "is. A layer without such pieces is left whole."
+            "is. A layer without such pieces is left whole; a model without any is refused."
         ),
     ] = None
     clip_grad_norm: Annotated[

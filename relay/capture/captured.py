@@ -58,6 +58,9 @@ class Captured:
     reads: Reads | None = None
     """The attributes that the module's code read while it was traced."""
 
+    row_problem: str = ""
+    """Why no piece of the module runs over chunks of positions, where that was asked for."""
+
     holds_tensors: bool = False
     """Whether the module's code holds parameters outside its own tables. The capture then serves this segment alone."""
 

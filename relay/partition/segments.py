@@ -75,8 +75,8 @@ class Segment:
     layers of one stack, which may share a slot, and None for a segment that is not a layer. `layer_index` is the index
     of the segment, or of its first layer, before layers were merged: random keys count by it. `layers` is the number
     of layers in the segment. `chunks` is set for a last segment that runs over chunks of positions, `row_chunk` is how
-    many positions the wide pieces of a layer take at a time. `held` are the model's names of tensors that are not its
-    own and that its code holds.
+    many positions the wide pieces of a layer take at a time, and `row_problem` why it has none, once it is captured.
+    `held` are the model's names of tensors that are not its own and that its code holds.
     """
 
     index: int
@@ -92,6 +92,7 @@ class Segment:
     layers: int = 1
     chunks: PositionChunks | None = None
     row_chunk: int | None = None
+    row_problem: str = ""
     held: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -192,7 +192,7 @@ class SimulatedRun:
         if capacity is None and not machine.device.unified:
             capacity = min(int(one.device["memory"] - one.device["reserved"]) for one in self._machines)
         self.notes: list[str] = []
-        head = HeadChunks(run.head_chunk_tokens, layers=run.mlp_chunk_tokens)
+        head = HeadChunks(run.head_chunk_tokens, layers=run.mlp_chunk_tokens, required=True)
         if run.head_chunk_tokens == "auto":
             head = HeadChunks("auto", capacity, run.slots, run.stash, len(sizes), run.mlp_chunk_tokens)
         options = run.seq, compute, run.layers_per_slot, run.recompute, run.loss_over

@@ -42,14 +42,15 @@ def compiled_models(
         return shape.models(tuple(sizes), sequence, compute, layers_per_slot, recompute, loss_over, head)
     if loss_over == "batch" and len(sizes) > 1:
         repeats = str(recompute)  # 1 and True are the same key
-        return _over_batch(shape, tuple(sizes), sequence, compute, min(layers_per_slot, shape.layers), repeats)
+        return _over_batch(shape, tuple(sizes), sequence, compute, min(layers_per_slot, shape.layers), repeats, head)
     return [shape.compiled(size, sequence, compute, layers_per_slot, recompute, head) for size in sizes]
 
 
 @functools.lru_cache(maxsize=16)
 def _over_batch(
-    shape: ModelShape, sizes: tuple[int, ...], sequence: int, compute: torch.dtype, layers: int, recompute: str
-) -> list[CompiledModel]:
+    shape: ModelShape, sizes: tuple[int, ...], sequence: int, compute: torch.dtype, layers: int, recompute: str,
+    head: HeadChunks,
+) -> list[CompiledModel]:  # fmt: skip
     repeats = {"True": True, "False": False}.get(recompute)
     with fake_mode() as mode:
         templates = templates_of(shape, sequence, mode, layers)
@@ -57,6 +58,7 @@ def _over_batch(
         for size in sizes:
             if size not in made:
                 made[size] = merge_layers(_with_head(partition_of(shape, size, sequence, templates), sizes), layers)
+        head.over_batch(list(made.values()))
         capturing = Capturing(
             True, compute, None, Lowering.NATIVE, captures_of(shape, compute, Lowering.NATIVE, CPU),
             int(recompute) if repeats is None else repeats, CPU,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from relay.partition.positions.labels import NotByPosition
+from relay.partition.positions.labels import HasOwnChunks
 from relay.partition.positions.op_calls import NONE, arguments_of, name_of
 
 aten = torch.ops.aten
@@ -19,14 +19,14 @@ REDUCTIONS = {"none": NONE, "mean": 1, "sum": 2}
 
 
 def write_out_fused(graph: fx.Graph, compute: torch.dtype) -> None:
-    """Replace fused linear cross-entropies. Raises NotByPosition where the product would not be in their dtype."""
+    """Replace fused linear cross-entropies. Raises HasOwnChunks where the product would not be in their dtype."""
     for node in list(graph.nodes):
         if node.op != "call_function" or name_of(node) not in (WHOLE, EACH):
             continue
         arguments = arguments_of(node)
         rows, weight = arguments["input"].meta["val"], arguments["linear_weight"].meta["val"]
         if compute is not torch.float32 or arguments["acc_dtype"] not in (rows.dtype, weight.dtype):
-            raise NotByPosition("the model's fused linear cross-entropy computes in a dtype of its own")
+            raise HasOwnChunks("the model's fused linear cross-entropy computes in a dtype of its own")
         reduction = REDUCTIONS[arguments.get("reduction", "none")]
         size = rows.shape[:1] if reduction == NONE else ()
         with graph.inserting_before(node):

@@ -20,6 +20,10 @@ class NotByPosition(Exception):
     """The loss cannot be computed over chunks of positions. The message says which op is in the way, and why."""
 
 
+class HasOwnChunks(NotByPosition):
+    """The model computes its loss over chunks of its own."""
+
+
 class Kind(enum.Enum):
     """What a value depends on."""
 

@@ -61,16 +61,17 @@ class ChunkedLayer(nn.Module):
 
 def in_row_chunks(
     module: nn.Module, inputs: Sequence[torch.Tensor], name: str, compute: torch.dtype, size: int
-) -> nn.Module:
-    """The layer with its wide regions over chunks of `size` positions, or the module itself where it has none.
+) -> tuple[nn.Module, str]:
+    """The layer with its wide regions over chunks of `size` positions, or the module itself and why it is left whole.
 
-    The log has the reason where a layer is left whole.
+    The log has the reason, too.
     """
     try:
-        return _Layer(module, inputs, name, compute, size).chunked()
-    except (NotByPosition, RelayError) as why:
-        logger.info("mlp_chunk_tokens=%d: layer %r is left whole, since %s", size, name, str(why).split(". ")[0])
-        return module
+        return _Layer(module, inputs, name, compute, size).chunked(), ""
+    except (NotByPosition, RelayError) as problem:
+        why = str(problem).split(". ")[0]
+        logger.info("mlp_chunk_tokens=%d: layer %r is left whole, since %s", size, name, why)
+        return module, why
 
 
 class _Layer(RowRules):
@@ -137,7 +138,9 @@ class _Layer(RowRules):
             if inner:
                 regions.setdefault(level[node], []).append(node)
         wide = [nodes for nodes in regions.values() if self._is_wide(nodes)]
-        if not wide or self.size >= self.positions:
+        if not wide:
+            raise NotByPosition("it has no piece that works position by position and is wider inside than outside")
+        if self.size >= self.positions:
             return self.module
         return self._rewritten(wide)
 

@@ -107,9 +107,9 @@ class Capturing:
         traced, cut = [described, dict(seeds), unreached, segment.row_chunk], (dict(gradients), save, shows)
         captured = self.captures.find(segment, traced, cut)
         if captured is None:
-            module = segment.module
+            module, why = segment.module, ""
             if segment.row_chunk is not None:
-                module = in_row_chunks(module, inputs, segment.name, self.compute, segment.row_chunk)
+                module, why = in_row_chunks(module, inputs, segment.name, self.compute, segment.row_chunk)
             captured = _capture(
                 segment,
                 CaptureRequest(
@@ -135,12 +135,14 @@ class Capturing:
                     late=module is not segment.module,
                 ),
             )
+            captured = replace(captured, row_problem=why)
             if isinstance(module, ChunkedLayer):
                 captured = replace(captured, reads=module.reads)
             if captured.eager is None:
                 captured = self.captures.add(segment, traced, cut, captured)
             elif self.presences is not None:
                 captured.eager.presence = self.presences.setdefault(segment.name, captured.eager.presence)
+        segment.row_problem = captured.row_problem
         return captured
 
     def forwards(

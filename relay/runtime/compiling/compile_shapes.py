@@ -101,12 +101,14 @@ class ShapeCompiler:
             elif not results:
                 partition = head.split(partition, self._compute)
             try:
-                return build_compiled_model(
+                compiled = build_compiled_model(
                     partition, training, results, self._compute, self._presences, self.lowering, self._captures,
                     self._recompute, self.traced_for,
                 )  # fmt: skip
+                head.check_layers(partition)
+                return compiled
             except NotByPosition as why:
-                left_whole(head.tokens, str(why))
+                head.give_up(why)
                 return self._compile(piece, training, results, active, outputs, whole, replace(self.head, tokens=None))
 
     def _compile_over_batch(
@@ -119,8 +121,7 @@ class ShapeCompiler:
         outputs: tuple[str, ...],
     ) -> list[CompiledModel]:
         """Partition and capture for the micro-batches of a batch, with one head."""
-        if self.head.tokens is not None:
-            left_whole(self.head.tokens, "the head runs over the whole batch")
+        self.head.over_batch([])
         logger.info("what comes after the last layer runs once, over the whole batch of %d samples", whole.size)
         wanted = WantedOutputs(outputs, results)
         made: list[tuple[Piece, Partition]] = []
@@ -141,7 +142,9 @@ class ShapeCompiler:
             head.partition.named_outputs = named_outputs(head.partition, outputs, self.whole)
             for number, value in enumerate(head.partition.inputs):
                 head.partition.values[value].requires_grad = training and number in whole.sources
-            return build_over_batch(partitions, given.sizes, capturing, results)
+            compiled = build_over_batch(partitions, given.sizes, capturing, results)
+            self.head.check_layers(partitions[0])
+            return compiled
 
     def _partition(
         self,

@@ -1,7 +1,8 @@
 """Whether the last segment runs over chunks of positions, and how many positions a chunk has.
 
 It decides by the option `head_chunk_tokens` and by the bytes that the logits take, and says in the log what it chose.
-The split itself is `relay.partition.positions`. Invariant: nothing is chosen silently where an option asks for chunks.
+The split itself is `relay.partition.positions`. Invariant: nothing is chosen silently where an option asks for chunks,
+and a number that would have no effect is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from hal.spec.units import format_size
-from relay.partition.positions.labels import NotByPosition
+from relay.errors import PartitionError
+from relay.partition.positions.labels import HasOwnChunks, NotByPosition
 from relay.partition.positions.split import LastSegment, follow_positions, in_chunks
 from relay.partition.segments import Partition
 
@@ -36,7 +38,8 @@ class HeadChunks:
     """The options `head_chunk_tokens` and `mlp_chunk_tokens` (`layers`), and what "auto" needs to know.
 
     `memory` is the device memory in bytes, None if it is not known; `slots`, `stash` and `microbatches` are the
-    trainer's options.
+    trainer's options. `required` is True where a number of positions was given: a head that cannot run over chunks is
+    then refused, and not left whole.
     """
 
     tokens: int | str | None = None
@@ -45,6 +48,7 @@ class HeadChunks:
     stash: str = "device"
     microbatches: int = 1
     layers: int | None = None
+    required: bool = False
 
     def split(self, partition: Partition, compute: torch.dtype) -> Partition:
         """The partition, with its last segment over chunks where the option says so.
@@ -59,10 +63,41 @@ class HeadChunks:
             size = self.tokens if isinstance(self.tokens, int) else self.automatic(last, compute)
             chunked = partition if size is None else in_chunks(last, size)
         except NotByPosition as why:
-            left_whole(self.tokens, str(why))
+            self.give_up(why)
             partition.left_whole = str(why)
             return partition
         return chunked
+
+    def give_up(self, why: NotByPosition) -> None:
+        """Log why the head is left whole. Raises PartitionError where a number of positions was given.
+
+        A loss that has chunks of its own is left whole in any case.
+        """
+        if self.required and not isinstance(why, HasOwnChunks):
+            raise PartitionError(
+                f"head_chunk_tokens={self.tokens}: what follows the last layer cannot run over chunks of positions, "
+                f"since {why}. Use head_chunk_tokens='auto' or None, which leave it whole; it then takes less memory "
+                "with smaller batches or shorter sequences."
+            )
+        left_whole(self.tokens, str(why))
+
+    def over_batch(self, partitions: Sequence[Partition]) -> None:
+        """The same for the micro-batches of a head over the whole batch, which is left whole."""
+        for partition in partitions:
+            with_row_chunks(partition, self.layers)
+        if self.tokens is not None:
+            self.give_up(NotByPosition("the head runs over the whole batch"))
+
+    def check_layers(self, partition: Partition) -> None:
+        """Raise PartitionError for layers none of which has a piece that could run over chunks, as captured."""
+        asked = [segment for segment in partition.segments if segment.row_chunk is not None]
+        if self.layers is not None and all(segment.row_problem for segment in asked):
+            why = f"{asked[0].name!r} is left whole, since {asked[0].row_problem}" if asked else "it has no layers"
+            raise PartitionError(
+                f"mlp_chunk_tokens={self.layers}: no layer of the model has a piece that could run over chunks of "
+                f"positions: {why}. Leave mlp_chunk_tokens out; smaller micro-batches or shorter sequences take less "
+                "memory."
+            )
 
     def automatic(self, last: LastSegment, compute: torch.dtype) -> int | None:
         """The positions of a chunk that "auto" chooses, or None to leave the segment whole."""

@@ -104,6 +104,7 @@ class MetaModel:
                 own = {one: merge_layers(_copy_of(one), layers_per_slot) for one in dict.fromkeys(traced)}
                 made = [own[one] for one in traced]
                 if made[0].head is not None:
+                    head.over_batch(made)
                     self._compiled[key] = build_over_batch(made, sizes, capturing, False)
                 else:
                     built = {
@@ -114,6 +115,7 @@ class MetaModel:
                         for one in dict.fromkeys(made)
                     }  # fmt: skip
                     self._compiled[key] = [built[one] for one in made]
+                head.check_layers(made[0])
         return self._compiled[key]
 
     def _partitioned(

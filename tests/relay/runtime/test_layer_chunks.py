@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import relay
+from relay.errors import PartitionError
 from tests.support.devices import require
 
 HIDDEN, HEADS, WIDE, CLASSES, LENGTH = 8, 2, 64, 11, 9
@@ -136,21 +136,28 @@ def test_in_bf16_the_gradients_of_a_layer_in_chunks_are_as_exact_as_whole() -> N
     assert error(4) <= 1.25 * error(None)
 
 
-def test_a_layer_without_wide_pieces_is_left_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+class Narrow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        found: Tensor = self.inner(stream)
+        return found
+
+
+def test_a_layer_without_wide_pieces_is_left_as_it_is_and_a_model_without_any_is_refused() -> None:
     torch.manual_seed(0)
-    modules = [nn.Embedding(CLASSES, HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, CLASSES)]
-    ids = batch()["ids"]
-
-    def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    found = []
-    for size in (4, None):
-        mine = copy.deepcopy(modules)
-        with caplog.at_level(logging.INFO, "relay"), relay.Trainer(mine, loss, mlp_chunk_tokens=size) as trainer:
-            trainer.step((ids, ids))
-        found.append(nn.Sequential(*mine))
-    assert all(torch.equal(a, b) for a, b in zip(*(one.parameters() for one in found), strict=True))
+    model = Model()
+    model.layers.append(Narrow())
+    mine, _ = trained(model, 5, microbatches=1)
+    whole, _ = trained(model, None, microbatches=1)
+    assert distance(mine, whole) < 1e-6
+    model.layers = nn.ModuleList([Narrow(), Narrow()])
+    with pytest.raises(PartitionError, match=r"mlp_chunk_tokens=5: no layer of the model has a piece.*'layers.0'"):
+        trained(model, 5, microbatches=1)
+    with pytest.raises(PartitionError, match="mlp_chunk_tokens=5: no layer"):
+        relay.simulate(model, example=batch(), microbatches=1, mlp_chunk_tokens=5)
 
 
 @pytest.mark.parametrize("name", ["mlp_chunk_tokens", "head_chunk_tokens"])

@@ -96,7 +96,7 @@ def test_the_call_runs_in_code_that_data_decide_and_is_left_whole_there(caplog: 
     model, batch = Deciding(), batch_of()
     plain = plain_step(model, batch)
     with pytest.warns(UserWarning, match="runs eagerly"), caplog.at_level(logging.WARNING, "relay"):
-        _, mine = trained(model, batch, 4, microbatches=1)
+        _, mine = trained(model, batch, "auto", microbatches=1)
     assert "left whole, since the code after the last layer runs eagerly" in caplog.text
     assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), plain.parameters(), strict=True))
 
@@ -161,7 +161,7 @@ def test_a_loss_with_a_gradient_of_its_own_is_left_whole_with_the_reason(
     given = (model, None, batch) if whole else (modules, loss, (batch["ids"], batch["ids"]))
     with caplog.at_level(logging.WARNING, "relay"):
         with relay.Trainer(
-            given[0], given[1], optimizer=relay.SGD(lr=0.1), microbatches=1, head_chunk_tokens=4
+            given[0], given[1], optimizer=relay.SGD(lr=0.1), microbatches=1, head_chunk_tokens="auto"
         ) as trainer:
             trainer.step(given[2])
     assert ("a custom gradient" if not whole else "runs eagerly") in caplog.text

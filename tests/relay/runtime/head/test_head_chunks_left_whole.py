@@ -1,4 +1,4 @@
-"""Which heads run over chunks of positions and which are left whole, with the reason; what chunks save in memory."""
+"""Which heads run over chunks of positions, and which are refused or left whole, with the reason; what chunks save."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import relay
 from hal.errors import OutOfMemory
+from relay.errors import PartitionError
 from tests.support.zoo.chunked_head import (
     CLASSES,
     LENGTH,
@@ -58,17 +59,34 @@ def softmax_over_positions(model: Model, logits: Tensor, labels: Tensor) -> Tens
     ],
 )
 @pytest.mark.sample(2)
-def test_what_is_not_position_by_position_is_left_whole_with_the_reason(
+def test_what_is_not_position_by_position_is_refused_with_a_number_and_left_whole_with_auto(
     loss: Any, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.manual_seed(0)
     model, batch = Model(Loss(loss, loss)), batch_of()
+    before = copy.deepcopy(model)
+    with relay.Trainer(model, microbatches=1, head_chunk_tokens=4) as trainer:
+        with pytest.raises(PartitionError, match=rf"head_chunk_tokens=4: .*{reason}.*Use head_chunk_tokens='auto'"):
+            trainer.step(batch)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
+    with pytest.raises(PartitionError, match=reason):
+        relay.simulate(model, example=batch, microbatches=1, head_chunk_tokens=4)
     with caplog.at_level(logging.WARNING, "relay"):
-        _, chunked = trained(model, batch, 4, microbatches=1)
+        _, chunked = trained(model, batch, "auto", microbatches=1)
     assert reason in caplog.text
     assert "left whole" in caplog.text
     _, whole = trained(model, batch, None, microbatches=1)
     assert all(torch.equal(a, b) for a, b in zip(chunked.parameters(), whole.parameters(), strict=True))
+
+
+def test_a_head_over_the_whole_batch_is_refused_with_a_number() -> None:
+    def pairs(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs @ outputs.T, targets.new_tensor(range(len(outputs))))
+
+    modules, batch = [nn.Linear(4, 4), nn.Linear(4, 4)], (torch.randn(4, 4), torch.zeros(4, dtype=torch.int64))
+    with relay.Trainer(modules, pairs, microbatches=2, head_chunk_tokens=4, loss_over="batch") as trainer:
+        with pytest.raises(PartitionError, match="the head runs over the whole batch"):
+            trainer.step(batch)
 
 
 def test_asking_for_logits_leaves_the_head_whole_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
@@ -108,7 +126,7 @@ def test_a_step_takes_less_than_a_tenth_of_the_memory_that_the_whole_head_needs(
 
 def test_a_head_that_is_left_whole_and_does_not_fit_is_refused_with_the_reason() -> None:
     model = Model(Loss(softmax_over_positions, softmax_over_positions))
-    with relay.Trainer(model, microbatches=1, head_chunk_tokens=4, capacity="5kB") as trainer:
+    with relay.Trainer(model, microbatches=1, head_chunk_tokens="auto", capacity="5kB") as trainer:
         with pytest.raises(OutOfMemory, match=r"The head is left whole, since softmax goes over the positions"):
             trainer.step(batch_of())
 
