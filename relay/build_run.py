@@ -23,6 +23,7 @@ from relay.eps.master_weights import frozen_half, master_dtype, refuse_unsplitta
 from relay.eps.server import Clipping, ParameterServer
 from relay.eps.store import LayerStore
 from relay.eps.torch_form import RelayOptimizer
+from relay.eps.torch_optimizer import TorchOptimizer
 from relay.optim.loss_scale import LossScale
 from relay.optim.optimizers import AdamW
 from relay.optim.param_groups import split_into_groups
@@ -109,11 +110,15 @@ def build_run(
 
     groups, _ = grouping(whole)
     together = None if ranks is None else Together(ranks, whole, spec, chosen.state_dtype)
+    trained: dict[str, tuple[torch.Size, torch.dtype]] = {}
     for name, parameter in whole.named_parameters():
         if parameter.requires_grad:
-            spec.check_dtype(name, master_dtype(whole, parameter, chosen.master_weights), chosen.state_dtype)
+            trained[name] = parameter.shape, master_dtype(whole, parameter, chosen.master_weights)
+            spec.check_dtype(name, trained[name][1], chosen.state_dtype)
             if splits:
                 refuse_unsplittable(name, parameter)
+    if isinstance(spec, TorchOptimizer):
+        spec.check_updates(trained)
     device = chosen.device if ranks is None else local_device(chosen.device)
     devices = open_devices(device, cast("int | None", chosen.capacity))
     opened = devices[0]

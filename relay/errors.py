@@ -6,6 +6,8 @@ applied or a file half written.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class RelayError(RuntimeError):
     """Base of the relay's own errors."""
@@ -123,6 +125,23 @@ class ModelChanged(RelayError):
             )
         super().__init__(message)
         self.name = name
+
+
+class StandingGradient(RelayError):
+    """A parameter has a gradient in `.grad` before a step, which a backward of plain PyTorch would add to.
+
+    What to do: clear it, or make what it is the gradient of a part of the loss.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+        super().__init__(
+            f"Parameter {names[0]!r}{more} has a gradient in .grad, to which backward() of plain PyTorch would add. A "
+            "step of the trainer computes gradients of its own, and neither reads nor writes .grad. Clear it before "
+            "the step: trainer.optimizer.zero_grad() sets it to None. Zeros are a gradient too, with which PyTorch's "
+            "optimizer decays weights. The gradient of something else, a penalty on weights, say, belongs in the loss."
+        )
+        self.names = list(names)
 
 
 class RanksDiffer(RelayError, ValueError):

@@ -28,9 +28,7 @@ from relay.data.batch_gradients import refuse_own_parameters
 from relay.distributed.ranks import ranks_of_this_run
 from relay.distributed.shares import is_empty, stand_in
 from relay.distributed.together import agree_on_construction
-from relay.eps.master_weights import (
-    refuse_unfrozen_half,
-)
+from relay.eps.master_weights import refuse_unfrozen_half
 from relay.errors import RankFailed, RankLost, RanksDiffer
 from relay.metrics import Metrics
 from relay.options import documentation, refuse_renamed, takes_train_options
@@ -44,7 +42,7 @@ from relay.runtime.lanes.open_devices import open_again
 from relay.runtime.schedule import PreparedStep
 from relay.runtime.session import Session
 from relay.runtime.trace import Trace
-from relay.trainer_arguments import step_arguments
+from relay.trainer_arguments import refuse_standing_gradients, step_arguments
 from relay.verification.comparison import verify
 from relay.verification.report import Verification
 
@@ -136,6 +134,7 @@ class Trainer(RunState):
         asked = step_arguments(batch, pieces, weights, outputs)
         if active_layers is not None:
             self._refuse_among_ranks("step with active_layers", "Leave it out.")
+        self.optimizer.begin_step()
         try:
             return self._one_step(batch, active_layers, asked)
         except DeviceLost as lost:
@@ -147,6 +146,7 @@ class Trainer(RunState):
     def _one_step(self, batch: Any, active_layers: Sequence[int | str] | None, asked: Mapping[str, Any]) -> Metrics:
         self._check_usable()
         refuse_unfrozen_half(self._frozen_half)
+        refuse_standing_gradients(self._model)
         self._warn_of_eval_mode()
         start = perf_counter()
         session = self._session

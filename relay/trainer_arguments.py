@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from relay.errors import BatchError, PartitionError
+from relay.errors import BatchError, PartitionError, StandingGradient
 from relay.options import TrainOptions, check_master_weights
 
 
@@ -54,6 +54,12 @@ def check_model(model: nn.Module, chosen: TrainOptions) -> None:
                 f"clip_grad_value={chosen.clip_grad_value!r} clips real numbers, and {name!r} is {parameter.dtype}. "
                 "Use clip_grad_norm, or leave it out."
             )
+
+
+def refuse_standing_gradients(model: nn.Module) -> None:
+    """Raise StandingGradient for a parameter that has a gradient before a step."""
+    if any(parameter.grad is not None for parameter in model.parameters()):
+        raise StandingGradient([name for name, parameter in model.named_parameters() if parameter.grad is not None])
 
 
 def step_arguments(

@@ -7,7 +7,7 @@ PyTorch's own form. It updates nothing: the server does, layer by layer. Invaria
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, SupportsIndex
 
@@ -262,13 +262,30 @@ class RelayOptimizer(torch.optim.Optimizer):
         if not self._counting:
             raise RuntimeError("Call trainer.step(batch), which updates the parameters, instead of optimizer.step().")
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients in `.grad` of the model's parameters, frozen ones too. Steps neither read nor write them.
+
+        With `set_to_none=False` zeros stay in those that have one, which the next step refuses.
+        """
+        parameters = self._model().parameters() if self._connected else ()
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad = None if set_to_none else torch.zeros_like(parameter)
+
+    def begin_step(self) -> None:
+        """Run the hooks that come before `step`, which may change the groups that the step then uses."""
+        for hook in list(self._optimizer_step_pre_hooks.values()):
+            hook(self, (), {})
+
     def count_step(self) -> None:
-        """Run the hooks of `step`, after a step was applied."""
+        """Tell schedulers of a step that was applied, and run the hooks that come after `step`."""
+        before, self._optimizer_step_pre_hooks = self._optimizer_step_pre_hooks, OrderedDict()
         self._counting = True
         try:
             self.step()
         finally:
             self._counting = False
+            self._optimizer_step_pre_hooks = before
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         refuse_copy(

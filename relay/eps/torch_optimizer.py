@@ -17,11 +17,15 @@ import torch
 from torch import nn
 
 from hal.host import Host
+from relay.capture.guards.messages import in_short
 from relay.eps.optimizer_state import WithoutDevice
 from relay.eps.store import LayerStore
 from relay.optim.by_parameter import check_by_parameter
 
 JOINED = "split weights of one layer"
+
+LARGEST_TRIAL = 1 << 16
+"""Elements of the largest parameter that an optimizer is tried on."""
 
 WHOLE_MODEL = {"LBFGS": "it combines parameters", "Muon": "it takes matrices only: use relay.Muon"}
 """torch.optim classes that do not treat each parameter by itself, or not every shape."""
@@ -65,6 +69,34 @@ class TorchOptimizer:
                 f"{name!r} is {dtype}, and {kind_of(self._factory)} cannot update it ({self._refusals[dtype]}). Freeze "
                 "it with requires_grad_(False), use another optimizer, or make it float32."
             )
+
+    def check_updates(self, trained: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+        """Raise TypeError if the class cannot update these parameters layer by layer, from dense gradients alone.
+
+        It makes two steps on zeros of the shape of the smallest parameter of each number of dimensions.
+        """
+        smallest: dict[int, str] = {}
+        for name, (shape, _) in trained.items():
+            known = smallest.get(len(shape))
+            if shape.numel() <= LARGEST_TRIAL and (known is None or shape.numel() < trained[known][0].numel()):
+                smallest[len(shape)] = name
+        for name in smallest.values():
+            shape, dtype = trained[name]
+            parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
+            try:
+                with torch.random.fork_rng(devices=[]), torch.enable_grad():
+                    optimizer = self._factory([parameter])
+                    for _ in range(2):
+                        parameter.grad = torch.zeros_like(parameter)
+                        optimizer.step()
+            except Exception as failure:
+                raise TypeError(
+                    f"{kind_of(self._factory)} cannot update {name!r}, a parameter of shape {tuple(shape)}: given a "
+                    f"dense gradient, and nothing else, its step() fails with {in_short(failure).rstrip('.')}. The "
+                    "trainer calls step() without a closure, on float gradients of whole tensors in host memory. Use "
+                    "an optimizer that takes these (torch.optim.Adam instead of SparseAdam, for example), leave out "
+                    "the option that asks for more, or freeze the parameter."
+                ) from failure
 
     def bind(self, host: Host, store: LayerStore) -> BoundTorchOptimizer:
         """The optimizer of one trainer."""

@@ -120,6 +120,39 @@ def test_an_optimizer_that_keeps_numbers_in_its_groups_is_refused(build: Build) 
         build(perceptron(), loss=MSE, optimizer=functools.partial(CountingInItsGroup, lr=0.02))
 
 
+class TakingClosures(Own):
+    """Evaluates the loss twice for a step, as SAM does."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is None:
+            raise RuntimeError("TakingClosures needs a closure")
+
+
+class OwnLBFGS(torch.optim.LBFGS):
+    """Of another name than torch's."""
+
+
+WITHOUT_A_FIRST_UPDATE = {
+    "sparse gradients alone": (functools.partial(torch.optim.SparseAdam, lr=0.1), "does not support dense gradients"),
+    "a closure": (functools.partial(TakingClosures, lr=0.1), "needs a closure"),
+    "a closure, by torch's class": (functools.partial(OwnLBFGS, lr=0.1), "closure"),
+    "a graph of CUDA's": (functools.partial(torch.optim.AdamW, lr=0.1, capturable=True), "supported devices"),
+    "a graph of autograd's": (functools.partial(torch.optim.AdamW, lr=0.1, differentiable=True), "in-place"),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_A_FIRST_UPDATE)
+def test_an_optimizer_that_needs_more_than_dense_gradients_is_refused_when_the_trainer_is_built(
+    build: Build, case: str
+) -> None:
+    made, why = WITHOUT_A_FIRST_UPDATE[case]
+    modules = perceptron()
+    before = [parameter.data_ptr() for module in modules for parameter in module.parameters()]
+    with pytest.raises(TypeError, match=rf"cannot update .*, a parameter of shape .*{why}.*without a closure"):
+        build(modules, loss=MSE, optimizer=made)
+    assert [parameter.data_ptr() for module in modules for parameter in module.parameters()] == before
+
+
 def test_an_optimizer_that_draws_is_warned_of_and_leaves_the_generator_alone(build: Build) -> None:
     before = torch.get_rng_state()
     with pytest.warns(UserWarning, match="Noisy draws random numbers. Layers are updated in another order"):
