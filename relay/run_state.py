@@ -137,9 +137,10 @@ class RunState:
     # -- weights and figures ----------------------------------------------------------------------------------
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
-        """The model's parameters and buffers under its own names (a list's: those of `nn.Sequential(*list)`).
+        """The model's parameters and buffers under its own names.
 
-        The tensors are the store's own, as in PyTorch: the next step changes them. With split masters each is made
+        Those of a list are under `0.`, `1.` and so on, as in `nn.Sequential(*list)`, and those of a loss that is a
+        module under `loss.`. The tensors are the store's own, as in PyTorch: the next step changes them. With split masters each is made
         float32 when it is looked up, in memory of its own, and the mapping as a whole takes none. Of several processes
         that have split masters all call it, and each gets all of them, made at once.
         """
@@ -147,7 +148,7 @@ class RunState:
         store = self._session.store
         if not store.split:
             return own
-        shown = (self._shown or self._model).named_parameters(remove_duplicate=False)
+        shown = self._model.named_parameters(remove_duplicate=False)
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         if self._together is not None:
             whole = self._together.whole_weights(store)
@@ -160,22 +161,23 @@ class RunState:
         """The model's own tensors by its own names, as `state_dict` of a module gives them."""
         self.synchronize()
         self._session.store.check(self._model)
-        return (self._shown or self._model).state_dict()
-
-    @property
-    def _shown(self) -> nn.Module | None:
-        """A list of modules as the module that has the names users know; None for a whole model."""
-        modules = self._compiler.modules
-        return None if modules is None else nn.Sequential(*modules)
+        return self._model.state_dict()
 
     def sync_to(self, model: nn.Module) -> None:
-        """Copy the weights into another model with the same names, in that one's dtypes."""
-        state = self.state_dict()
-        model.load_state_dict(self._own_state())
+        """Copy the weights into another model with the same names, in that one's dtypes.
+
+        For a list that is `nn.Sequential(*list)`. What a loss has is copied too if the model has a module `loss`.
+        """
+        state, own = self.state_dict(), self._own_state()
+        if self._compiler.modules is not None and not hasattr(model, "loss"):
+            for name in [name for name in own if name.startswith("loss.")]:
+                del own[name]
+        model.load_state_dict(own)
         if isinstance(state, JoinedState):
-            own = model.state_dict()
+            theirs = model.state_dict()
             for name, tensor in state.masters().items():
-                own[name].copy_(tensor)
+                if name in theirs:
+                    theirs[name].copy_(tensor)
 
     def save_pretrained(self, folder: str | Path, shard_size: str = "5GB") -> None:
         """Save a Hugging Face model as a folder that `from_pretrained` loads, weights as safetensors in shards.
