@@ -137,18 +137,17 @@ class RunState:
     # -- weights and figures ----------------------------------------------------------------------------------
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
-        """The model's parameters and buffers under its own names.
+        """The model's parameters and buffers under its own names; a list's are those of `nn.Sequential(*list)`.
 
-        Those of a list are under `0.`, `1.` and so on, as in `nn.Sequential(*list)`, and those of a loss that is a
-        module under `loss.`. The tensors are the store's own, as in PyTorch: the next step changes them. With split masters each is made
-        float32 when it is looked up, in memory of its own, and the mapping as a whole takes none. Of several processes
-        that have split masters all call it, and each gets all of them, made at once.
+        What a loss has that is a module of the user's own is under `loss.`. The tensors are the store's, as in PyTorch:
+        the next step changes them. With split masters each is made float32 when it is looked up, in memory of its own;
+        of several processes that have them all call it, and each gets all of them, made at once.
         """
         own = self._own_state()
         store = self._session.store
         if not store.split:
             return own
-        shown = self._model.named_parameters(remove_duplicate=False)
+        shown = self._shown().named_parameters(remove_duplicate=False)
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         if self._together is not None:
             whole = self._together.whole_weights(store)
@@ -157,27 +156,27 @@ class RunState:
         split = {key: store.split[names[id(one)]] for key, one in shown if names[id(one)] in store.split}
         return JoinedState(own, split, self.synchronize)
 
-    def _own_state(self) -> dict[str, torch.Tensor]:
+    def _own_state(self, with_loss: bool = True) -> dict[str, torch.Tensor]:
         """The model's own tensors by its own names, as `state_dict` of a module gives them."""
         self.synchronize()
         self._session.store.check(self._model)
-        return self._model.state_dict()
+        return self._shown(with_loss).state_dict()
+
+    def _shown(self, with_loss: bool = True) -> nn.Module:
+        """The model, or a list of modules as one: with its loss, or without it and without class weights."""
+        modules, loss = self._compiler.modules, getattr(self._model, "loss", None)
+        if modules is None or (with_loss and not type(loss).__module__.startswith("torch.nn.")):
+            return self._model
+        return nn.Sequential(*modules)
 
     def sync_to(self, model: nn.Module) -> None:
-        """Copy the weights into another model with the same names, in that one's dtypes.
-
-        For a list that is `nn.Sequential(*list)`. What a loss has is copied too if the model has a module `loss`.
-        """
-        state, own = self.state_dict(), self._own_state()
-        if self._compiler.modules is not None and not hasattr(model, "loss"):
-            for name in [name for name in own if name.startswith("loss.")]:
-                del own[name]
-        model.load_state_dict(own)
+        """Copy the weights into another model with the same names (or those without `loss.`), in that one's dtypes."""
+        state = self.state_dict()
+        model.load_state_dict(self._own_state(hasattr(model, "loss")))
         if isinstance(state, JoinedState):
-            theirs = model.state_dict()
-            for name, tensor in state.masters().items():
-                if name in theirs:
-                    theirs[name].copy_(tensor)
+            own = model.state_dict()
+            for name in own.keys() & state.masters().keys():
+                own[name].copy_(state[name])
 
     def save_pretrained(self, folder: str | Path, shard_size: str = "5GB") -> None:
         """Save a Hugging Face model as a folder that `from_pretrained` loads, weights as safetensors in shards.
