@@ -68,6 +68,13 @@ class DeviceLost(HalError):
     """The device stopped answering. What lives on the host is intact; what was on the device is gone."""
 
 
+class IndexOutOfDomain(HalError, IndexError):
+    """A program computed an index that is outside of what it indexes. The message names layer, op and value.
+
+    What to do: correct the layer that computes the index, or enlarge what is indexed.
+    """
+
+
 def name_native_errors(device_class: type, results: Mapping[str, type]) -> None:
     """Make what is raised by a device's methods, native errors included, a HalError that names the device and the call.
 

@@ -17,11 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from backends.onnx import elementwise, indexing, reductions, windows
 from backends.onnx.model import Bound, Draw, Model, Value, compute_dtype
 from hal.ops import OPS, Kind, Spec, name_of, spec_of
+from hal.ops.index_domains import IndexDomain, unproven_domains
 from hal.program import Program, Role
 
 
@@ -35,7 +37,8 @@ def functions() -> dict[str, Callable[..., Any]]:
 class Emitted:
     """A model (onnx.ModelProto) and what to bind it to. `late` are the positions of outputs to be copied after a run.
 
-    `ops` is the op of the table that a node of the program calls, by the node's name.
+    `ops` is the op of the table that a node of the program calls, by the node's name. `domains` belong to the indices
+    whose least and largest values are in the model's last output, `INDEX_BOUNDS`, in pairs.
     """
 
     proto: Any
@@ -45,20 +48,27 @@ class Emitted:
     outputs: tuple[Bound, ...]
     late: frozenset[int]
     ops: dict[str, tuple[str, str]]
+    domains: tuple[IndexDomain, ...] = ()
 
 
-def emit(program: Program, accumulate: tuple[bool, ...] = ()) -> Emitted:
-    """The model of a program whose outputs are accumulated in that pattern. The program must have passed `check`."""
-    return _Emitter(program, accumulate).emitted()
+def emit(program: Program, accumulate: tuple[bool, ...] = (), checks_indices: bool = True) -> Emitted:
+    """The model of a program whose outputs are accumulated in that pattern. The program must have passed `check`.
+
+    With `checks_indices` the model moves indices into their domains, and returns their bounds (`Emitted.domains`).
+    """
+    return _Emitter(program, accumulate, checks_indices).emitted()
 
 
 def emitted_of(
-    model: Model, late: frozenset[int] = frozenset(), ops: dict[str, tuple[str, str]] | None = None
+    model: Model,
+    late: frozenset[int] = frozenset(),
+    ops: dict[str, tuple[str, str]] | None = None,
+    domains: tuple[IndexDomain, ...] = (),
 ) -> Emitted:
     """A finished model and what to bind it to."""
     proto = model.finish()  # it drops inputs that nothing needs, so it comes first
     bound = (tuple(model.inputs), tuple(model.previous_outputs), tuple(model.draws), tuple(model.outputs))
-    return Emitted(proto, *bound, late, ops or {})
+    return Emitted(proto, *bound, late, ops or {}, domains)
 
 
 _ROUNDED = {
@@ -78,13 +88,15 @@ _RESHAPES = ("aten.view.default", "aten.squeeze.dims", "aten.unsqueeze.default")
 
 
 class _Emitter:
-    def __init__(self, program: Program, accumulate: tuple[bool, ...]) -> None:
+    def __init__(self, program: Program, accumulate: tuple[bool, ...], checks_indices: bool) -> None:
         self.program = program
         self.accumulate = accumulate or (False,) * len(program.outputs)
         self.model = Model(program.name)
         self.values: dict[fx.Node, Any] = {}
         self.ports: dict[fx.Node, int] = {}
         self.ops: dict[str, tuple[str, str]] = {}
+        self.domains = unproven_domains(program) if checks_indices else {}
+        self.bounds: list[str] = []
 
     def emitted(self) -> Emitted:
         nodes = list(self.program.graph.nodes)
@@ -102,7 +114,10 @@ class _Emitter:
         for position, node in enumerate(results):
             self._store(position, node)
         late = {position for position, port in enumerate(self.program.outputs) if port.role is Role.BUFFER_UPDATE}
-        return emitted_of(self.model, frozenset(late), self.ops)
+        checked = tuple(domain for domains in self.domains.values() for domain in domains)
+        if checked:
+            self.model.return_index_bounds(self.bounds)
+        return emitted_of(self.model, frozenset(late), self.ops, checked)
 
     # -- values
 
@@ -135,7 +150,11 @@ class _Emitter:
             alone = self.model.number(node.args[1], compute_dtype(spec.dtype)) if source is None else source.name
             return self._rounded(Value(alone, spec.shape, compute_dtype(spec.dtype)), spec, name)
         else:
-            args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), self._argument)
+            inside = {domain.index: self._inside(domain) for domain in self.domains.get(node, ())}
+            args, kwargs = fx.node.map_aggregate(
+                (node.args, node.kwargs),
+                lambda item: inside[item] if isinstance(item, fx.Node) and item in inside else self._argument(item),
+            )
             found = functions()[name](self.model, *args, **kwargs)
             results = [found] if isinstance(found, str) else found
         values = [
@@ -146,6 +165,13 @@ class _Emitter:
 
     def _argument(self, argument: Any) -> Any:
         return self.values[argument] if isinstance(argument, fx.Node) else argument
+
+    def _inside(self, domain: IndexDomain) -> Value:
+        """An index moved into its domain. Its bounds are returned, so that the session raises an error."""
+        index: Value = self.values[domain.index]
+        self.bounds += [self.model.call(op, index, keepdims=0) for op in ("ReduceMin", "ReduceMax")]
+        ends = (self.model.number(end, torch.int64) for end in (domain.low, domain.high))
+        return index._replace(name=self.model.call("Clip", index, *ends))
 
     def _rounded(self, value: Value, spec: Spec, op: str) -> Value:
         """The value rounded to the dtype of `spec`."""

@@ -60,7 +60,7 @@ def export(
     wanted = _names([f"result.{position}" for position in range(len(program.outputs))], outputs, "output")
     if len({*given, *wanted}) < len(given) + len(wanted):
         raise ValueError(f"every input and output needs a name of its own, got {given} and {wanted}")
-    emitted = emit(program)
+    emitted = emit(program, checks_indices=False)
     graph = emitted.proto.graph
     helper = onnx.helper
     before, after, renamed = [], [], {}

@@ -20,6 +20,9 @@ import torch
 OPSET = 21
 IR_VERSION = 10  # the first that knows opset 21
 
+INDEX_BOUNDS = "index_bounds"
+"""The output that holds the least and the largest value of each index that is checked."""
+
 ELEMENT_TYPES = {
     torch.float32: 1,
     torch.uint8: 2,
@@ -211,6 +214,13 @@ class Model:
         self.outputs.append(Bound(name, port, shape, dtype))
         if not self._rename(self._name(value), name):
             self._nodes.append(helper.make_node("Identity", [self._name(value)], [name], name=f"{name}.copy"))
+
+    def return_index_bounds(self, bounds: Sequence[Operand]) -> None:
+        """Return numbers of int64 as the output `INDEX_BOUNDS`."""
+        helper = self._onnx.helper
+        self._returned.append(helper.make_tensor_value_info(INDEX_BOUNDS, ELEMENT_TYPES[torch.int64], [len(bounds)]))
+        self.asking = INDEX_BOUNDS
+        self._rename(self.call("Concat", *(self.reshape(bound, [1]) for bound in bounds), axis=0), INDEX_BOUNDS)
 
     def finish(self) -> Any:
         """The onnx.ModelProto, without what no output needs."""

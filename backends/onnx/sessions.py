@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from backends.onnx.emit import Emitted
-from backends.onnx.model import ELEMENT_TYPES
+from backends.onnx.model import ELEMENT_TYPES, INDEX_BOUNDS
 from backends.onnx.providers import Provider, attach, confirm, runtime
 from hal.errors import CompileError, DeviceLost, HalError, Unsupported
 from hal.random import RandomKey
@@ -73,7 +73,8 @@ class Session:
     def run(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], key: RandomKey | None) -> None:
         """Run on memory: tensors in the order of the program's ports, contiguous, of the right size.
 
-        Raises DeviceLost where the provider reports that its device is gone.
+        Raises DeviceLost where the provider reports that its device is gone, and IndexOutOfDomain for an index outside
+        of its domain.
         """
         emitted = self._emitted
         targets = outputs
@@ -86,6 +87,10 @@ class Session:
         drawn = [(draw, draw.function(key, *draw.arguments)) for draw in emitted.draws]
         for draw, numbers in drawn:
             _bind(binding.bind_input, draw, numbers)
+        bounds = torch.empty(2 * len(emitted.domains), dtype=torch.int64)
+        if emitted.domains:
+            bounds_type = ELEMENT_TYPES[torch.int64]
+            binding.bind_output(INDEX_BOUNDS, "cpu", 0, bounds_type, tuple(bounds.shape), bounds.data_ptr())
         if not self._provider.is_cpu:
             binding.synchronize_inputs()
         try:
@@ -99,6 +104,9 @@ class Session:
             raise
         if not self._provider.is_cpu:
             binding.synchronize_outputs()
+        for domain, (low, high) in zip(emitted.domains, bounds.view(-1, 2).tolist(), strict=True):
+            if not domain.holds(low, high):
+                raise domain.error(self._title, low if low < domain.low else high)
         for position in emitted.late:
             targets[position].copy_(outputs[position])
 

@@ -20,6 +20,8 @@ from backends.opencl.codegen.loops import Traits
 from backends.opencl.codegen.plan import plan
 from backends.opencl.codegen.prelude import PRELUDE
 from backends.opencl.errors import translated
+from hal.errors import HalError
+from hal.ops.index_domains import IndexDomain
 from hal.program import Kernel, Program
 from hal.random import RandomKey, stream_words
 
@@ -60,6 +62,32 @@ class Library:
             return [pyopencl.Kernel(self._programs[launch.name], launch.name) for launch in launches]
 
 
+class Fault:
+    """The first index of a run that is outside of its domain: on the device, and on the host after the run.
+
+    Args:
+        program: the name of the program, for the error.
+        checked: what the kernel's checks check, by their numbers.
+    """
+
+    def __init__(self, program: str, checked: Sequence[IndexDomain]) -> None:
+        self._program, self._checked = program, checked
+        self.found = np.zeros(2, dtype=np.int64)
+        """The number of the failed check, counted from 1, and the index."""
+
+    def upload(self, context: Any) -> Any:
+        """The same, on the device."""
+        import pyopencl
+
+        flags = pyopencl.mem_flags
+        return pyopencl.Buffer(context, flags.READ_WRITE | flags.COPY_HOST_PTR, hostbuf=self.found)
+
+    def error(self) -> HalError | None:
+        """The error of the failed check, if one failed."""
+        number, index = (int(value) for value in self.found)
+        return self._checked[number - 1].error(self._program, index) if number else None
+
+
 class OpenClKernel(Kernel):
     """A program as one OpenCL device runs it."""
 
@@ -70,6 +98,7 @@ class OpenClKernel(Kernel):
         self.workspace = made.size
         self._offsets = made.offsets
         self._library = library
+        self._checked = made.checked
         self._kernels = library.kernels(self.launches, repr(program.name))
         self._constants: dict[str, Memory] = {}
 
@@ -97,16 +126,21 @@ class OpenClKernel(Kernel):
         accumulate: tuple[bool, ...],
         key: RandomKey | None,
         wait: Sequence[Any],
+        fault: Fault | None,
     ) -> tuple[Any, Any]:
-        """Queue all launches. Returns the events of the first and of the last, or a marker's twice."""
+        """Queue all launches. Returns the events of the first and of the last, or a marker's twice.
+
+        `fault` is `new_fault`'s, which holds the outcome of the kernel's checks when the last event has ended.
+        """
         import pyopencl
 
         first = last = None
+        memory = fault.upload(queue.context) if fault is not None else None
         with self._library.lock:  # arguments are set on shared objects
             for launch, kernel in zip(self.launches, self._kernels, strict=True):
                 arguments: list[Any] = []
                 for argument in launch.arguments:
-                    arguments += self._given(argument, workspace, inputs, outputs, accumulate, key)
+                    arguments += self._given(argument, workspace, inputs, outputs, accumulate, key, memory)
                 kernel.set_args(*arguments)
                 group = launch.group or None
                 event = pyopencl.enqueue_nd_range_kernel(
@@ -115,7 +149,13 @@ class OpenClKernel(Kernel):
                 first, last = first or event, event
         if first is None or last is None:
             first = last = pyopencl.enqueue_marker(queue, wait_for=list(wait) or None)
+        if fault is not None and memory is not None:
+            last = pyopencl.enqueue_copy(queue, fault.found, memory, wait_for=[last], is_blocking=False)
         return first, last
+
+    def new_fault(self) -> Fault | None:
+        """What the checks of one run write to, or None if the kernel has no checks."""
+        return Fault(self.program.name, self._checked) if self._checked else None
 
     def _given(
         self,
@@ -125,7 +165,10 @@ class OpenClKernel(Kernel):
         outputs: Sequence[Memory],
         accumulate: tuple[bool, ...],
         key: RandomKey | None,
+        fault: Any,
     ) -> list[Any]:
+        if argument.kind == "fault":
+            return [fault]
         if argument.kind == "flag":
             return [np.int32(bool(accumulate) and accumulate[argument.index])]
         if argument.kind == "number":

@@ -1,9 +1,10 @@
 """Queues and events: one in-order OpenCL queue and one thread each.
 
 The thread submits and does not wait for completion. It is there because a call may wait for the host's tasks, which
-OpenCL knows nothing of; for calls of this device's other queues it only waits until they are submitted, and gives
-OpenCL their events. Errors of either kind, at submission or in the run, are raised at the waiters as the first of them
-(contract 3), however the driver reports a failed dependency.
+OpenCL knows nothing of; for calls of this device's queues it only waits until they are submitted, and gives OpenCL
+their events, except for those of kernels that check indices, which may fail after they have run. Errors of either
+kind, at submission or in the run, are raised at the waiters as the first of them (contract 3), however the driver
+reports a failed dependency.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Any
 import torch
 
 from backends.opencl.errors import failed_status, translated
-from backends.opencl.kernels import Memory, OpenClKernel
+from backends.opencl.kernels import Fault, Memory, OpenClKernel
 from hal.device import KernelCall, Queue, View, check_transfer
+from hal.errors import IndexOutOfDomain
 from hal.event import Event
 from hal.worker import Worker, WorkerEvent, first_error
 
@@ -28,9 +30,11 @@ Submission = Callable[[list[Any]], tuple[Any, Any]]
 class OpenClEvent(Event):
     """A call on an OpenCL queue: first it is submitted, then it runs."""
 
-    def __init__(self, queue: OpenClQueue, label: str, after: Sequence[Event]) -> None:
+    def __init__(self, queue: OpenClQueue, label: str, after: Sequence[Event], fault: Fault | None) -> None:
         self.queue = queue
         self.submitted: WorkerEvent
+        self.fault = fault
+        """The outcome of a run's checks, read after the run. Calls that wait for the run are submitted after that."""
         self._label = label
         self._after: tuple[Event, ...] = tuple(after)
         self._native: tuple[Any, Any] | None = None
@@ -87,9 +91,10 @@ class OpenClEvent(Event):
                         error = failed_status(status, self._label, self.queue.device_name)
                     else:
                         self._span = self.queue.clock.span(first, last)
+                        error = self.fault.error() if self.fault is not None else None
                 except Exception as failure:
                     error = translated(failure, self._label, self.queue.device_name)
-                if error is not None:
+                if error is not None and not isinstance(error, IndexOutOfDomain):
                     error = first_error(self._after) or error
             self._error = error
             self._after = ()
@@ -202,10 +207,12 @@ class OpenClQueue(Queue):
         given: list[Memory] = [view.native for view in call.inputs]
         results: list[Memory] = [view.native for view in call.outputs]
 
-        def submission(after: list[Any]) -> tuple[Any, Any]:
-            return kernel.enqueue(self.native, workspace, given, results, call.accumulate, call.key, after)
+        fault = kernel.new_fault()
 
-        return self._submit(submission, wait, kernel.program.name)
+        def submission(after: list[Any]) -> tuple[Any, Any]:
+            return kernel.enqueue(self.native, workspace, given, results, call.accumulate, call.key, after, fault)
+
+        return self._submit(submission, wait, kernel.program.name, fault)
 
     def close(self) -> None:
         """Run what is queued, then end."""
@@ -224,9 +231,9 @@ class OpenClQueue(Queue):
         event = pyopencl.enqueue_marker(self.native, wait_for=after or None)
         return event, event
 
-    def _submit(self, submission: Submission, wait: Sequence[Event], label: str) -> Event:
-        event = OpenClEvent(self, label, wait)
-        own = [other for other in wait if isinstance(other, OpenClEvent) and other.queue.context is self.context]
+    def _submit(self, submission: Submission, wait: Sequence[Event], label: str, fault: Fault | None = None) -> Event:
+        event = OpenClEvent(self, label, wait, fault)
+        own = [other for other in wait if isinstance(other, OpenClEvent) and self._orders(other)]
         known = {id(other) for other in own}
 
         def call() -> None:
@@ -241,6 +248,10 @@ class OpenClQueue(Queue):
         waits: list[Event] = [other.submitted if id(other) in known else other for other in wait]  # type: ignore[attr-defined]
         event.submitted = self._worker.submit(call, waits, label)
         return event
+
+    def _orders(self, event: OpenClEvent) -> bool:
+        """Whether OpenCL orders a call after an event's. Elsewhere the thread waits for the event."""
+        return event.queue.context is self.context and event.fault is None
 
 
 def _bytes(tensor: torch.Tensor) -> Any:

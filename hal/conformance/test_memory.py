@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from hal.conformance.conftest import OpenDevice
+from hal.conformance.samples.oracle import assert_near, evaluate
 from hal.device import NATIVE, Device, KernelCall
 from hal.errors import HalError, OutOfMemory
 from hal.kit.program_builder import QUEUE, GraphBuilder, fetch, for_device, upload
@@ -192,9 +195,52 @@ def test_what_crosses_from_the_hosts_own_memory_arrives(open_device: OpenDevice)
     host.close()
 
 
+TAKES_INDICES: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "aten.embedding.default": lambda x, source, grid, row: (x, row),
+    "aten.index.Tensor": lambda x, source, grid, row: (x, [row]),
+    "aten.gather.default": lambda x, source, grid, row: (x, 0, grid),
+    "aten.index_put.default": lambda x, source, grid, row: (x, [row], source, True),
+    "aten.scatter.src": lambda x, source, grid, row: (x, 0, grid, source),
+    "aten.scatter_add.default": lambda x, source, grid, row: (x, 0, grid, source),
+}
+"""How each op is called with an operand, what is written into it, and indices of its elements or its rows."""
+
+
+@pytest.mark.parametrize("op", TAKES_INDICES)
+def test_an_index_outside_of_its_operand_is_an_error_that_names_layer_op_and_index(device: Device, op: str) -> None:
+    """Also where the program computes the index. What waits for the call does not run, and later calls do."""
+    if NATIVE in device.info.tags:
+        return  # PyTorch's own kernels raise, or end the device's context
+    builder = GraphBuilder("the layer")
+    x, source, indices = builder.input((8, 4)), builder.input((3, 4)), builder.input((3, 4), torch.int64)
+    computed = builder.call("aten.add.Tensor", indices, indices)
+    row = builder.call("aten.select.int", computed, 1, 0)
+    program = builder.program([builder.call(op, *TAKES_INDICES[op](x, source, computed, row))], accumulates=False)
+    kernel, queue = device.compile(program), device.queue(QUEUE)
+    lowest = -8 if op in ("aten.index.Tensor", "aten.index_put.default") else 0
+    inside = torch.tensor([[0, 1, 2, 3], [3, 3, 3, 0], [lowest // 2, 2, 1, 0]])
+    given = [torch.randn(8, 4), torch.randn(3, 4), inside]
+    buffer, views = upload(device, [*given, torch.zeros(program.outputs[0].shape), torch.zeros(2)])
+    call = KernelCall(kernel, views[:3], [views[3]])
+    for index in (4, lowest // 2 - 1, 2**40, -(2**40)):
+        wrong = inside.clone()
+        wrong[1, 0] = index
+        queue.write(views[2], wrong).wait()
+        failed = queue.run(call)
+        waiting = device.queue("other").fill(views[4], 1.0, [failed])
+        for event in (failed, waiting):
+            with pytest.raises(IndexError, match=f"the layer.*{2 * index}.*{op}"):
+                event.wait()
+    assert fetch(device, [views[4]])[0].tolist() == [0, 0]
+    queue.write(views[2], inside).wait()
+    queue.run(call).wait()
+    (found,), (wanted,) = fetch(device, [views[3]]), evaluate(program, given)
+    assert_near(found, wanted, torch.float32, op)
+    buffer.free()
+
+
 @pytest.mark.parametrize("index", [8, -1, -9, 1000, -1000, 2**31 + 5])
 def test_an_index_outside_of_its_operand_touches_no_other_memory(device: Device, index: int) -> None:
-    """The relay refuses such an index where the batch has it; one that is computed may raise, or stay inside."""
     if NATIVE in device.info.tags:
         return  # PyTorch's own kernels raise, or end the device's context
     builder = GraphBuilder("scatter and gather")

@@ -3,7 +3,7 @@
 Devices differ in what an index outside of its domain does: PyTorch's CPU raises, a GPU loses its context, others read
 memory that is not theirs or count from the end. So the relay computes on the host those indices that follow from the
 integers of a batch alone, with the ops of the captured programs, and checks them. Indices that a model computes from
-activations are not known here; devices keep them inside their memory.
+activations are not known here; devices check those (`hal.ops.index_domains`).
 
 Invariant: a batch that plain PyTorch refuses with an IndexError for such an index is refused with one, before the step.
 """
@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from hal.ops import name_of
+from hal.ops.index_domains import domains_of
 from hal.program import Program, Role
 from relay.errors import IndexOutOfRange
 
@@ -184,15 +185,10 @@ def _domains_of(node: fx.Node, layer: str) -> Iterator[tuple[fx.Node, Domain]]:
     """The indices that an op takes, and their domains."""
     op = name_of(node.target) if node.op == "call_function" else ""
     arguments: tuple[Any, ...] = node.args
-    if op == "aten.embedding.default":
-        yield arguments[1], Domain(layer, op, 0, _extent(arguments[0], 0) - 1)
-    elif op in ("aten.gather.default", "aten.index_select.default") or op.startswith("aten.scatter"):
+    for known in domains_of(node):
+        yield known.index, Domain(layer, known.op, known.low, known.high)
+    if op == "aten.index_select.default":
         yield arguments[2], Domain(layer, op, 0, _extent(arguments[0], arguments[1]) - 1)
-    elif op in ("aten.index.Tensor", "aten.index_put.default"):
-        for dim, index in enumerate(arguments[1]):
-            if index is not None and index.meta["val"].dtype is not torch.bool:
-                extent = _extent(arguments[0], dim)
-                yield index, Domain(layer, op, -extent, extent - 1)
     elif op in ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default"):
         classes = _extent(arguments[0], 0 if arguments[0].meta["val"].dim() == 1 else 1)
         yield arguments[1], Domain(layer, op, 0, classes - 1, arguments[4])

@@ -57,8 +57,18 @@ class Buffer:
 
 
 @dataclass(frozen=True)
+class Check:
+    """A check of an index in the kernel: its number in the program, and from where to where the index may lie."""
+
+    number: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True)
 class Argument:
-    """What a kernel is given: a buffer, whether output `index` accumulates, the words of draw `index`, or a number."""
+    """What a kernel is given: a buffer, whether output `index` accumulates, the words of draw `index`, a number, or the
+    memory for a failed check (`fault`)."""
 
     kind: str
     buffer: Buffer | None = None
@@ -108,6 +118,10 @@ class Writer:
         """The prefix of five uints, `_0` to `_4`: the words of a draw."""
         return self._others.setdefault(("words", op), f"w{len(self._others)}")
 
+    def fault(self) -> str:
+        """The name of two longs: the number of a failed check, counted from 1, and the index that failed it."""
+        return self._others.setdefault(("fault", 0), "fault")
+
     def number(self, value: int) -> str:
         """The name of an INDEX given at each launch: kernels that differ in it alone are one."""
         self._numbers.append(value)
@@ -137,6 +151,8 @@ class Writer:
         for (kind, index), name in self._others.items():
             if kind == "flag":
                 parameters.append(f"int {name}")
+            elif kind == "fault":
+                parameters.append(f"__global long* restrict {name}")
             else:
                 parameters.append(", ".join(f"uint {name}_{word}" for word in range(5)))
             arguments.append(Argument(kind, None, index))
@@ -193,8 +209,17 @@ class Scope:
         self.ranges.extents[name] = max(extent, 1)
         return Index(((name, 1),))
 
-    def pick(self, name: str, extent: int) -> Index:
-        """The index that a value names: below zero it counts from the end, and it never leaves the memory."""
+    def pick(self, name: str, extent: int, check: Check | None) -> Index:
+        """The index that a value names: below zero it counts from the end, and it never leaves the memory.
+
+        With a check the first work-item whose index is outside of its domain writes it to the memory for failed checks.
+        """
+        if check is not None and (name, check) not in self.notes:
+            self.notes[name, check] = True
+            fault, position = self.writer.fault(), self.writer.number(check.number + 1)
+            self.lines.append(
+                f"if ({name} < {check.low} || {name} > {check.high}) report_fault({fault}, {position}, {name});"
+            )
         from_start = f"{name} < {extent} ? {name} : {extent - 1}"
         from_end = f"{name} < {-extent} ? 0 : {name} + {extent}"
         return self.index(f"(INDEX)({name} < 0 ? ({from_end}) : ({from_start}))", extent)

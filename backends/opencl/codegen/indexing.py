@@ -13,22 +13,23 @@ from typing import Any
 from torch import fx
 
 from backends.opencl.codegen import scatters, values
-from backends.opencl.codegen.emit import Scope, number
+from backends.opencl.codegen.emit import Check, Scope, number
 from backends.opencl.codegen.indices import Index
 from backends.opencl.codegen.tasks import Tasks
 from backends.opencl.codegen.values import Computed, Coordinates, Stored, Value, again, whole
 from hal.ops.rules import broadcast
 
 
-def _picked(scope: Scope, index: Value, coordinates: Coordinates, extent: int) -> Index:
-    return scope.pick(index.at(scope, coordinates), extent)
+def _picked(scope: Scope, index: Value, coordinates: Coordinates, extent: int, check: Check | None) -> Index:
+    return scope.pick(index.at(scope, coordinates), extent, check)
 
 
 def _embedding(tasks: Tasks, node: fx.Node, weight: Value, index: Value) -> Value:
     source = tasks.realize(weight)
+    check = tasks.check(node, 0)
 
     def function(scope: Scope, coordinates: Coordinates) -> str:
-        return source.at(scope, (_picked(scope, index, coordinates[:-1], source.shape[0]), coordinates[-1]))
+        return source.at(scope, (_picked(scope, index, coordinates[:-1], source.shape[0], check), coordinates[-1]))
 
     return Computed((*index.shape, weight.shape[1]), weight.dtype, function, 2)
 
@@ -39,6 +40,7 @@ def _index(tasks: Tasks, node: fx.Node, x: Value, indices: Sequence[Value | None
     picked = broadcast(*[index.shape for index in indices if index is not None])
     wide = [None if index is None else values.expand(index, picked) for index in indices]
     front = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
+    checks = {dim: tasks.check(node, dim) for dim in used}
 
     def function(scope: Scope, coordinates: Coordinates) -> str:
         seen = coordinates[front : front + len(picked)]
@@ -46,7 +48,7 @@ def _index(tasks: Tasks, node: fx.Node, x: Value, indices: Sequence[Value | None
         spot = []
         for dim, extent in enumerate(source.shape):
             index = wide[dim] if dim < len(wide) else None
-            spot.append(rest.pop(0) if index is None else _picked(scope, index, seen, extent))
+            spot.append(rest.pop(0) if index is None else _picked(scope, index, seen, extent, checks[dim]))
         return source.at(scope, tuple(spot))
 
     return Computed(tuple(node.meta["val"].shape), x.dtype, function, 2 * len(used))
@@ -56,9 +58,10 @@ def _gather(tasks: Tasks, node: fx.Node, x: Value, dim: int, index: Value) -> Va
     if not index.shape:
         return x
     source = tasks.realize(x)
+    check = tasks.check(node, dim)
 
     def function(scope: Scope, coordinates: Coordinates) -> str:
-        spot = _picked(scope, index, coordinates, source.shape[dim])
+        spot = _picked(scope, index, coordinates, source.shape[dim], check)
         return source.at(scope, (*coordinates[:dim], spot, *coordinates[dim + 1 :]))
 
     return Computed(index.shape, x.dtype, function, 2)
@@ -74,7 +77,8 @@ def _index_put(
 ) -> Value:
     target = _copied(tasks, x)
     if source.count and target.count:
-        tasks.steps.append(scatters.index_put(target, indices, source, accumulate, tasks.traits))
+        checks = [tasks.check(node, dim) for dim in range(len(indices))]
+        tasks.steps.append(scatters.index_put(target, indices, source, accumulate, tasks.traits, checks))
     return target
 
 
@@ -82,7 +86,7 @@ def _scatter(accumulate: bool) -> Callable[..., Value]:
     def function(tasks: Tasks, node: fx.Node, x: Value, dim: int, index: Value, source: Any) -> Value:
         target = _copied(tasks, x)
         if index.count and target.count:
-            tasks.steps.append(scatters.scatter(target, dim, index, source, accumulate))
+            tasks.steps.append(scatters.scatter(target, dim, index, source, accumulate, tasks.check(node, dim)))
         return target
 
     return function

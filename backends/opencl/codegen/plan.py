@@ -26,6 +26,7 @@ from backends.opencl.codegen.loops import (
     space_of,
 )
 from backends.opencl.codegen.lowering import Lowering
+from hal.ops.index_domains import IndexDomain
 from hal.program import Program
 
 ALIGNMENT = 128
@@ -46,11 +47,12 @@ class _Group:
 
 @dataclass
 class Plan:
-    """Launches in order; `offsets` of workspace buffers in bytes; `size` of the workspace."""
+    """Launches in order; `offsets` of workspace buffers in bytes; `size` of the workspace; what the checks check."""
 
     launches: list[Launch]
     offsets: dict[Buffer, int]
     size: int
+    checked: list[IndexDomain]
 
 
 def plan(program: Program, traits: Traits) -> Plan:
@@ -71,7 +73,7 @@ def plan(program: Program, traits: Traits) -> Plan:
             made[buffer] = max(made.get(buffer, 0), where)
     launches = [_final(group, groups, traits) for group in groups]
     offsets, size = _lay_out(launches)
-    return Plan(launches, offsets, size)
+    return Plan(launches, offsets, size, lowering.checked)
 
 
 def _alone(task: Task, traits: Traits) -> _Group:

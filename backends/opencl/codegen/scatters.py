@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from backends.opencl.codegen.emit import Buffer, Launch, Scope, Writer, c_type, loaded, number, rounded, stored
+from backends.opencl.codegen.emit import Buffer, Check, Launch, Scope, Writer, c_type, loaded, number, rounded, stored
 from backends.opencl.codegen.indices import Index, linear, variable
 from backends.opencl.codegen.loops import Traits
 from backends.opencl.codegen.values import Coordinates, Stored, Value, expand
@@ -42,9 +42,14 @@ def _launch(writer: Writer, lines: Sequence[str], items: int, label: str) -> Lau
 
 
 def index_put(
-    target: Stored, indices: Sequence[Value | None], values: Value, accumulate: bool, traits: Traits
+    target: Stored,
+    indices: Sequence[Value | None],
+    values: Value,
+    accumulate: bool,
+    traits: Traits,
+    checks: Sequence[Check | None],
 ) -> Launch:
-    """Write values at indices of memory that holds the first operand already."""
+    """Write values at indices of memory that holds the first operand already. `checks` are those of `indices`."""
     used = [axis for axis, index in enumerate(indices) if index is not None]
     picked = broadcast(*[index.shape for index in indices if index is not None])
     free = [dim for dim in range(len(target.shape)) if dim not in used]
@@ -71,7 +76,7 @@ def index_put(
         wide = expand(index, picked)
         extent = target.shape[dim]
         name = wide.at(outside, seen)
-        coordinates[dim] = outside.pick(name, extent)
+        coordinates[dim] = outside.pick(name, extent, checks[dim])
     for dim, coordinate in zip(free, own, strict=True):
         coordinates[dim] = coordinate
     inner = Scope(writer, outside)
@@ -92,7 +97,9 @@ def _put(scope: Scope, target: Stored, coordinates: Sequence[Index], name: str, 
     scope.lines.append(stored(pointer, address, name, dtype))
 
 
-def scatter(target: Stored, dim: int, index: Value, source: Value | Any, accumulate: bool) -> Launch:
+def scatter(
+    target: Stored, dim: int, index: Value, source: Value | Any, accumulate: bool, check: Check | None
+) -> Launch:
     """Write elements at the indices `index` along a dimension of memory that holds the first operand already."""
     writer = Writer()
     scope = Scope(writer)
@@ -109,7 +116,7 @@ def scatter(target: Stored, dim: int, index: Value, source: Value | Any, accumul
     extent = target.shape[dim]
     taken = index.at(scope, seen)
     coordinates = list(seen)
-    coordinates[dim] = scope.pick(taken, extent)
+    coordinates[dim] = scope.pick(taken, extent, check)
     name = source.at(scope, seen) if isinstance(source, Value) else number(source, target.dtype)
     _put(scope, target, coordinates, name, accumulate)
     return _launch(writer, [*lines, *loops, *scope.lines, "}"], items, "scatter")

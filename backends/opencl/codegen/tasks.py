@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from backends.opencl.codegen.emit import Buffer, Launch, number
+from backends.opencl.codegen.emit import Buffer, Check, Launch, number
 from backends.opencl.codegen.loops import Columns, Map, Reduce, Task, Traits, rows_first
 from backends.opencl.codegen.values import Computed, Stored, Value, whole
+from hal.ops.index_domains import IndexDomain, unproven_domains
 from hal.program import Program
 
 LIMIT = 48
@@ -35,6 +36,17 @@ class Tasks:
         self.steps: list[Step] = []
         self.output_of: dict[fx.Node, int] = {}
         self.done: set[int] = set()
+        self.checked: list[IndexDomain] = []
+        """What the checks in the kernels check, by their numbers."""
+        self._unproven = unproven_domains(program)
+
+    def check(self, node: fx.Node, dim: int) -> Check | None:
+        """A new check of the index by which an op indexes a dimension, or None where the program proves it inside."""
+        for domain in self._unproven.get(node, ()):
+            if domain.dim == dim:
+                self.checked.append(domain)
+                return Check(len(self.checked) - 1, domain.low, domain.high)
+        return None
 
     def buffer(self, count: int, dtype: torch.dtype) -> Buffer:
         """A new piece of the workspace."""

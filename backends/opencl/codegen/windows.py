@@ -209,7 +209,7 @@ def _max_pool_backward(
     zeros = Computed((planes, plane), x.dtype, lambda scope, coordinates: number(0, x.dtype))
     target = tasks.realize(zeros)
     each = (planes, gradient.shape[-2] * gradient.shape[-1])
-    tasks.steps.append(scatters.scatter(target, 1, values.view(indices, each), values.view(gradient, each), True))
+    tasks.steps.append(scatters.scatter(target, 1, values.view(indices, each), values.view(gradient, each), True, None))
     return values.view(target, x.shape)
 
 

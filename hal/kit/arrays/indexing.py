@@ -1,7 +1,7 @@
 """The ops of `hal.kit.arrays.ops` that move elements and compute nothing: views, gathers, scatters, moves, orders.
 
-Functions of an `Arrays` and of the op's own arguments, for numpy and CuPy alike. Invariant: none writes to its
-arguments, and results may be views of them.
+Functions of an `Arrays` and of the op's own arguments, for numpy and CuPy alike. They do not check indices, which
+`hal.kit.arrays.program` does before. Invariant: none writes to its arguments, and results may be views of them.
 """
 
 from __future__ import annotations
@@ -53,15 +53,8 @@ def _slice(a: Arrays, x: Any, dim: int, start: int, end: int, step: int) -> Any:
 # -- gather and scatter -------------------------------------------------------------------------------------------
 
 
-def _counted_from_start(index: Any) -> Any:
-    """`index`, which unlike numpy's may not count from the end. Raises IndexError, for arrays in host memory."""
-    if isinstance(index, np.ndarray) and index.size and index.min() < 0:
-        raise IndexError(f"index {int(index.min())} is out of bounds: it is below zero")
-    return index
-
-
 def _embedding(a: Arrays, weight: Any, index: Any) -> Any:
-    return weight[_counted_from_start(index)]
+    return weight[index]
 
 
 def _index_tuple(indices: Sequence[Any]) -> tuple[Any, ...]:
@@ -85,7 +78,7 @@ def _grid(a: Arrays, dim: int, index: Any) -> tuple[Any, ...]:
     """What numpy indexes with so that element i, j, ... goes to `index[i, j, ...]` along `dim`."""
     rank = index.ndim
     along = [a.xp.arange(extent).reshape((-1,) + (1,) * (rank - axis - 1)) for axis, extent in enumerate(index.shape)]
-    along[dim] = _counted_from_start(index)
+    along[dim] = index
     return tuple(along)
 
 

@@ -2,7 +2,8 @@
 
 The graph is run op by op by the functions of `hal.kit.arrays.ops`; torch.fx writes the Python, which drops each
 value after its last use. An output is stored the moment it exists, except new values of buffers, which are written
-when every read of the old ones is over. It fuses nothing.
+when every read of the old ones is over. It fuses nothing. Indices are checked before the op that takes them, but not
+CuPy's, whose values are on the device.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
 from hal.kit.arrays.dtypes import Arrays
 from hal.kit.arrays.ops import FUNCTIONS
 from hal.ops import Spec, name_of, spec_of
+from hal.ops.index_domains import IndexDomain, unproven_domains
 from hal.program import Program, Role
 
 
@@ -54,6 +57,7 @@ def lower(
         dtype = program.outputs[position].dtype
         graph.call_function(arrays.add_to if adds else arrays.store, (value, dtype, targets[position]))
 
+    domains = unproven_domains(program) if arrays.xp is np else {}
     root = torch.nn.Module()
     for node in nodes:
         if node.op == "get_attr":
@@ -61,6 +65,8 @@ def lower(
             constant = graph.get_attr(node.target)
             environment[node] = graph.call_function(_Constant.value, (constant,))
         elif node.op == "call_function":
+            for domain in domains.get(node, ()):
+                graph.call_function(_check(domain, program.name), (environment[domain.index],))
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), environment.__getitem__)
             environment[node] = graph.call_function(_function(node, arrays), args, kwargs)
             for position in early.get(node, ()):
@@ -108,6 +114,17 @@ def _function(node: fx.Node, arrays: Arrays) -> Callable[..., Any]:
         )
 
     return _named(rounded, node)
+
+
+def _check(domain: IndexDomain, name: str) -> Callable[..., Any]:
+    """A function that raises IndexOutOfDomain for an index outside of its domain."""
+
+    def check(index: Any) -> None:
+        low, high = int(index.min()), int(index.max())
+        if not domain.holds(low, high):
+            raise domain.error(name, low if low < domain.low else high)
+
+    return _named(check, domain.index)
 
 
 def _named(function: Callable[..., Any], node: fx.Node) -> Callable[..., Any]:

@@ -188,6 +188,28 @@ def _scatter_reduce(
     return total / torch.ones_like(x).scatter_add(dim, index, torch.ones_like(source))
 
 
+def _counted_from_zero(index: Tensor, extent: int) -> Tensor:
+    """`index` as a vector. By a gather, whose indices may not be negative: those of `index_put` count from the end."""
+    return torch.arange(extent, device=index.device).gather(0, index.reshape(-1).to(torch.int64))
+
+
+def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Tensor:
+    """`x` with the slices of `source` added, alpha times, at indices along a dimension."""
+    return _put_slices(x, dim, index, source if alpha == 1 else source * alpha, True)
+
+
+def _index_copy(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    """`x` with the slices of `source` at indices along a dimension."""
+    return _put_slices(x, dim, index, source, False)
+
+
+def _put_slices(x: Tensor, dim: int, index: Tensor, source: Tensor, accumulate: bool) -> Tensor:
+    whole, slices = (x, source) if x.dim() else (x.reshape(1), source.reshape(1))
+    dim %= whole.dim()
+    indices = [*[None] * dim, _counted_from_zero(index, whole.shape[dim])]
+    return aten.index_put.default(whole, indices, slices, accumulate).view(x.shape)
+
+
 def _masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     """`x` with the elements of `source`, in order, where the mask is set."""
     x, mask = torch.broadcast_tensors(x, mask)
@@ -237,6 +259,8 @@ FURTHER: dict[Any, Callable[..., Any]] = {
     aten.median.dim: _median,
     aten.median.default: _median_of_all,
     aten.scatter_reduce.two: _scatter_reduce,
+    aten.index_add.default: _index_add,
+    aten.index_copy.default: _index_copy,
     aten.masked_scatter.default: _masked_scatter,
     aten.masked_scatter_backward.default: _masked_scatter_backward,
     aten._cdist_forward.default: _distances,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import relay
+from hal.errors import HalError
 from relay.errors import IndexOutOfRange
 from relay.models import GPT
 from tests.support.devices import require
@@ -101,6 +102,49 @@ def test_whatever_indexes_refuses_what_pytorch_refuses(pick: str, device: str) -
                     trainer.step(batch(token))
             else:
                 trainer.step(batch(token))
+
+
+COMPUTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gather": lambda x, index: x.gather(1, index[:, None].expand(-1, 2)),
+    "index": lambda x, index: x[:, index],
+    "scatter_add": lambda x, index: x.scatter_add(1, index[:, None], x[:, :1]),
+    "index_add": lambda x, index: x.index_add(1, index, x[:, : len(index)]),
+    "index_copy": lambda x, index: x.index_copy(1, index, x[:, : len(index)]),
+}
+
+
+class ComputesAnIndex(nn.Module):
+    """A layer whose index is the rounded sum of a row of its input."""
+
+    def __init__(self, use: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(x, x.sum(1).detach().round().long())
+
+
+@pytest.mark.parametrize("device", ["numpy", "opencl", "onnx:cpu", "sim"])
+@pytest.mark.parametrize("use", COMPUTED)
+@pytest.mark.sample(5)
+def test_an_index_that_a_layer_computes_is_refused_by_layer_and_value_where_pytorch_refuses_it(
+    use: str, device: str
+) -> None:
+    require(device)
+    layers = [ComputesAnIndex(COMPUTED[use]), nn.LazyLinear(1)]
+    inputs = torch.ones(2, 4) / 4
+    nn.Sequential(*layers)(inputs)
+    with closing(relay.Trainer(layers, nn.functional.mse_loss, device=device, microbatches=1)) as trainer:
+        for index in (1, 4, -1, -5):
+            given = (inputs * index, torch.zeros(2, 1))
+            try:
+                with torch.no_grad():
+                    expected = float(nn.functional.mse_loss(nn.Sequential(*layers)(given[0]), given[1]))
+            except (IndexError, RuntimeError):
+                with pytest.raises((IndexError, HalError), match=rf"0.*{index}"):
+                    trainer.evaluate(given)
+            else:
+                assert trainer.evaluate(given).loss == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_labels_of_a_whole_model_are_checked_in_every_micro_batch() -> None:
