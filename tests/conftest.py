@@ -5,12 +5,15 @@ would have had the CPU has a simulated device in its place, which runs calls in 
 unified where it was `cpu`, apart where it was `cpu:discrete`. What the tests expect stays as it is, to the bit.
 
 The environment is set before numpy and torch are imported, here and in the processes that tests start: everything runs
-on one thread. Two test processes that each spin on all cores wait for each other most of the time.
+on one thread. Two test processes that each spin on all cores wait for each other most of the time. And Python keeps
+what it compiled, whatever the shell has set: else each process compiles the project anew, and each test process the
+tests, with pytest's assertions written into them.
 """
 
 import gc
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -23,6 +26,8 @@ from tests.support.matrix import mark_what_is_not_sampled
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 MACHINES = Path(__file__).parent / "support" / "machines"
 
