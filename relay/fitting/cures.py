@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hal.spec.units import format_binary_size, format_size
+from relay.precision import COMPUTE
+from relay.simulation.described.master_weights import states_may_be_small
 from relay.simulation.described.meta_model import MetaModel
 from relay.simulation.described.transformer_shape import ModelShape
 from relay.simulation.host_cache import HostCache
@@ -33,18 +35,19 @@ class Cure:
     rank: int
 
 
-def _possible(run: RunShape) -> list[Cure]:
+def _possible(shape: ModelShape | MetaModel, run: RunShape) -> list[Cure]:
     """Every single change that may help a run."""
     smallest: dict[str, Any] = {
         "stash": "host", "slots": 1, "layers_per_slot": 1, "resident_layers": 0, "recompute": True,
     }  # fmt: skip
     found = [Cure({name: value}, "no result changes", 0) for name, value in smallest.items()]
     found.append(Cure({"stash": "device"}, "no result changes", 0))
-    if run.precision == "bf16":
+    if run.precision == "bf16" and run.master_weights != "as_given":
         found.append(Cure({"master_weights": "split"}, "no result changes", 0))
     found.append(Cure({"microbatches": run.batch}, "results are equal to rounding", 1))
-    found.append(Cure({"state_dtype": "bf16"}, "moments are rounded to bfloat16", 2))
-    found.append(Cure({"state_dtype": "int8"}, "moments are rounded to 8 bits", 3))
+    if states_may_be_small(shape, run.master_weights, COMPUTE[run.precision]):
+        found.append(Cure({"state_dtype": "bf16"}, "moments are rounded to bfloat16", 2))
+        found.append(Cure({"state_dtype": "int8"}, "moments are rounded to 8 bits", 3))
     if run.precision == "fp16":
         found.append(Cure({"loss_scale": "fixed"}, "an overflow ends the run", 4))
     found.append(Cure({"clip_grad_norm": None}, "gradients are not clipped, so none waits for the norm", 5))
@@ -63,7 +66,7 @@ def cures(
         prepared.close()
         return memory
 
-    singles = [cure for cure in _possible(closest.run) if set(cure.change) <= {*given, "state_dtype"}]
+    singles = [cure for cure in _possible(shape, closest.run) if set(cure.change) <= {*given, "state_dtype"}]
     groups = [group for size in (1, 2) for group in itertools.combinations(singles, size)]
     groups = [group for group in groups if len({name for cure in group for name in cure.change}) == len(group)]
     found: list[tuple[Cure, ...]] = []

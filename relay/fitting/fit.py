@@ -28,8 +28,10 @@ from relay.fitting.cures import cures
 from relay.fitting.machine import FittedMachine, machine_for
 from relay.options import OPTIONS, checked, refuse_unknown
 from relay.partition.module_list import list_of_modules
+from relay.precision import COMPUTE
 from relay.runtime.grad_mode import as_if_alone
 from relay.simulation.described.describe import describe
+from relay.simulation.described.master_weights import states_may_be_small
 from relay.simulation.described.meta_list import MetaList
 from relay.simulation.described.meta_model import MetaModel
 from relay.simulation.described.transformer_shape import ModelShape, ShapeError
@@ -122,7 +124,11 @@ def fit(
             reasons.append(f"The options are those of the checkpoint {str(resume)!r}.")
             return Fit(_all(again, only, capacity, host_memory), only, tuple(reasons), 1)
         reasons.append(f"The options of the checkpoint {str(resume)!r} do not fit here: {' '.join(only.shortfalls)}")
-    states = ("fp32", "bf16", "int8") if allow_small_states and "state_dtype" not in kept else ()
+    states: tuple[str, ...] = ()
+    if allow_small_states and "state_dtype" not in kept:
+        masters = str(kept.get("master_weights", OPTIONS["master_weights"].default))
+        small = states_may_be_small(shape, masters, COMPUTE[chosen_precision(kept)])
+        states = ("fp32", "bf16", "int8") if small else ()
     searches = [
         _searched(_search(shape, fitted, sequences, length, capacity, kept | {"microbatches": count}), kept, states)
         for count in _counts(kept, sequences, described, fitted, length, capacity)

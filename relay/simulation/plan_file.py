@@ -19,13 +19,14 @@ TABLE = "planned"
 """The name of the table that holds the model in a run file."""
 
 
-_Planned = msgspec.defstruct("Planned", list(get_type_hints(ModelShape).items()), forbid_unknown_fields=True)
+_SIZES = {name: kind for name, kind in get_type_hints(ModelShape).items() if name != "dtype"}
+_Planned = msgspec.defstruct("Planned", list(_SIZES.items()), forbid_unknown_fields=True)
 """The schema of the table: every size of the model must be there."""
 
 
 def as_table(shape: ModelShape) -> dict[str, Any]:
     """The rows of the table for that model."""
-    return asdict(shape)
+    return {name: value for name, value in asdict(shape).items() if name in _SIZES}
 
 
 def from_table(table: Any) -> ModelShape:

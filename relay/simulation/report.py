@@ -29,6 +29,7 @@ _FEWER_LAUNCHES = (
 _SINGLE = {
     "tokens": "token", "images": "image", "videos": "video", "seconds of audio": "second of audio", "samples": "sample",
 }  # fmt: skip
+_MASTERS = {"fp32": "", "split": ", split masters", "as_given": ", weights as given"}
 _TRACKS = {"down": "link down", "up": "link up", "compute": "compute", "host": "host optimizer"}
 _RUN = (
     "seq", "batch", "microbatches", "precision", "state_dtype", "stash", "slots", "layers_per_slot", "resident_layers",
@@ -169,7 +170,7 @@ def as_text(found: SimulationFigures, tokens: float | None) -> str:
     shape = found.shape
     lines = [
         f"{format_count(memory.parameters)} parameters: {shape.title}, {run.precision}, AdamW with {run.state_dtype} "
-        f"states{', split masters' if run.master_weights == 'split' else ''}",
+        f"states{_MASTERS[run.master_weights]}",
         f"{_devices(machine)}, {'one ' if machine.one_link else ''}{machine.link.title}, {machine.host.title}",
         f"{_batch(found)} in {run.microbatches} micro-batches, "
         f"stash on the {run.stash}, {run.slots} slots{_of_segments(run, memory.resident_layers)}",

@@ -13,6 +13,8 @@ from typing import Any
 from hal.spec import Machine
 from hal.spec.units import format_size
 from relay.errors import PartitionError
+from relay.precision import COMPUTE
+from relay.simulation.described.master_weights import states_may_be_small
 from relay.simulation.described.meta_model import MetaModel
 from relay.simulation.described.transformer_shape import ModelShape
 from relay.simulation.host_cache import HostCache
@@ -62,7 +64,7 @@ def suggestions(
     found: list[dict[str, Any]] = []
     texts: list[str] = []
     known: list[tuple[dict[str, Any], Memory]] = [({}, prepared.memory())]
-    for change in sorted(_changes(run), key=len):
+    for change in sorted(_changes(shape, run), key=len):
         if any(all(change.get(key) == value for key, value in other.items()) for other in found):
             continue  # a part of this change already fits
         if found and len(change) > len(found[0]) and _cuts(change):
@@ -107,10 +109,12 @@ def _cuts_may_help(memory: Memory, device: int, host: int, unified: bool) -> boo
     return not shortfalls(without, device, host, unified)
 
 
-def _changes(run: RunShape) -> list[dict[str, Any]]:
+def _changes(shape: ModelShape | MetaModel, run: RunShape) -> list[dict[str, Any]]:
     """The options to try, one mapping for each try."""
-    state_dtypes: list[dict[str, Any]] = [{}, *({"state_dtype": kind} for kind in ("bf16", "int8"))]
-    if run.precision == "bf16":
+    state_dtypes: list[dict[str, Any]] = [{}]
+    if states_may_be_small(shape, run.master_weights, COMPUTE[run.precision]):
+        state_dtypes += [{"state_dtype": kind} for kind in ("bf16", "int8")]
+    if run.precision == "bf16" and run.master_weights != "as_given":
         state_dtypes[1:1] = [{"master_weights": "split"}]
         state_dtypes.append({"master_weights": "split", "state_dtype": "int8"})
     memory_choices: list[dict[str, Any]] = [{}, {"stash": "host"}, {"microbatches": run.batch}]

@@ -39,6 +39,7 @@ from relay.runtime.sparse_rows.sparse_rows import row_counts
 from relay.runtime.stages import CompiledModel
 from relay.runtime.stash.plan import TIED_STATE, device_bytes, saved_bytes, tied_bytes
 from relay.runtime.ties.exact_ties import ExactTies
+from relay.simulation.described.master_weights import as_trained
 from relay.simulation.described.meta_model import MetaModel
 from relay.simulation.described.transformer_shape import ModelShape, ShapeError
 from relay.simulation.host_cache import HostCache, HostState
@@ -86,11 +87,6 @@ class RunShape:
         for name, value in vars(self).items():
             _ALLOWED[name].check(value)
         check_master_weights(self.master_weights, self.precision)
-        if self.master_weights == "as_given":
-            raise ValueError(
-                f"master_weights={self.master_weights!r} keeps a model in half precision as it is, and simulated runs "
-                "have float32 masters. Use 'fp32' or 'split'."
-            )
 
     @property
     def tokens(self) -> int:
@@ -187,6 +183,7 @@ class SimulatedRun:
         `loss_over` "batch" where the head runs over the whole batch.
         """
         compute = COMPUTE[run.precision]
+        shape = as_trained(shape, run.master_weights, compute)
         sizes = run.pieces()
         self._machines = machine.each
         if capacity is None and not machine.device.unified:

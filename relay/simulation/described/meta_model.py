@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 from relay.capture import Lowering
 from relay.capture.fake_tensors import FakeMode, copy_with_fakes, fake_mode, fake_on_cpu
 from relay.data.microbatches import Piece
+from relay.eps.master_weights import HALF, to_master_weights
 from relay.graph.pytree import tensor_leaves
 from relay.partition import partition_model
 from relay.partition.batch_analysis import WholeTrace
@@ -67,6 +69,7 @@ class MetaModel:
         self._compiled: dict[tuple[Any, ...], list[CompiledModel]] = {}
         self._captures: dict[torch.dtype, Captures] = {}
         self._traced: dict[tuple[Any, ...], tuple[FakeMode, list[Partition]]] = {}
+        self._in_float32: MetaModel | None = None
 
     def described(self) -> dict[str, Any]:
         """The model as `--json` prints it."""
@@ -183,6 +186,24 @@ class MetaModel:
             name = type(self.module).__name__
             raise ShapeError(f"{name} returns no .loss for this example. Does the example hold labels?")
         return partition
+
+    @property
+    def trains_in_half(self) -> bool:
+        """Whether some of what the module trains is in half precision."""
+        return any(parameter.requires_grad and parameter.dtype in HALF for parameter in self.module.parameters())
+
+    def in_float32(self) -> MetaModel:
+        """The model with masters in float32, if some of what it trains is in half precision; else the same object."""
+        if not self.trains_in_half:
+            return self
+        if self._in_float32 is None:
+            self._in_float32 = copy.copy(self)
+            module = self.model(self.sequence)
+            with warnings.catch_warnings():  # of the conversion, which the trainer gives
+                warnings.simplefilter("ignore")
+                to_master_weights(module, "fp32", "fp32")
+            self._in_float32._begin(module, self.layers, self.title)
+        return self._in_float32
 
     def model(self, sequence: int) -> nn.Module:
         """A copy on the meta device, which the layer store takes over."""

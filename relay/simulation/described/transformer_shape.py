@@ -73,7 +73,7 @@ class ModelShape:
     that of GPT-2. 0 means the default: `ffn` 4 x hidden, `kv_heads` as many as heads (fewer is grouped-query
     attention), `head_size` hidden / heads. `tied` shares one matrix between embedding and head. `causal` attention
     skips the positions after each one, so that fused kernels take about half the time; an encoder attends to all
-    positions.
+    positions. `dtype` is that of the weights.
     """
 
     layers: int
@@ -86,6 +86,7 @@ class ModelShape:
     tied: bool = False
     head_size: int = 0
     causal: bool = True
+    dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -131,7 +132,8 @@ class ModelShape:
 
     def described(self) -> dict[str, Any]:
         """The shape as `--json` prints it, with every 0 replaced by the size that it stands for."""
-        return asdict(self) | {"ffn": self.wide, "kv_heads": self.key_heads, "head_size": self.depth}
+        sizes = {name: value for name, value in asdict(self).items() if name != "dtype"}
+        return sizes | {"ffn": self.wide, "kv_heads": self.key_heads, "head_size": self.depth}
 
     def compiled(
         self,
@@ -354,6 +356,10 @@ def templates_of(
     with mode or fake_mode():
         start, end = _Start(shape, sequence), _End(shape)
         repeated = [_Layer(shape) for _ in range(layers)]
+        if shape.dtype is not torch.float32:
+            for module in [part for one in (start, *repeated, end) for part in one.modules()]:
+                for name, parameter in list(module.named_parameters(recurse=False)):  # .to() fails on fake tensors
+                    setattr(module, name, nn.Parameter(parameter.detach().to(shape.dtype)))
         if shape.tied:
             words: Any = start.embedding if shape.gated else start.embedding.token
             end.head.projection.weight = words.weight
