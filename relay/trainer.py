@@ -25,6 +25,7 @@ from torch import nn
 from hal.errors import DeviceLost, OutOfMemory
 from relay.build_run import build_run
 from relay.data.batch_gradients import refuse_own_parameters
+from relay.data.microbatches import Piece
 from relay.distributed.ranks import ranks_of_this_run
 from relay.distributed.shares import is_empty, stand_in
 from relay.distributed.together import agree_on_construction
@@ -35,7 +36,7 @@ from relay.options import documentation, refuse_renamed, takes_train_options
 from relay.processes import refuse_in_child
 from relay.run_state import RunState
 from relay.runtime import run_step
-from relay.runtime.compiler import PreparedBatch
+from relay.runtime.compiling.prepared_batch import PreparedBatch
 from relay.runtime.grad_mode import as_if_alone, in_eval_mode
 from relay.runtime.head.largest_batch import with_largest_batch
 from relay.runtime.lanes.open_devices import open_again
@@ -156,15 +157,16 @@ class Trainer(RunState):
         self.optimizer.refuse_moved_parameters()
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
 
-        def prepare(given: Any) -> tuple[PreparedBatch, PreparedStep]:
-            batch = self._prepare_batch(given, active_layers=active_layers, **asked)
+        def prepare(given: Any, whole: Piece | None = None) -> tuple[PreparedBatch, PreparedStep | None]:
+            batch = self._prepare_batch(given, active_layers=active_layers, whole=whole, **asked)
             refuse_own_parameters(batch.pieces.pieces, self._model)
             session.knows_every_layer = True
-            return batch, self._allocated(batch, groups, training=True)
+            return batch, None if batch.needs_whole else self._allocated(batch, groups, training=True)
 
         shared = None
         if self._together is None:
             prepared_batch, prepared = prepare(batch)
+            assert prepared is not None  # only the share of one process needs the whole batch
         else:
             facts = {"step's number": self._step, "hyperparameters": repr(groups), "loss scale": self.loss_scale}
             shared = self._together.agree_on_step(prepare, batch, facts)
@@ -207,11 +209,12 @@ class Trainer(RunState):
         with in_eval_mode(self._model):
             start = perf_counter()
 
-            def prepare(given: Any) -> tuple[PreparedBatch, PreparedStep]:
-                batch = self._prepare_batch(given, training=False, active_layers=active_layers)
-                return batch, self._allocated(batch, self.param_groups, training=False)
+            def prepare(given: Any, whole: Piece | None = None) -> tuple[PreparedBatch, PreparedStep | None]:
+                batch = self._prepare_batch(given, training=False, active_layers=active_layers, whole=whole)
+                return batch, None if batch.needs_whole else self._allocated(batch, self.param_groups, training=False)
 
-            def forward(batch: PreparedBatch, prepared: PreparedStep) -> Metrics:
+            def forward(batch: PreparedBatch, prepared: PreparedStep | None) -> Metrics:
+                assert prepared is not None  # only the share of one process needs the whole batch
                 inputs, weights = batch.inputs, batch.weights
                 submitted = run_step.forward(self._session, prepared, inputs, weights, self._seed, self._step)
                 return run_step.metrics_of(self._session, submitted, batch.pieces, start)

@@ -67,7 +67,8 @@ class LossPlan:
     those of micro-batches make the batch's, where that is known.
 
     `problem` says why the micro-batches cannot make the loss of the batch, and `mixed_output` why they cannot make an
-    output. `unknown` says what could not be followed. `guards` are the model's questions about the whole batch.
+    output. `unknown` says what could not be followed. `guards` are the model's questions about the whole batch. With
+    `uses_length` the program computes with the length of the whole batch, which is a number in it.
     """
 
     share: Share = SAMPLES
@@ -80,11 +81,17 @@ class LossPlan:
     mixed_output: str | None = None
     unknown: str | None = None
     guards: tuple[Guard, ...] = field(default=())
+    uses_length: bool = False
 
     @property
     def is_rewritten(self) -> bool:
         """Whether the program computes another loss than the model does for the micro-batch."""
         return self.whole_values is not None or bool(self.term_shares)
+
+    @property
+    def needs_whole(self) -> bool:
+        """Whether the program takes something of the whole batch that does not add up over its parts."""
+        return self.whole_values is not None or self.uses_length
 
     def form(self) -> Any:
         """What is equal for micro-batches whose losses are computed in one way."""

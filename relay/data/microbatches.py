@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -130,6 +130,14 @@ def first_of(batch: Batch, count: int) -> Batch:
     return Batch(pieces, replace(whole, tensors=tensors, size=size))
 
 
+def holds_lists(piece: Piece) -> bool:
+    """Whether a batch has lists that may have one entry for each sample."""
+    content: Content = {"inputs": piece.tree.fill(piece.tensors[: piece.input_count])}
+    if piece.target_tree is not None:
+        content["targets"] = piece.target_tree.fill(piece.tensors[piece.input_count :])
+    return has_lists(content, piece.size, (), piece.target_tree is None)
+
+
 def join(batches: Sequence[Batch]) -> Batch:
     """The micro-batches of several batches as those of one."""
     return Batch([piece for batch in batches for piece in batch.pieces])
@@ -181,7 +189,14 @@ def weigh(batch: Batch, plans: Sequence[LossPlan]) -> list[float]:
     `plans` has one for each micro-batch. The share of a micro-batch whose targets are all masked is 0. Raises
     BatchError if all targets of the batch are.
     """
-    return _shares(batch, [plan.share for plan in plans], "Every target of the batch is masked, so it has no loss.")
+    shares = [plan.share for plan in plans]
+    if len(shares) == 1 or shares[0] == SUM:
+        return [1.0] * len(shares)
+    counts = [_count(piece, share) for piece, share in zip(batch.pieces, shares, strict=True)]
+    total = sum(counts)
+    if total == 0:
+        raise BatchError("Every target of the batch is masked, so it has no loss.")
+    return [count / total for count in counts]
 
 
 def counts_of(batch: Batch, plans: Sequence[LossPlan]) -> list[float] | None:
@@ -190,16 +205,6 @@ def counts_of(batch: Batch, plans: Sequence[LossPlan]) -> list[float] | None:
     if shares[0] == SUM:
         return None
     return [_count(piece, share) for piece, share in zip(batch.pieces, shares, strict=True)]
-
-
-def _shares(batch: Batch, shares: Sequence[Share], problem: str) -> list[float]:
-    if len(shares) == 1 or shares[0] == SUM:
-        return [1.0] * len(shares)
-    counts = [_count(piece, share) for piece, share in zip(batch.pieces, shares, strict=True)]
-    total = sum(counts)
-    if total == 0:
-        raise BatchError(problem)
-    return [count / total for count in counts]
 
 
 def _count(piece: Piece, share: Share) -> float:
@@ -220,29 +225,67 @@ def with_whole_values(batch: Batch, plans: Sequence[LossPlan]) -> Batch:
     """
     if not any(plan.is_rewritten for plan in plans):
         return batch
+    extended = with_values(batch, plans)
+    counts = term_counts(extended, plans)
+    return with_term_shares(extended, plans, counts, term_totals(counts))
+
+
+def with_values(batch: Batch, plans: Sequence[LossPlan]) -> Batch:
+    """The batch with each micro-batch followed by the values of the whole batch that its program is given.
+
+    Raises BatchError if there is no whole batch to compute a value from.
+    """
     known: dict[int, tuple[torch.Tensor, ...]] = {}
     pieces = []
     for piece, plan in zip(batch.pieces, plans, strict=True):
         if plan.whole_values is not None and id(plan) not in known:
             if batch.whole is None:
-                raise BatchError(
-                    "The loss takes a value of the whole batch, such as the number of its targets, and the batch is "
-                    "given in pieces. Give it as one batch, or say by weights= or loss_weight= what each piece counts."
-                )
+                refuse_without_whole()
             with torch.no_grad():
                 known[id(plan)] = plan.whole_values(*batch.whole.tensors)
         values = [value.contiguous() for value in known.get(id(plan), ())]
         pieces.append(replace(piece, tensors=[*piece.tensors, *values]))
-    extended = replace(batch, pieces=pieces)
-    columns = [
-        _shares(extended, column, "Every target of one of the loss's terms is masked, so the batch has no loss.")
-        for column in zip(*(plan.term_shares for plan in plans), strict=True)
+    return replace(batch, pieces=pieces)
+
+
+def refuse_without_whole() -> NoReturn:
+    """Raise BatchError for a loss that takes a value of the whole batch, where there is none."""
+    raise BatchError(
+        "The loss takes a value of the whole batch, such as the number of its targets, and the batch is "
+        "given in pieces. Give it as one batch, or say by weights= or loss_weight= what each piece counts."
+    )
+
+
+def term_counts(batch: Batch, plans: Sequence[LossPlan]) -> list[list[float]]:
+    """What each micro-batch counts in each term of the loss that is multiplied by a share of its own.
+
+    The micro-batches are followed by the values of the whole batch.
+    """
+    return [
+        [_count(piece, share) for share in plan.term_shares] for piece, plan in zip(batch.pieces, plans, strict=True)
     ]
-    for piece, plan, shares in zip(pieces, plans, zip(*columns, strict=True), strict=False):
-        piece.tensors.extend(
-            torch.tensor(share, dtype=dtype) for share, dtype in zip(shares, plan.term_dtypes, strict=True)
-        )
-    return extended
+
+
+def term_totals(counts: Sequence[Sequence[float]]) -> list[float]:
+    """What all micro-batches count in each term. Raises BatchError if all targets of a term are masked."""
+    totals = [sum(column) for column in zip(*counts, strict=True)]
+    if not all(totals):
+        raise BatchError("Every target of one of the loss's terms is masked, so the batch has no loss.")
+    return totals
+
+
+def with_term_shares(
+    batch: Batch, plans: Sequence[LossPlan], counts: Sequence[Sequence[float]], totals: Sequence[float]
+) -> Batch:
+    """The batch with each micro-batch followed by its share in each term, of which the whole batch counts `totals`."""
+    pieces = []
+    for piece, plan, own in zip(batch.pieces, plans, counts, strict=True):
+        shares = [
+            torch.tensor(count / total, dtype=dtype)
+            for count, total, dtype in zip(own, totals, plan.term_dtypes, strict=True)
+        ]
+        pieces.append(replace(piece, tensors=[*piece.tensors, *shares]))
+    return replace(batch, pieces=pieces)
 
 
 def count_tokens(batch: Batch) -> int:

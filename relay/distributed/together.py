@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch import nn
 from hal.device import Device
 from hal.host import Host
 from relay.checkpoint.format import Progress
-from relay.data.microbatches import Batch, count_tokens
+from relay.data.microbatches import Batch, Piece, count_tokens, term_totals
 from relay.distributed.checkpoints import part_of_state, write_together
 from relay.distributed.compare_ranks import refuse_differences
 from relay.distributed.ownership import OwnedWeights, Ownership, works_by_element
@@ -29,16 +30,18 @@ from relay.distributed.parameter_server import RankParameterServer
 from relay.distributed.ranks import Ranks
 from relay.distributed.refusals import refuse_changing_buffers
 from relay.distributed.shares import is_empty, stand_in
+from relay.distributed.whole_batch import join_shares
 from relay.eps.optimizer_state import BoundOptimizer
 from relay.eps.server import Clipping
 from relay.eps.store import LayerStore
 from relay.errors import BatchError, RankFailed, RankLost, RanksDiffer, RelayError
 from relay.metrics import Metrics
 from relay.optim.optimizers import State
-from relay.runtime.compiler import PreparedBatch
+from relay.runtime.compiling.prepared_batch import PreparedBatch
 from relay.runtime.schedule import PreparedStep
 
-Prepare = Callable[[Any], tuple[PreparedBatch, PreparedStep]]
+Prepare = Callable[[Any, Piece | None], tuple[PreparedBatch, PreparedStep | None]]
+"""Prepares a share of a batch, given the whole batch where it is known. A share that needs it has nothing to run on."""
 
 TRAIN, EVALUATE, SAVE, LOAD, STATE, ASK, CLOSE = (
     "step", "evaluate", "save", "load", "state_dict", "checkpoints", "close",
@@ -109,33 +112,44 @@ class Together:
         return self._agree(TRAIN, prepare, batch, facts)
 
     def _agree(self, call: str, prepare: Prepare, batch: Any, facts: Mapping[str, Any]) -> SharedPass:
+        given, prepared, record, error = self._prepared(call, prepare, batch, facts, None)
+        records = self._exchange(record, error)
+        if any(each["needs whole"] for each in records):
+            whole = join_shares(self.ranks, given, is_empty(batch))
+            given, prepared, record, error = self._prepared(call, prepare, batch, facts, whole)
+            records = self._exchange(record, error)
+        if given is None or prepared is None:
+            raise RelayError("The ranks did not agree.")  # not reached: an error of this rank was raised
+        first = sum(each["microbatches"] for each in records[: self.ranks.rank])
+        shared = self._weighed(given, records, record["microbatches"])
+        if not record["microbatches"]:
+            shared = replace(shared, pieces=Batch([]), weights=[], numbers=[], count=0)
+        return SharedPass(shared, prepared, first, sum(each["tokens"] for each in records))
+
+    def _prepared(
+        self, call: str, prepare: Prepare, batch: Any, facts: Mapping[str, Any], whole: Piece | None
+    ) -> tuple[PreparedBatch | None, PreparedStep | None, dict[str, Any], Exception | None]:
+        """This rank's share, and what the others have to know of it: also an error that it met."""
         error: Exception | None = None
-        made: tuple[PreparedBatch, PreparedStep] | None = None
-        record: dict[str, Any] = {"call": call, "error": None, "microbatches": 0, "counts": [], "tokens": 0}
-        empty = False
+        given: PreparedBatch | None = None
+        prepared: PreparedStep | None = None
+        record: dict[str, Any] = {"call": call, "error": None, **_NOTHING}
         try:
             empty = is_empty(batch)
-            made = prepare(stand_in(batch) if empty else batch)
-            given, prepared = made
-            refuse_changing_buffers(prepared.saved_buffers)
-            record["facts"] = {**facts, "parameters of the segments": _digest(prepared)} if call == TRAIN else {}
-            record["sum"] = given.counts is None
+            given, prepared = prepare(stand_in(batch) if empty else batch, whole)
+            record["facts"] = dict(facts) if call == TRAIN else {}
+            record["needs whole"], record["sum"] = given.needs_whole, given.counts is None
+            if prepared is not None:
+                refuse_changing_buffers(prepared.saved_buffers)
+                record["facts"] |= {"parameters of the segments": _digest(prepared)} if call == TRAIN else {}
             if not empty and (given.counts is None or any(given.counts)):
                 record["microbatches"] = len(given.weights)
-                record["counts"] = given.counts
+                record["counts"], record["terms"] = given.counts, given.terms
                 record["tokens"] = count_tokens(given.pieces)
         except Exception as failure:
             error = failure
             record["error"] = _text(failure)
-        records = self._exchange(record, error)
-        if made is None:
-            raise RelayError("The ranks did not agree.")  # not reached: an error of this rank was raised
-        given, prepared = made
-        first = sum(each["microbatches"] for each in records[: self.ranks.rank])
-        shared = replace(given, weights=self._weights(given, records, record["microbatches"]))
-        if not record["microbatches"]:
-            shared = replace(shared, pieces=Batch([]), weights=[], numbers=[], count=0)
-        return SharedPass(shared, prepared, first, sum(each["tokens"] for each in records))
+        return given, prepared, record, error
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 
@@ -231,15 +245,20 @@ class Together:
                     )
         return None
 
-    def _weights(self, given: PreparedBatch, records: Sequence[Mapping[str, Any]], count: int) -> list[float]:
+    def _weighed(self, given: PreparedBatch, records: Sequence[Mapping[str, Any]], count: int) -> PreparedBatch:
+        """This rank's share with its weights in the whole batch."""
         problem = _problem(records)
         if problem is not None:
             self.ranks.control.hear_out()
             raise problem
+        if not count:
+            return given
+        rows = [row for each in records for row in each["terms"]]
+        shared = given.with_term_shares(term_totals(rows)) if given.terms and any(given.terms) else given
         if given.counts is None:
-            return given.weights
+            return shared
         total = sum(one for each in records for one in each["counts"] or [])
-        return [one / total for one in given.counts] if count else []
+        return replace(shared, weights=[one / total for one in given.counts])
 
     # -- evaluations ------------------------------------------------------------------------------------------
 
@@ -266,7 +285,12 @@ class Together:
     def _join_evaluation(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Take part in an evaluation of others, without a batch."""
         evaluating = [each for each in records if each["call"] == EVALUATE]
-        if not any(each["error"] for each in evaluating) and _problem(evaluating) is None:
+        if any(each["error"] for each in evaluating):
+            return
+        if any(each["needs whole"] for each in evaluating):
+            with suppress(BatchError):  # theirs to raise
+                join_shares(self.ranks, None, True)
+        elif _problem(evaluating) is None:
             self.ranks.control.gather_now({"loss": 0.0, "error": None})
 
     # -- the whole run ----------------------------------------------------------------------------------------
@@ -288,7 +312,9 @@ class Together:
         self.ranks.close()
 
 
-_NOTHING: dict[str, Any] = {"error": None, "microbatches": 0, "counts": [], "tokens": 0, "sum": False}
+_NOTHING: dict[str, Any] = {
+    "error": None, "microbatches": 0, "counts": [], "terms": [], "tokens": 0, "sum": False, "needs whole": False,
+}  # fmt: skip
 """What a rank brings that takes part with nothing."""
 
 
@@ -297,6 +323,8 @@ def _problem(records: Sequence[Mapping[str, Any]]) -> RelayError | None:
     working = [each for each in records if each["microbatches"]]
     if not working:
         return BatchError("The batch has no samples on any rank, or all of its targets are masked: it has no loss.")
+    if not all(any(each["terms"]) == any(working[0]["terms"]) for each in working):
+        return RanksDiffer("The terms of the loss count alike on some ranks and differently on others.")
     if len({each["sum"] for each in working}) > 1:
         return RanksDiffer("The loss is a sum on some ranks and a mean on others. Give every rank the same weights=.")
     return None

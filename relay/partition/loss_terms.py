@@ -74,9 +74,9 @@ class LossTerms:
         values = [node for node in self._flow.substituted if node in live]
         for value in values:
             self._replace(value)
-        for node, leaf in self._flow.literals:
-            if node in live:
-                self._set_literal(node, leaf)
+        lengths = [(node, leaf) for node, leaf in self._flow.literals if node in live]
+        for node, leaf in lengths:
+            self._set_literal(node, leaf)
         inputs = [*self._small_batch, *self._added]
         made = {key: self._share(key, inputs) for key in shares}
         scaled = [key for key in shares if key is not Count.SUM] if len(shares) > 1 else []
@@ -91,6 +91,7 @@ class LossTerms:
             mixed_output=mixed_output,
             unknown=unknown,
             guards=tuple(guards),
+            uses_length=bool(lengths),
         )
 
     def plan_without_loss(self, guards: Sequence[Guard]) -> LossPlan:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from relay.data.microbatches import (
     Batch,
     Piece,
     check_weights,
-    counts_of,
     first_of,
     join,
     take_apart,
@@ -35,41 +34,13 @@ from relay.partition import list_as_model
 from relay.partition.edit_layers import chosen_layers, layer_names
 from relay.runtime.code_states import CodeState, CodeStates
 from relay.runtime.compiling.compile_shapes import ShapeCompiler
+from relay.runtime.compiling.prepared_batch import PreparedBatch, share_of_batch
 from relay.runtime.head.checks import check_loss, refuse_mixed_output, refuse_other_layers, refuse_pieces
 from relay.runtime.head.choose_chunks import HeadChunks, alike
 from relay.runtime.program_cache import ProgramCache
 from relay.runtime.stages import CompiledModel
 
 logger = logging.getLogger("relay")
-
-
-@dataclass(frozen=True)
-class PreparedBatch:
-    """A batch in micro-batches, what each counts in the mean loss, and the compiled model for each.
-
-    Micro-batches that count nothing are left out: these are numbers `numbers` of `count`. With a head over the whole
-    batch there is one weight, that of the batch. Where the batch is the share of one of several processes, `counts` are
-    what the micro-batches count, from which the weights follow once all processes know them (None: the weights are
-    final).
-    """
-
-    pieces: Batch
-    weights: list[float]
-    compiled: list[CompiledModel]
-    numbers: list[int]
-    count: int
-    counts: list[float] | None = None
-
-    @property
-    def rows(self) -> list[Piece]:
-        """What a pass is given: every micro-batch, and after them the whole batch if a head runs over it."""
-        whole = self.pieces.whole
-        return [*self.pieces.pieces, *([whole] if self.compiled[0].head is not None and whole is not None else [])]
-
-    @property
-    def inputs(self) -> list[list[torch.Tensor]]:
-        """The tensors of each row."""
-        return [row.tensors for row in self.rows]
 
 
 class ModelCompiler(ShapeCompiler):
@@ -131,14 +102,15 @@ class ModelCompiler(ShapeCompiler):
         pieces: Sequence[Any] | None = None,
         weights: Sequence[float] | None = None,
         outputs: Sequence[str] = (),
+        whole: Piece | None = None,
     ) -> PreparedBatch:
         """Cut a batch into micro-batches, or take those in `pieces`, and compile the model for each of their shapes.
 
-        `weights` are what the pieces count, if the loss is not to decide it; `outputs` the names of those to return.
-        Raises BatchError, PartitionError or CaptureError.
+        `weights` are what the pieces count, if the loss is not to decide it; `outputs` the names of those to return;
+        `whole` is the batch of which this is a share. Raises BatchError, PartitionError or CaptureError.
         """
         try:
-            return self._prepared(batch, training, active_layers, pieces, weights, outputs)
+            return self._prepared(batch, training, active_layers, pieces, weights, outputs, whole)
         finally:
             self._whole_trace.clear()
 
@@ -150,6 +122,7 @@ class ModelCompiler(ShapeCompiler):
         pieces: Sequence[Any] | None,
         weights: Sequence[float] | None,
         outputs: Sequence[str],
+        whole: Piece | None,
     ) -> PreparedBatch:
         chosen = None
         if active_layers is not None:
@@ -159,6 +132,8 @@ class ModelCompiler(ShapeCompiler):
                 "active_layers=[] leaves every module of the list out, so there is nothing to run. Name at least one."
             )
         given = self._as_given(pieces) if pieces is not None else self.take_apart(batch, needs_targets=True)
+        if whole is not None:
+            given = replace(given, whole=whole)
         stated = check_weights(weights, len(given.pieces)) if weights is not None else None
         state = self._code.current()
         names = tuple(outputs)
@@ -190,7 +165,7 @@ class ModelCompiler(ShapeCompiler):
         plans = self._plans(compiled)
         self._check_loss(plans, count)
         if self.is_share:
-            return self._as_share(given, compiled, plans)
+            return share_of_batch(given, compiled, plans, whole)
         shares = weigh(given, plans)
         given = with_whole_values(given, plans)
         counting = [number for number in numbers if shares[number] != 0]  # the mean of nothing is undefined
@@ -200,27 +175,6 @@ class ModelCompiler(ShapeCompiler):
             [compiled[number] for number in counting],
             counting,
             count,
-        )
-
-    def _as_share(self, given: Batch, compiled: Sequence[CompiledModel], plans: Sequence[LossPlan]) -> PreparedBatch:
-        """A batch that is the share of one process. Its weights are final where the loss is a sum."""
-        if any(plan.is_rewritten for plan in plans):
-            raise PartitionError(
-                "The loss has several terms that count differently, or takes a value of the whole batch such as the "
-                "number of its targets. Several processes cannot train it yet. Train it in one process, or give "
-                "loss_weight=, a function of a micro-batch."
-            )
-        counts = counts_of(given, plans)
-        weights = [1.0] * len(compiled) if counts is None else counts
-        numbers = [number for number, weight in enumerate(weights) if weight != 0]  # the mean of nothing is undefined
-        kept = numbers or [0]  # the model is compiled, even if nothing is to run
-        return PreparedBatch(
-            replace(given, pieces=[given.pieces[number] for number in kept]),
-            [weights[number] for number in kept],
-            [compiled[number] for number in kept],
-            kept,
-            len(compiled),
-            None if counts is None else [counts[number] for number in kept],
         )
 
     def prepare_outputs(self, batch: Any) -> PreparedBatch:
@@ -350,8 +304,11 @@ class ModelCompiler(ShapeCompiler):
         """
         state = state or self._code.current()
         piece, whole = batch.pieces[number], None
-        if (len(batch.pieces) > 1 or self.is_share) and follow and self._loss_weight is None:
+        several = len(batch.pieces) > 1 or (self.is_share and not results)
+        if several and follow and self._loss_weight is None:
             whole = batch.whole or piece.doubled()
+            if whole.size == piece.size:  # no other process has samples
+                whole = None
         key = (piece.signature(), whole and whole.signature(), training, results, active, state, outputs, head)
         compiled = self.cache.find(key, piece.tensors, whole.tensors if whole else ())
         if compiled is None:

@@ -26,7 +26,7 @@ from relay.graph.pytree import TensorTree, tensor_leaves
 from relay.metrics import Metrics
 from relay.partition.edit_layers import chosen_layers, layer_names
 from relay.run_state import RunState
-from relay.runtime.compiler import PreparedBatch
+from relay.runtime.compiling.prepared_batch import PreparedBatch
 from relay.runtime.stages import CompiledModel
 from relay.verification.given_draws import GivenDraws, places_of
 from relay.verification.plain_run import PlainPiece, PlainRun, PlainStep, copied_model

@@ -22,7 +22,7 @@ from hal.errors import OutOfMemory
 from relay.eps.snapshot import Record
 from relay.eps.torch_form import RelayOptimizer
 from relay.run_state import RunState
-from relay.runtime.compiler import PreparedBatch
+from relay.runtime.compiling.prepared_batch import PreparedBatch
 
 ADVICE = "Compare on a machine with more memory, or a smaller configuration of the same model."
 
