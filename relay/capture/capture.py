@@ -57,7 +57,7 @@ from relay.capture.norm_dtypes import correct_statistics
 from relay.capture.random_ops import draws_by_itself, has_keyed_form
 from relay.capture.request import CaptureRequest
 from relay.capture.states.lasting_state import LastingStates, keeps_state, refuse_if_read
-from relay.capture.states.own_generators import python_numbers, same_python_numbers
+from relay.capture.states.own_generators import BY_PYTHON, decide, have_drawn, python_numbers, same_python_numbers
 from relay.capture.trace_for_device import CPU, fakes_on, missing, spell_out
 from relay.capture.traced_module import TracedModule
 from relay.errors import RelayError
@@ -88,6 +88,8 @@ def capture(request: CaptureRequest) -> Captured:
     states, drawn = LastingStates(module.named_modules()), python_numbers()
     try:
         traced, reads, plain = _trace_as_asked(request)
+        if have_drawn(drawn) and decide(traced, lambda: _trace_as_asked(request)[0]):
+            raise NotAGraph(BY_PYTHON, "decide what it computes")
     except Exception as failure:
         why = reason(failure, name)
         if why is None:
@@ -95,6 +97,8 @@ def capture(request: CaptureRequest) -> Captured:
         kept = states.now().holding_fakes()
         try:
             captured = _run_eagerly(request)
+            if captured.eager is not None and have_drawn(drawn):
+                captured.eager.draws_python = True  # its first run may have drawn nothing
         except RelayError:
             raise
         except Exception as second:

@@ -26,11 +26,11 @@ from relay.capture.guards.attribute_reads import Reads, recorded_reads
 from relay.capture.guards.counters import Counter, changed, computed_with, numbers_of
 from relay.capture.guards.executed_code import recorded_code
 from relay.capture.guards.held_tensors import replacing
-from relay.capture.guards.messages import in_words
+from relay.capture.guards.messages import drawn_outside, in_words
 from relay.capture.guards.plain_tensors import KeepsState, PlainTensors, constants_of
 from relay.capture.guards.unsupported import check_module, check_outside
 from relay.capture.states.lasting_state import LastingStates, keeps_state, refuse_if_read, written_constants
-from relay.capture.states.own_generators import python_numbers, same_python_numbers
+from relay.capture.states.own_generators import decide, have_drawn, python_numbers, same_python_numbers
 from relay.capture.states.shared_states import SharedStates
 from relay.data.loss_weight import LossPlan
 from relay.data.microbatches import Piece
@@ -163,6 +163,8 @@ def partition_model(
         dry = None if final else around.dry_run()
         if dry is None:
             raise
+        if dry.draws_python:
+            raise drawn_outside(type(model).__name__) from failure
         why = in_words(failure)
 
         def up_to_the_last_layer(ends: Sequence[tuple[int, int]]) -> Partition:
@@ -183,8 +185,10 @@ def partition_model(
     shared.check()
     if written := written_constants(traced.module):
         raise keeps_state(type(model).__name__, written)
+    again = functools.partial(traced_for, batch)
+    if have_drawn(drawn) and decide(traced.module, lambda: again(GuardTracer(batch)).module):
+        raise drawn_outside(type(model).__name__)
     with same_python_numbers(drawn):
-        again = functools.partial(traced_for, batch)
         refuse_if_read(type(model).__name__, outside, traced.module, lambda: again(GuardTracer(batch)).module)
     if counting:
         traced_for(batch, GuardTracer(batch))  # what changes again is a counter

@@ -21,6 +21,7 @@ from relay.capture.guards.held_tensors import replacing
 from relay.capture.guards.mutated_arguments import MemoryUse, WatchedMemory
 from relay.capture.guards.unsupported import check_module
 from relay.capture.memory_order import order_of
+from relay.capture.states.own_generators import BY_PYTHON, decide, have_drawn, python_numbers
 from relay.capture.states.shared_states import SharedStates
 from relay.data.loss_weight import LossPlan
 from relay.data.microbatches import Piece
@@ -197,8 +198,11 @@ class TracedList(nn.Module):
     ) -> tuple[LossPlan, GraphSegment | None, list[torch.Tensor]]:
         """The plan for the loss; if the loss was rewritten its graph, and fakes of what that is given besides."""
         states = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        drawn = python_numbers()
         try:
             traced = self.traced(batch)
+            if have_drawn(drawn) and decide(traced.module, lambda: self.traced(batch).module):
+                return LossPlan(unknown=f"{BY_PYTHON} decide it"), None, []
         except RelayError as failure:
             return LossPlan(unknown=f"it cannot be traced ({str(failure).split('. ')[0]})"), None, []
         plan, changed = plan_for(traced, (), lambda tensors, _: self.traced(tensors), whole, size, states)

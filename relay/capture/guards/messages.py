@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Iterator
 
-from relay.errors import CaptureError, RelayError
+from relay.errors import CaptureError, PartitionError, RelayError
 
 
 class NotAGraph(Exception):
@@ -134,6 +134,16 @@ def name_of_program(layer: str, kind: str) -> str:
 def own_name(name: str) -> str:
     """The name of a parameter in the model's layer, given its name in a segment."""
     return name.removeprefix("module.").removeprefix("block.").replace("__", ".")
+
+
+def drawn_outside(model: str) -> PartitionError:
+    """The error for a model whose code around the layers draws by Python or numpy what it computes."""
+    return PartitionError(
+        f"random numbers that {model} draws from Python's or numpy's generator, outside of its repeated layers, decide "
+        "what it computes (which layers run, or which positions are masked), so a program would keep those of its "
+        "first batch. Turn that off and choose the layers of each step by step(batch, active_layers=...), give what is "
+        "drawn as part of the batch, draw inside a layer, or use torch's own (torch.rand, dropout) without branching."
+    )
 
 
 def changed_parameter(layer: str, parameter: str) -> CaptureError:

@@ -3,16 +3,12 @@
 The trace of a model holds ops alone. Outside of the repeated layers, a custom gradient (`torch.autograd.Function`) or a
 hook on a tensor leaves no op in it, and a backward that the model runs itself would not reach through layers. A hook on
 a parameter would never be called, since gradients are not accumulated by autograd. Training would continue with other
-gradients than PyTorch's, so these are errors. Numbers drawn from Python's or numpy's generators become constants of the
-trace, which is a warning. Inside layers, custom gradients and tensor hooks are captured.
+gradients than PyTorch's, so these are errors. Inside layers, custom gradients and tensor hooks are captured.
 """
 
 from __future__ import annotations
 
-import random
-import sys
 import threading
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -128,20 +124,6 @@ def hooks_refused() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def watching_draws() -> Iterator[None]:
-    """While open, warn if the model draws random numbers from Python's or numpy's generator while it is traced."""
-    before = _generators()
-    yield
-    if _generators() != before:
-        warnings.warn(
-            "the model drew random numbers from Python's or numpy's generator while it was traced (layerdrop, for "
-            "example). These numbers stay the same for every batch of this shape. Turn that off, leave layers out by "
-            "step(batch, active_layers=...), or use torch's dropout, which draws a new mask in each step.",
-            stacklevel=2,
-        )
-
-
 _HOOKING: dict[Any, str] = {
     torch.Tensor.register_hook: "calls register_hook on a tensor",
     torch.Tensor.register_post_accumulate_grad_hook: "calls register_post_accumulate_grad_hook on a tensor",
@@ -226,11 +208,3 @@ _ASKING_FOR_GRADIENTS: dict[Any, Any] = {
     torch.Tensor.register_hook: lambda: RemovableHandle(OrderedDict()),
     torch.Tensor.retain_grad: lambda: None,
 }
-
-
-def _generators() -> tuple[Any, ...]:
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return (random.getstate(),)
-    state = numpy.random.get_state()
-    return (random.getstate(), int(state[1][0]), int(state[2]))

@@ -12,7 +12,7 @@ import torch
 
 from relay.capture.eager_call import EagerSegment
 from relay.capture.guards.counters import CountedStates, numbers_of
-from relay.capture.states.lasting_state import LastingStates, keeps_state
+from relay.capture.states.lasting_state import LastingStates, draws_from, keeps_state
 from relay.capture.states.own_generators import GeneratorsUsed, python_numbers, same_python_numbers
 
 
@@ -28,6 +28,8 @@ def first_run(
     with GeneratorsUsed() as used:
         outputs, after = segment.run(leaves, values, buffers)
     segment.generators, segment.draws_python = used.generators, used.python
+    if drawn_from := states.drawn_from():
+        raise draws_from(f"layer {segment.name!r}", drawn_from, segment.name)
     if states.changed():
         states = states.now()
         counted = numbers_of(segment.module)

@@ -31,6 +31,7 @@ _CONTAINERS = (list, dict, set, deque)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _NUMBERS = (bool, int, float, complex, str)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _OF_LIBRARIES = ("torch", "transformers.configuration", "relay", "builtins", "functools", "typing", "logging")
 
@@ -69,6 +70,12 @@ class LastingStates:
         """The paths of what is otherwise now."""
         with reads_unrecorded():
             return [held.path for held in self._held.values() if not _same(held.state, held.look())]
+
+    def drawn_from(self) -> list[str]:
+        """The paths of generators of random numbers that have been drawn from."""
+        with reads_unrecorded():
+            held = [held for held in self._held.values() if isinstance(held.subject, _GENERATORS)]
+            return [one.path for one in held if not _same(one.state, one.look())]
 
     def changes(self) -> list[tuple[int, str, frozenset[str]]]:
         """What is otherwise now: its identity, its path, and the names by which code reaches what has changed."""
@@ -123,7 +130,7 @@ class LastingStates:
                 self._look(cell.cell_contents, f"{name} (in the closure of {function.__qualname__})", 0)
         for name in function.__code__.co_names:
             value = function.__globals__.get(name)
-            if type(value) in _CONTAINERS:
+            if type(value) in _CONTAINERS or isinstance(value, _GENERATORS):
                 self._look(value, f"{name} (a global of {function.__module__})", 0)
 
     def _look(self, value: Any, path: str, depth: int, counted: bool = False) -> None:
@@ -173,7 +180,7 @@ def _how_to_look(value: Any, counted: bool) -> Callable[[], Any] | None:
 
 def _is_object(value: Any) -> bool:
     """Whether it is an object of a user's class."""
-    known = isinstance(value, (nn.Module, torch.Tensor, FunctionType, type, Iterator, *_CONTAINERS))
+    known = isinstance(value, (nn.Module, torch.Tensor, FunctionType, type, Iterator, *_CONTAINERS, *_GENERATORS))
     library = type(value).__module__.startswith(_OF_LIBRARIES)
     return not known and not library and type(getattr(value, "__dict__", None)) is dict
 
@@ -242,6 +249,8 @@ def refuse_if_read(
     """
     if not first.changed():
         return
+    if drawn := first.drawn_from():
+        raise draws_from(what, drawn, layer)
     states = first.now()
     with states.with_numbers():
         began = states.now()
@@ -287,6 +296,16 @@ def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     if first.shape != second.shape or first.dtype != second.dtype or first.is_meta or second.is_meta:
         return False
     return type(first) is type(second) and torch.equal(first, second)
+
+
+def draws_from(what: str, paths: Sequence[str], layer: str = "") -> KeepsState:
+    """The error for code (`what`) that draws from generators which it holds."""
+    return KeepsState(
+        f"{what} draws random numbers from {paths[0]!r}, a generator of Python's or numpy's that it holds. A program "
+        "would keep the numbers of its trace, and a recompute would draw others than its forward. Draw them by torch "
+        "(torch.rand, dropout) or, in a layer, by the functions of the modules random and numpy.random.",
+        layer=layer,
+    )
 
 
 def keeps_state(what: str, paths: Sequence[str], layer: str = "") -> KeepsState:

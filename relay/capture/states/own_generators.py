@@ -2,20 +2,30 @@
 `torch.Generator` objects that it holds.
 
 A recompute must draw what its forward drew, so such generators are seeded from the same key as PyTorch's, and put back
-afterwards. Generators of the classes of Python and numpy that code holds are states (`lasting_state`). Invariant: after
-a call all generators are as they were before.
+afterwards. Whether numbers that are drawn in a trace decide what it computes is found by two more traces, which draw
+the smallest numbers and the largest. Generators of the classes of Python and numpy that code holds are states
+(`lasting_state`). Invariant: after a call all generators are as they were before.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from torch import fx
 from torch.overrides import TorchFunctionMode
+
+from relay.capture.states.lasting_state import same_graph
+
+BY_PYTHON = "random numbers that it draws from Python's or numpy's generator"
+"""What decides in some code (layerdrop, for example), for messages."""
+
+EXTREMES = 256
+"""So many words of 32 bits are extreme; numbers after them are ordinary, so that loops which reject numbers end."""
 
 
 class GeneratorsUsed(TorchFunctionMode):
@@ -85,3 +95,48 @@ def same_python_numbers(first: Any) -> Iterator[None]:
 def python_numbers() -> Any:
     """Where Python's and numpy's generators are."""
     return random.getstate(), np.random.get_state()
+
+
+def have_drawn(before: Any) -> bool:
+    """Whether numbers were drawn from Python's or numpy's generator since `before` (of `python_numbers`)."""
+    now = python_numbers()
+    return bool(before[0] != now[0]) or repr(before[1]) != repr(now[1])
+
+
+def decide(traced: fx.GraphModule, again: Callable[[], fx.GraphModule]) -> bool:
+    """Whether numbers drawn from Python's or numpy's generator decide what a trace computes. `again` traces anew."""
+    for word in (0, 0xFFFFFFFF):
+        with _extreme_numbers(word):
+            try:
+                if not same_graph(traced, again()):
+                    return True
+            except Exception:  # another branch of the code, which may not be traced
+                return True
+    return False
+
+
+@contextmanager
+def _extreme_numbers(word: int) -> Iterator[None]:
+    """While open, Python's and numpy's generators give this word at first, as often as `EXTREMES`."""
+    before = python_numbers()
+    words = [_untempered(word)] * EXTREMES
+    try:
+        version, state, gauss = random.Random(0).getstate()
+        random.setstate((version, (*words, *state[EXTREMES:-1], 0), gauss))
+        if isinstance(before[1], tuple):
+            ordinary = np.random.RandomState(0).get_state(legacy=False)["state"]["key"][EXTREMES:]
+            np.random.set_state(("MT19937", np.array([*words, *ordinary], dtype=np.uint32), 0, 0, 0.0))
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+
+
+def _untempered(word: int) -> int:
+    """The word of a Mersenne Twister's state that it gives as `word`."""
+    word ^= word >> 18
+    word ^= (word << 15) & 0xEFC60000
+    found = word
+    for _ in range(4):
+        found = word ^ ((found << 7) & 0x9D2C5680)
+    return found ^ (found >> 11) ^ (found >> 22)

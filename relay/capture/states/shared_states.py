@@ -18,7 +18,7 @@ from relay.capture.fake_tensors import modes_off
 from relay.capture.guards.counters import is_read
 from relay.capture.guards.executed_code import recorded_code
 from relay.capture.guards.plain_tensors import KeepsState
-from relay.capture.states.lasting_state import LastingStates
+from relay.capture.states.lasting_state import LastingStates, draws_from
 
 
 class SharedStates:
@@ -38,6 +38,8 @@ class SharedStates:
         with recorded_code() as ran:
             yield
         with modes_off():
+            if drawn := before.drawn_from():
+                raise draws_from(f"layer {name!r}", drawn, name)
             self._names[key] = name
             self._changed += [(key, *found) for found in before.changes()]
             self._reached.setdefault(key, set()).update(before.identities, before.now().identities)

@@ -23,6 +23,7 @@ from relay.capture.guards.data_guards import READS
 from relay.capture.guards.mutated_arguments import call_observed, write_back
 from relay.capture.guards.plain_tensors import PlainTensors
 from relay.capture.guards.unsupported import hooks_wait
+from relay.capture.states.own_generators import have_drawn, python_numbers, same_python_numbers
 from relay.graph.pytree import TensorTree, tensor_leaves
 from relay.graph.recorded_outputs import recorded_names
 from relay.models.huggingface import without_cache
@@ -93,6 +94,8 @@ class DryRun:
     """Buffers that the code changes, each with how many calls of layers had been made when it did."""
     changed_by: dict[str, Labels] = field(default_factory=dict)
     """What the new values of these buffers depend on."""
+    draws_python: bool = False
+    """Whether the code around the layers draws numbers from Python's or numpy's generator."""
 
 
 @contextmanager
@@ -139,7 +142,7 @@ def dry_run(
     origins = _Origins(watch)
 
     def stand_in(name: str, block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with watch.paused():
+        with watch.paused(), same_python_numbers(python_numbers()):
             tensors, input_tree = tensor_leaves((args, kwargs))
             observed = _Observed(block, forward, input_tree)
             with autocast(compute), at_calls.call(name, block):
@@ -168,8 +171,9 @@ def dry_run(
         for name, copy in zip(states, copies, strict=True):
             watch.label(copy, frozenset({("state", name)}))
         with PlainTensors(model), layers_replaced(blocks, stand_in), without_cache(model), watch:
-            given = tree.fill([tensor.detach().clone() for tensor in batch])
+            given, drawn = tree.fill([tensor.detach().clone() for tensor in batch]), python_numbers()
             found.output = call_with(model, list(states.values()), copies, (), given)
+            found.draws_python = have_drawn(drawn)
             with watch.paused():
                 at_calls.check()
     if records:

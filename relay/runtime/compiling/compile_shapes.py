@@ -18,7 +18,7 @@ from torch import nn
 from hal.errors import Unsupported
 from relay.capture import Lowering, ObservedGradientPresence, unlogged
 from relay.capture.guards.bypasses import bypassed
-from relay.capture.guards.unsupported import watching_draws
+from relay.capture.states.own_generators import python_numbers, same_python_numbers
 from relay.data.microbatches import Batch, Piece
 from relay.partition import list_as_model, partition_list, partition_list_over_batch, partition_model
 from relay.partition.batch_analysis import WholeTrace
@@ -184,8 +184,9 @@ class ShapeCompiler:
         shapes = ", ".join("x".join(map(str, tensor.shape)) or "1" for tensor in piece.tensors)
         purpose = "training" if training else "evaluation"
         logger.info("compiling for %s on micro-batches of %s", purpose, shapes, extra={"event": "compile"})
+        as_before = same_python_numbers(python_numbers())  # a trace draws what no step does
         try:
-            with _COMPILING, self.as_traced(), undisturbed(self.model), bypassed(), watching_draws(), unlogged():
+            with _COMPILING, self.as_traced(), undisturbed(self.model), bypassed(), unlogged(), as_before:
                 yield
         except Unsupported as refused:
             what = f"device {self.device!r} takes graphs of known ops only: {refused}"

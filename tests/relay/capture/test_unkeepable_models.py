@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
-import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -182,21 +180,3 @@ def test_what_a_capture_would_lose_is_refused_by_name_and_changes_nothing(
         trainer.step(batches(1)[0])
     reference.assert_same_state(model.state_dict(), before)
     assert all(vars(model)[name] is value for name, value in attributes.items())
-
-
-@pytest.mark.parametrize("draw", [random.random, numpy.random.random])
-@pytest.mark.parametrize("inside", [False, True])
-def test_numbers_drawn_by_python_while_recording_are_said(
-    build: Build, draw: Callable[[], float], inside: bool
-) -> None:
-    class Drawing(Block):
-        def forward(self, value: Tensor) -> Tensor:
-            return super().forward(value) * (1 + (draw() if inside else 0))
-
-    class Model(Layers):
-        def run(self, value: Tensor) -> Tensor:
-            return super().run(value) * (1 if inside else draw())
-
-    trainer = build(Model(Drawing), microbatches=1)
-    with pytest.warns(UserWarning, match="drew random numbers from Python's or numpy's generator"):
-        trainer.step(batches(1)[0])
