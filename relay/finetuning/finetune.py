@@ -11,6 +11,7 @@ can be found wrong before the first step is raised before it.
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
@@ -27,18 +28,26 @@ from relay.checkpoint_manager import Checkpoints, newest
 from relay.errors import CheckpointError, RelayError
 from relay.finetuning.data.batches import Batches
 from relay.finetuning.data.packing import check_separate
-from relay.finetuning.data.prepare import Labelling, PreparedData, find_labelling, prepare_data, read
+from relay.finetuning.data.prepare import (
+    LABELLED,
+    Labelling,
+    PreparedData,
+    find_labelling,
+    prepare_data,
+    read,
+)
 from relay.finetuning.model_folder import (
     ModelFolder,
     build_empty,
     load,
     longest_row,
+    new_poolers,
     open_folder,
     open_tokenizer,
     quiet_transformers,
 )
 from relay.finetuning.options import Settings, settings_of
-from relay.finetuning.output import save_merged, save_model, write_card
+from relay.finetuning.output import check_out, save_merged, save_model, write_card
 from relay.finetuning.plan_run import (
     CHOSEN,
     choose_device,
@@ -108,8 +117,9 @@ class _Run:
         self.out = Path(self.own.out)
         self.source: ModelFolder = open_folder(model)
         self._check_adapters()
-        if self.out.exists() and not self.out.is_dir():
-            raise RelayError(f"--out {self.out} is a file, and the result is a folder. Give another name.")
+        self.adapted = self.own.lora is not None or self.source.adapter is not None
+        if not self.own.dry_run:
+            check_out(self.out, self.source, self.adapted, self.own.plot)
         if not self.own.dry_run or any(self.source.folder.glob("*.safetensors*")):
             weight_files(self.source.folder)  # what is missing is said before the data is read
         self.tokenizer = open_tokenizer(self.source)
@@ -137,7 +147,6 @@ class _Run:
             settings, trainer=settings.trainer | {"device": device, "precision": precision}
         )
         self.device = f"{device} ({described}), the best device that is here" if described else device
-        self.adapted = self.own.lora is not None or self.source.adapter is not None
         self.lr = self.own.lr or (LR_OF_ADAPTERS if self.adapted else LR)
         self.steps = self.own.steps or max(1, math.ceil(len(self.data.training) * self.own.epochs))
 
@@ -166,7 +175,7 @@ class _Run:
         model = build_empty(source, self.found.task, self.found.classes, self._dtype, self.padding)
         if not empty:
             new = load(model, source, self.found.new_head)
-            if new:
+            if new and source.adapter is None:
                 self.log(f"new             {len(new)} tensors that the folder does not have: {', '.join(new[:4])}")
             if own.pack:
                 check_separate(model, source.vocabulary)
@@ -174,11 +183,12 @@ class _Run:
         if source.adapter is not None:
             built = load_adapters(model, source.adapter)
         elif own.lora is not None:
-            built = add_adapters(model, own, self.found.task, str(source.folder.resolve()))
+            new = new_poolers(model, source) if self.found.new_head else []
+            built = add_adapters(model, own, self.found.task, str(source.folder.resolve()), new)
         if own.quantize_frozen is not None:
             packed = pack_frozen(built, own.quantize_frozen)
             if not packed.layers:
-                raise RelayError(f"{type(model).__name__} has no frozen nn.Linear that --quantize-frozen could pack.")
+                raise RelayError(f"{type(model).__name__} has no frozen linear layer to pack by --quantize-frozen.")
             if not empty:
                 self.log(
                     f"packed          {packed.layers} frozen layers to {own.quantize_frozen}: "
@@ -236,12 +246,17 @@ class _Run:
         )
         if own.resume and checkpoints.resume():
             self.log(f"Continuing after step {trainer.steps} of {self.steps}.")
+        best = self.out / "best"
+        keeps = own.keep_best or own.patience is not None
+        if keeps and not trainer.steps and best.is_dir():
+            shutil.rmtree(best)  # an earlier run's
+        config = self._config_of_classes(model)
         begin = trainer.steps
         shown = {"model": self.source.given, "device": options["device"], **facts}
         callbacks = [*callbacks, *reporters(report_to, own.plot, self.out, begin, shown)]
         loop = RunLoop(
             trainer, self.data.training, self.data.held_out, own, self.steps, self.lr, progress, callbacks,
-            self._sampler(self.data.held_out), lambda: save_model(trainer, self.tokenizer, self.out / "best"),
+            self._sampler(self.data.held_out), lambda: save_model(trainer, self.tokenizer, best, config),
         )  # fmt: skip
         losses, tokens, start, peak = [], 0, time.perf_counter(), 0
         with checkpoints if own.checkpoint_every is not None else nullcontext():
@@ -252,7 +267,7 @@ class _Run:
                     peak = max(peak, found["device_peak_bytes"])
                 self.on_figures(found, self.steps)
         seconds = time.perf_counter() - start
-        save_model(trainer, self.tokenizer, self.out)
+        save_model(trainer, self.tokenizer, self.out, config)
         held = progress.evaluations
         figures: dict[str, Any] = {
             "steps": trainer.steps,
@@ -280,8 +295,16 @@ class _Run:
             callback.on_end({"step": trainer.steps, **figures})
         return figures | {
             "out": str(self.out), "task": self.found.task, "data": self.data.figures, "options": plan,
-            "best": str(self.out / "best") if (self.out / "best").is_dir() else None,
+            "best": str(best) if keeps and best.is_dir() else None,
         }  # fmt: skip
+
+    def _config_of_classes(self, model: Any) -> Any:
+        """The configuration to write beside adapters for classes."""
+        if not self.adapted or self.found.task not in LABELLED:
+            return None
+        base = model.get_base_model()
+        base.config.architectures = [type(base).__name__]
+        return base.config
 
     def _sampler(self, held_out: Batches | None) -> Sampler | None:
         if held_out is None or not self.own.samples or self.found.task not in ("causal", "seq2seq"):
@@ -296,9 +319,11 @@ class _Run:
         """The settings that decide the run, as plain values."""
         own = {name: getattr(self.own, name) for name in DECISIVE}
         rows = self.data.figures
+        checked = self.own.resume or self.own.checkpoint_every is not None
         return own | {
             "steps": self.steps, "lr": self.lr, "task": self.found.task, "batch": self.settings.batch,
             "seq": self.longest, "seed": self.settings.trainer["seed"], "rows": rows["rows"], "tokens": rows["tokens"],
+            **({"data": self.data.training.digest()} if checked else {}),
         }  # fmt: skip
 
 
@@ -322,6 +347,12 @@ def _check_checkpoints(folder: Path, facts: dict[str, Any], resume: bool) -> Non
     if not isinstance(saved, dict):
         raise CheckpointError("this checkpoint was not written by `relay finetune`", file=str(path), field="user.run")
     for name, value in facts.items():
+        if saved.get(name) != value and name == "data":
+            raise CheckpointError(
+                "the run was started with other rows, though as many: a file, their order, the template or the "
+                "tokenizer is another one. Give the same data, or start another run with another --out.",
+                file=str(path), field="user.run.data",
+            )  # fmt: skip
         if saved.get(name) != value:
             raise CheckpointError(
                 f"the run was started with {saved.get(name)!r}; received {value!r}. What decides the batches, the "

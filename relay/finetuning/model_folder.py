@@ -18,6 +18,7 @@ from torch import nn
 from relay.errors import RelayError
 from relay.finetuning.data.labels import Classes
 from relay.models import empty_weights, load_weights
+from relay.models.load_pretrained import stored_names
 
 AUTO = {
     "causal": "AutoModelForCausalLM",
@@ -26,37 +27,37 @@ AUTO = {
     "regression": "AutoModelForSequenceClassification",
     "token-classification": "AutoModelForTokenClassification",
 }
+AFTER_PADDING = (
+    "camembert", "data2vec-text", "esm", "ibert", "layoutlmv3", "lilt", "longformer", "luke", "markuplm", "mpnet",
+    "xmod",
+)  # fmt: skip
+"""Kinds of models beside RoBERTa's whose positions begin after that of padding."""
+
 LONGEST = 1024
 """Tokens of a row where neither --seq nor the model sets a smaller number."""
 
 
 class ModelFolder(NamedTuple):
-    """A folder with a model, or with adapters and the folder of the model that they belong to."""
+    """A folder with a model, or with adapters and the folder of the model that they belong to.
+
+    `config` is that of the model that is trained, `stored` that of the weights: they differ for adapters with a head.
+    """
 
     given: str
     folder: Path
     adapter: Path | None
     config: Any
-
-    @property
-    def architecture(self) -> str:
-        names = getattr(self.config, "architectures", None) or [""]
-        return str(names[0])
+    stored: Any
 
     @property
     def own_task(self) -> str | None:
         """What the folder's own head learns; None for a bare model or another head."""
-        name = self.architecture
-        if name.endswith("ForSequenceClassification"):
-            one = getattr(self.config, "problem_type", None) == "regression" or self.config.num_labels == 1
-            return "regression" if one else "classification"
-        if name.endswith("ForTokenClassification"):
-            return "token-classification"
-        if getattr(self.config, "is_encoder_decoder", False) and name.endswith(("Generation", "LMHeadModel")):
-            return "seq2seq"
-        if name.endswith(("ForCausalLM", "LMHeadModel")):
-            return "causal"
-        return None
+        return _task_of(self.config)
+
+    @property
+    def stored_task(self) -> str | None:
+        """What the head learns that is among the folder's weights."""
+        return _task_of(self.stored)
 
     @property
     def vocabulary(self) -> int:
@@ -70,10 +71,22 @@ class ModelFolder(NamedTuple):
         return found if isinstance(found, torch.dtype) else torch.float32
 
 
+def _task_of(config: Any) -> str | None:
+    """What the head of a configuration's architecture learns."""
+    name = str((getattr(config, "architectures", None) or [""])[0])
+    if name.endswith("ForSequenceClassification"):
+        one = getattr(config, "problem_type", None) == "regression" or config.num_labels == 1
+        return "regression" if one else "classification"
+    if name.endswith("ForTokenClassification"):
+        return "token-classification"
+    two = ("Generation", "LMHeadModel", "EncoderDecoderModel")
+    if getattr(config, "is_encoder_decoder", False) and name.endswith(two):
+        return "seq2seq"
+    return "causal" if name.endswith(("ForCausalLM", "LMHeadModel")) else None
+
+
 def open_folder(given: str) -> ModelFolder:
     """The model of that folder, or of that name where the hub can be reached. Raises RelayError."""
-    import transformers
-
     folder, adapter = _located(given), None
     if (folder / "adapter_config.json").is_file():
         from peft import PeftConfig
@@ -83,19 +96,48 @@ def open_folder(given: str) -> ModelFolder:
         if not base:
             raise RelayError(f"{folder}/adapter_config.json does not name the model that the adapters belong to.")
         folder = _located(base)
-    if not (folder / "config.json").is_file():
-        raise RelayError(f"The folder {folder} has no config.json. MODEL is a folder that save_pretrained wrote.")
-    try:
-        config = transformers.AutoConfig.from_pretrained(str(folder))
-    except (ValueError, OSError, KeyError) as wrong:
-        raise RelayError(f"{folder}/config.json cannot be used: {' '.join(str(wrong).split())[:300]}") from wrong
+    stored = config = _read_config(folder)
+    if adapter is not None and (adapter / "config.json").is_file():
+        config = _read_config(adapter)
+    if kind := _input_besides_text(config):
+        raise RelayError(
+            f"{given} is a {config.model_type} model, which takes {kind}, and relay finetune trains on text. Train it "
+            "with relay.Trainer, whose batches hold what the model takes."
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise RelayError(
+            f"{given} is quantized by its library, as the quantization_config in its config.json has it, so its "
+            "weights cannot be trained. Use the model that it was made from; --quantize-frozen packs it here."
+        )
     for part in ("vision_config", "audio_config"):
         if getattr(config, part, None) is not None:
             raise RelayError(
                 f"{given} is a {config.model_type} model with a {part}, and relay finetune trains on text alone. "
                 "Train it with relay.Trainer, whose batches may hold images."
             )
-    return ModelFolder(given, folder, adapter, config)
+    return ModelFolder(given, folder, adapter, config, stored)
+
+
+def _read_config(folder: Path) -> Any:
+    import transformers
+
+    if not (folder / "config.json").is_file():
+        raise RelayError(f"The folder {folder} has no config.json. MODEL is a folder that save_pretrained wrote.")
+    try:
+        return transformers.AutoConfig.from_pretrained(str(folder))
+    except (ValueError, OSError, KeyError) as wrong:
+        raise RelayError(f"{folder}/config.json cannot be used: {' '.join(str(wrong).split())[:300]}") from wrong
+
+
+def _input_besides_text(config: Any) -> str | None:
+    """The name of what a model takes in place of tokens, such as pixel_values; None for one that takes tokens."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    if type(config) not in MODEL_MAPPING:
+        return None
+    found = MODEL_MAPPING[type(config)]
+    name = getattr(found[0] if isinstance(found, tuple) else found, "main_input_name", "input_ids")
+    return None if name == "input_ids" else str(name)
 
 
 def _located(given: str) -> Path:
@@ -137,8 +179,8 @@ def longest_row(model: ModelFolder, tokenizer: Any, given: int | None) -> int:
     """The most tokens of a row. Raises RelayError for more than the model has positions."""
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and "roberta" in config.model_type:
-        limit -= (config.pad_token_id or 0) + 1  # its positions begin after that of padding
+    if limit is not None and ("roberta" in config.model_type or config.model_type in AFTER_PADDING):
+        limit -= (config.pad_token_id or 0) + 1
     most = getattr(tokenizer, "model_max_length", None)
     if most is not None and most < 10**6:
         limit = most if limit is None else min(limit, most)
@@ -174,6 +216,8 @@ def build_empty(model: ModelFolder, task: str, classes: Classes, dtype: torch.dt
         raise RelayError(
             f"{model.given} is a {config.model_type} model, which has no {AUTO[task]}: {reason}"
         ) from wrong
+    if task == "causal":
+        _check_causal(model, built)
     if task in ("classification", "regression") and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = padding  # where a row ends; set after building, or that token's embedding would not train
     for module in built.modules():
@@ -181,6 +225,18 @@ def build_empty(model: ModelFolder, task: str, classes: Classes, dtype: torch.dt
             # It looks for padding in each batch. Rows are padded on the right, where causal layers do not look.
             module.warn_if_padding_and_no_attention_mask = _without_warning  # type: ignore[assignment]
     return built
+
+
+def _check_causal(model: ModelFolder, built: nn.Module) -> None:
+    """Raise RelayError for an encoder that would predict each token from those that follow it."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
+
+    config: Any = built.config
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", None) is False:
+        raise RelayError(
+            f"{model.given} is a {config.model_type} model whose config.json has is_decoder false: each token attends "
+            "to those that follow it, so it cannot learn to predict them. Give another --task, or another model."
+        )
 
 
 def _without_warning(*_: Any) -> None:
@@ -200,6 +256,14 @@ def load(built: nn.Module, model: ModelFolder, new_head: bool) -> list[str]:
         with contextlib.suppress(OSError, ValueError):
             built.generation_config = GenerationConfig.from_pretrained(str(model.folder))  # type: ignore[assignment]
     return found.missing_keys
+
+
+def new_poolers(built: nn.Module, model: ModelFolder) -> list[str]:
+    """The poolers of a model for a new head that are not among the folder's weights."""
+    with contextlib.suppress(RelayError):  # a plan needs no weights
+        if any("pooler" in name.split(".") for name in stored_names(model.folder)):
+            return []
+    return [name for name, _ in built.named_modules() if name.rpartition(".")[2] == "pooler"]
 
 
 @contextlib.contextmanager

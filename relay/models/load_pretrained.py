@@ -123,6 +123,19 @@ def weight_files(folder: Path) -> dict[Path, list[str] | None]:
     return dict.fromkeys(others)
 
 
+def stored_names(folder: Path) -> set[str]:
+    """The names of the tensors in a folder. Raises RelayError as `weight_files` does."""
+    from safetensors import safe_open
+
+    found: set[str] = set()
+    for file, names in weight_files(folder).items():
+        if names is None:
+            with safe_open(file, framework="pt") as stored:
+                names = list(stored.keys())
+        found.update(names)
+    return found
+
+
 class _Shards:
     """The tensors of some files: their shapes at once, their data when it is asked for."""
 

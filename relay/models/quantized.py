@@ -1,5 +1,7 @@
 """Frozen linear layers in 4 or 8 bits: packed once on the host, sent packed, unpacked on the device.
 
+Linear layers are `nn.Linear` and the Conv1D of transformers' GPT-2, whose weight is transposed.
+
 A packed layer holds codes and one bfloat16 scale for 64 weights, as buffers. Its forward unpacks them by plain tensor
 operations (a lookup and a product), so every device computes it, and a layer computes the same in a model that is held
 in memory whole. Invariant: a layer that is packed has no gradient.
@@ -8,7 +10,7 @@ in memory whole. Invariant: a layer that is packed has no gradient.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -35,9 +37,9 @@ class Packed(NamedTuple):
 class QuantizedLinear(nn.Module):
     """A frozen `nn.Linear` whose weight is packed. `weight` is the unpacked one, in the dtype that it had."""
 
-    def __init__(self, linear: nn.Linear, kind: str) -> None:
+    def __init__(self, linear: Any, kind: str) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.out_features, self.in_features = self.shape = linear.weight.shape
         self.kind = kind
         self.dtype = linear.weight.dtype
         codes, scales = _pack(linear.weight.detach(), kind)
@@ -54,7 +56,7 @@ class QuantizedLinear(nn.Module):
     def weight(self) -> torch.Tensor:
         values = self.codes if self.kind == "int8" else self.table[self.codes.long()]
         scaled = values.reshape(-1, BLOCK).float() * self.scales.float()
-        return scaled.reshape(self.out_features, self.in_features).to(self.dtype)
+        return scaled.reshape(self.shape).to(self.dtype)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(inputs, self.weight, self.bias)
@@ -62,12 +64,43 @@ class QuantizedLinear(nn.Module):
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, kind={self.kind}"
 
-    def unpacked(self) -> nn.Linear:
+    def unpacked(self) -> nn.Module:
         """A plain linear layer with the weights that this one computes with."""
         linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
         linear.weight = nn.Parameter(self.weight, requires_grad=False)
         linear.bias = self.bias  # type: ignore[assignment]
         return linear
+
+
+class QuantizedConv1D(QuantizedLinear):
+    """The same of a Conv1D of transformers: its weight has inputs first."""
+
+    def __init__(self, linear: Any, kind: str) -> None:
+        super().__init__(linear, kind)
+        self.in_features, self.out_features = self.shape
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        product = torch.addmm(self.bias, inputs.view(-1, inputs.size(-1)), self.weight)  # type: ignore[arg-type]
+        return product.view(*inputs.shape[:-1], self.out_features)
+
+    def unpacked(self) -> nn.Module:
+        """A Conv1D with the weights that this one computes with."""
+        from transformers.pytorch_utils import Conv1D
+
+        with torch.device("meta"):
+            layer = Conv1D(self.out_features, self.in_features)
+        layer.weight = nn.Parameter(self.weight, requires_grad=False)
+        layer.bias = self.bias  # type: ignore[assignment]
+        return layer
+
+
+def quantized_class(module: nn.Module) -> type[QuantizedLinear] | None:
+    """The class that packs a layer of this kind; None for a layer that is not linear."""
+    kind = type(module)
+    if kind is nn.Linear:
+        return QuantizedLinear
+    of_library = kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+    return QuantizedConv1D if of_library else None
 
 
 def pack_frozen(model: nn.Module, kind: str) -> Packed:
@@ -81,12 +114,13 @@ def pack_frozen(model: nn.Module, kind: str) -> Packed:
     layers = before = after = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is not nn.Linear or child is head:
+            packs = quantized_class(child)
+            if packs is None or child is head:
                 continue
-            weight = child.weight
+            weight: Any = child.weight
             if weight.requires_grad or uses[id(weight)] > 1 or weight.numel() % BLOCK:
                 continue
-            packed = QuantizedLinear(child, kind)
+            packed = packs(child, kind)
             setattr(parent, name, packed)
             layers += 1
             before += weight.nbytes

@@ -7,6 +7,7 @@ workers prepare them.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -85,6 +86,19 @@ class Batches:
             self.size * sum(self.shapes[level][: 2 if self.task == "seq2seq" else 1]) for level, _ in self.epoch(0)
         )
         return 1 - self.tokens / whole
+
+    def digest(self) -> str:
+        """A key of the tokens and labels of all rows, in order."""
+        found = hashlib.sha256()
+        columns = self.rows.select_columns(["input_ids", "labels"]).with_format("arrow")
+        for part in columns.iter(batch_size=10_000):
+            for column in part.columns:
+                values = column.combine_chunks()
+                if hasattr(values, "value_lengths"):
+                    found.update(values.value_lengths().to_numpy(zero_copy_only=False).tobytes())
+                    values = values.flatten()
+                found.update(values.to_numpy(zero_copy_only=False).tobytes())
+        return found.hexdigest()[:16]
 
     def epoch(self, number: int, shuffled: bool = True) -> list[tuple[int, list[int]]]:
         """The batches of an epoch, each as the number of its shape and its rows."""

@@ -36,7 +36,12 @@ def set_template(tokenizer: Any, given: str | None) -> None:
     if given == "chatml":
         tokenizer.chat_template = CHATML
     elif given is not None:
-        tokenizer.chat_template = Path(given).read_text(encoding="utf-8")
+        try:
+            tokenizer.chat_template = Path(given).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as wrong:
+            raise RelayError(
+                f"--chat-template {given} cannot be read: {wrong}. Give a file with a Jinja template, or chatml."
+            ) from wrong
     elif not getattr(tokenizer, "chat_template", None):
         raise RelayError(
             "The tokenizer has no chat template, so conversations cannot be rendered. Give --chat-template with a "
@@ -61,9 +66,21 @@ def conversation(value: Any) -> list[dict[str, Any]]:
             )
         if not isinstance(role, str) or (content is None and not message.get("tool_calls")):
             raise ValueError(f"Message {number} lacks role or content; it has {', '.join(map(str, message))}.")
+        content = _text_of(content, number)
         rest = {k: v for k, v in message.items() if k not in ("from", "value", "weight") and v is not None}
         messages.append({**rest, "role": ROLES.get(role, role), "content": "" if content is None else content})
     return messages
+
+
+def _text_of(content: Any, number: int) -> Any:
+    """The content of a message; of one in parts, as `[{"type": "text", "text": ...}]`, their texts joined."""
+    if not isinstance(content, (list, tuple)):
+        return content
+    for part in content:
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ValueError(f"Message {number} has a part of type {kind!r:.40}, and only texts are trained.")
+    return "".join(part["text"] for part in content)
 
 
 def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], first: int = 0) -> Trained:
@@ -113,8 +130,12 @@ def rendered_text(tokenizer: Any, messages: Sequence[Mapping[str, Any]], ask: bo
         raise _refused(wrong) from wrong
 
 
-def _refused(wrong: Exception) -> ValueError:
+def _refused(wrong: Exception) -> Exception:
     """What the template's own code raised, which decides what it refuses, and how."""
+    from jinja2 import TemplateSyntaxError
+
+    if isinstance(wrong, TemplateSyntaxError):
+        return RelayError(f"The chat template is no Jinja template: line {wrong.lineno}: {wrong.message}")
     return ValueError(f"The chat template refuses this conversation: {' '.join(str(wrong).split())}")
 
 

@@ -6,14 +6,17 @@ one line that names the file, the row (counted from 1) and the field.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from relay.errors import RelayError
+from relay.finetuning.data.data_error import DataError
+from relay.finetuning.data.file_faults import check_file, explain
 
 FORMATS = {
     ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".txt": "text",
@@ -21,21 +24,8 @@ FORMATS = {
 }  # fmt: skip
 """How files are read, by the end of their names."""
 
-
-class DataError(RelayError, ValueError):
-    """Data that cannot be trained on. `file`, `row` (from 1, 0 for the whole file) and `field` say where.
-
-    What to do: correct the row, or name other fields.
-    """
-
-    def __init__(self, message: str, *, file: str = "", row: int = 0, field: str = "") -> None:
-        where = [file] if file else []
-        where += [f"row {row}"] if row else []
-        where += [f"field {field!r}"] if field else []
-        super().__init__(f"{', '.join(where)}: {message}" if where else message)
-        self.file = file
-        self.row = row
-        self.field = field
+SAVED = ("state.json", "dataset_info.json", "dataset_dict.json")
+"""Files of a folder that `save_to_disk` wrote."""
 
 
 class DataFile(NamedTuple):
@@ -59,24 +49,43 @@ def require_datasets() -> Any:
 
 
 def read_files(paths: Sequence[str], cache: str | None = None) -> list[DataFile]:
-    """The files, each as a dataset of rows. Raises DataError for one that cannot be read."""
+    """The files, each as a dataset of rows; of a folder all its files of data. Raises DataError."""
     if not paths:
         raise DataError("No data is given. Name one file or more, such as --data conversations.jsonl.")
-    return [_read(path, cache) for path in paths]
+    with _quiet():
+        return [_read(file, cache) for path in paths for file in _files_of(path)]
+
+
+def _files_of(given: str) -> list[str]:
+    """The file, the saved dataset, or the files of data in a folder that is none."""
+    path = Path(given)
+    if not path.exists():
+        raise DataError("There is no such file or folder.", file=given)
+    if not path.is_dir() or any((path / name).is_file() for name in SAVED):
+        return [given]
+    found = sorted(
+        file for file in path.iterdir() if file.suffix.lower() in FORMATS and file.is_file() and file.name[0] != "."
+    )
+    kinds = sorted({FORMATS[file.suffix.lower()] for file in found})
+    if not kinds:
+        raise DataError(
+            f"This folder is not a dataset that save_to_disk wrote, and no file in it ends in {', '.join(FORMATS)}.",
+            file=given,
+        )
+    if len(kinds) > 1:
+        raise DataError(f"This folder holds files of several kinds: {', '.join(kinds)}. Name the files.", file=given)
+    return [str(file) for file in found]
 
 
 def _read(given: str, cache: str | None) -> DataFile:
     datasets = require_datasets()
     path = Path(given)
-    if not path.exists():
-        raise DataError("There is no such file or folder.", file=given)
     if path.is_dir():
         try:
             rows = datasets.load_from_disk(str(path))
         except (FileNotFoundError, OSError, ValueError) as wrong:
-            raise DataError(
-                "This folder is not a dataset that save_to_disk wrote. Name files in it instead.", file=given
-            ) from wrong
+            reason = " ".join(str(wrong).split())[:200]
+            raise DataError(f"This saved dataset cannot be read: {reason}", file=given) from wrong
         if not isinstance(rows, datasets.Dataset):
             parts = ", ".join(f"{given}/{name}" for name in rows)
             raise DataError(f"This folder holds several datasets. Name one of them: {parts}.", file=given)
@@ -86,13 +95,28 @@ def _read(given: str, cache: str | None) -> DataFile:
         raise DataError(f"Files that end in {path.suffix!r} cannot be read, but {', '.join(FORMATS)} can.", file=given)
     if not path.stat().st_size:
         raise DataError("The file holds no rows.", file=given)
+    separator = "\t" if path.suffix.lower() == ".tsv" else ","
+    check_file(given, kind, separator)
     extra: dict[str, Any] = {"sample_by": "document"} if kind == "text" else {}
-    extra |= {"sep": "\t"} if path.suffix.lower() == ".tsv" else {}
+    if kind == "csv":  # only what is empty is missing: "NA" and "None" are texts
+        extra = {"sep": separator, "keep_default_na": False, "na_values": [""]}
     try:
         rows = datasets.load_dataset(kind, data_files=str(path), split="train", cache_dir=cache, **extra)
     except Exception as wrong:  # the library raises errors of pandas, pyarrow and its own
-        raise _explained(given, kind, wrong) from wrong
+        raise explain(given, kind, wrong) from wrong
     return _checked(given, rows, _key([path]))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """While open, `datasets` logs nothing: of files that it cannot read it counts the rows otherwise."""
+    logger = logging.getLogger("datasets")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _checked(given: str, rows: Any, key: str) -> DataFile:
@@ -105,32 +129,3 @@ def _key(files: Sequence[Path]) -> str:
     """A key of the files' names, sizes and times of change."""
     facts = [(str(file.resolve()), (stat := os.stat(file)).st_size, stat.st_mtime_ns) for file in files]
     return hashlib.sha256(repr(facts).encode()).hexdigest()
-
-
-def _explained(file: str, kind: str, wrong: Exception) -> DataError:
-    """The error of a file that cannot be read, with its row if it is found."""
-    cause = wrong
-    while cause.__cause__ is not None and isinstance(cause.__cause__, Exception):
-        cause = cause.__cause__
-    if kind == "json":
-        kinds: dict[str, tuple[str, int]] = {}
-        with open(file, encoding="utf-8", errors="replace") as lines:
-            for row, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                try:
-                    found = json.loads(line)
-                except ValueError as broken:
-                    return DataError(
-                        f"This is not JSON: {broken}. A JSONL file has one object a line.", file=file, row=row
-                    )
-                if not isinstance(found, dict):
-                    return DataError(f"A row is an object of fields; received {line.strip():.60}.", file=file, row=row)
-                for field, value in found.items():
-                    here = type(value).__name__
-                    before, first = kinds.setdefault(field, (here, row))
-                    if here != before and "NoneType" not in (here, before):
-                        return DataError(
-                            f"The field is {here} here and {before} in row {first}.", file=file, row=row, field=field
-                        )
-    return DataError(f"The file cannot be read: {' '.join(str(cause).split())[:300]}", file=file)

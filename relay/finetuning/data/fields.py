@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from relay.finetuning.data.data_files import DataError, DataFile
+from relay.finetuning.data.data_error import DataError
+from relay.finetuning.data.data_files import DataFile
 from relay.finetuning.options import FinetuneOptions
 
 MESSAGES = ("messages", "conversations", "conversation", "chat")
@@ -18,6 +19,8 @@ PAIRS = (
     ("question", "answer"), ("input", "output"), ("source", "target"), ("document", "summary"),
     ("article", "highlights"), ("text", "summary"),
 )  # fmt: skip
+BESIDE = ("input", "context", "system", "system_prompt")
+"""Fields that belong to what the model is given, beside a prompt or a conversation."""
 TEXTS = ("text", "sentence", "content", "document", "tokens", "words")
 LABELS = ("label", "labels", "score", "target", "ner_tags", "tags", "class")
 
@@ -55,7 +58,25 @@ def find_fields(files: Sequence[DataFile], own: FinetuneOptions, labelled: bool)
             if name and name not in file.rows.column_names:
                 here = ", ".join(file.rows.column_names)
                 raise DataError(f"There is no such field. The file has {here}.", file=file.name, field=name)
+        _check_beside(file, found, own)
     return found
+
+
+def _check_beside(file: DataFile, found: Fields, own: FinetuneOptions) -> None:
+    """Raise DataError for a text that belongs to a prompt, where fields are found by themselves and none has it."""
+    if found.kind not in ("pair", "messages") or own.prompt or own.messages:
+        return
+    for name in BESIDE:
+        if name in found or name not in file.rows.column_names:
+            continue
+        row = next((row for row, value in enumerate(file.rows[name], 1) if value), None)
+        if row is not None:
+            used = found.messages or found.prompt
+            flags = "--messages" if found.messages else "--prompt and --completion"
+            raise DataError(
+                f"The field belongs to what the model is given, and only {used!r} is. Write both as one field, or name "
+                f"the fields by {flags} to leave it out.", file=file.name, row=row, field=name,
+            )  # fmt: skip
 
 
 def _found(columns: Sequence[str], own: FinetuneOptions, labelled: bool) -> Fields | None:

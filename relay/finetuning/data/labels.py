@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from relay.finetuning.data.data_files import DataError, DataFile
+from relay.finetuning.data.data_error import DataError
+from relay.finetuning.data.data_files import DataFile
 
 
 class Classes(NamedTuple):
@@ -33,6 +34,9 @@ def find_classes(files: Sequence[DataFile], label: str, task: str, saved: dict[i
 
     Raises DataError with the row of a label that is missing, of another kind, or out of range.
     """
+    for file, row, value in _values(files, label):
+        if value is None:  # said first, since a table with a gap has its other whole numbers as 1.0
+            raise DataError("The field is empty.", file=file, row=row, field=label)
     if task == "regression":
         for file, row, value in _values(files, label):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):

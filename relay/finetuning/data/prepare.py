@@ -13,7 +13,8 @@ import torch
 
 from relay.finetuning.data.batches import Batches
 from relay.finetuning.data.chat import set_template
-from relay.finetuning.data.data_files import DataError, DataFile, read_files
+from relay.finetuning.data.data_error import DataError
+from relay.finetuning.data.data_files import DataFile, read_files
 from relay.finetuning.data.data_report import data_report
 from relay.finetuning.data.fields import Fields, find_fields
 from relay.finetuning.data.labels import Classes, find_classes, task_of_labels
@@ -61,10 +62,10 @@ def find_labelling(files: Sequence[DataFile], model: ModelFolder, settings: Sett
         if task in LABELLED and name in settings.own_given and own.samples:
             flag = name.replace("_", "-")
             raise DataError(f"--{flag} is of models that write text, and {model.given} learns {task}. Leave it out.")
-    new_head = task in LABELLED and model.own_task != task
+    new_head = task in LABELLED and model.stored_task != task
     classes = Classes((), {})
     if task in LABELLED:
-        saved = None if new_head or task == "regression" else model.config.id2label
+        saved = model.config.id2label if task == model.own_task != "regression" else None
         classes = find_classes(files, fields.label, task, saved)
     return Labelling(task, fields, classes, new_head)
 

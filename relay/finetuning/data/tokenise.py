@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from relay.errors import RelayError
 from relay.finetuning.data.chat import Trained, conversation, render, rendered_text, set_template, spans_trained
-from relay.finetuning.data.data_files import DataError, DataFile, require_datasets
+from relay.finetuning.data.data_error import DataError
+from relay.finetuning.data.data_files import DataFile, require_datasets
 from relay.finetuning.data.fields import Fields
 from relay.finetuning.data.labels import Classes
 
@@ -146,7 +147,8 @@ class Tokeniser:
     def _text(self, content: Mapping[str, Any]) -> list[Row]:
         if self._task == "seq2seq":
             raise ValueError("A sequence-to-sequence model learns from --prompt and --completion, not from plain text.")
-        tokens = list(self._tokenizer(self._string(content[self._fields.text]))["input_ids"])
+        text = self._string(content[self._fields.text])
+        tokens = list(self._tokenizer(text)["input_ids"]) if text.strip() else []
         tokens, _ = self._ended(Trained(tokens, [True] * len(tokens)))
         if len(tokens) < 2:
             return [Row([0], [IGNORED])]
@@ -169,7 +171,7 @@ class Tokeniser:
                 raise ValueError(
                     f"A token classifier takes a list of words with as many labels; received {text!r:.60}."
                 )
-            found = self._tokenizer(list(text), is_split_into_words=True)
+            found = self._tokenizer([self._string(word) for word in text], is_split_into_words=True)
             tokens, labels, before = list(found["input_ids"]), [], None
             for word in found.word_ids():
                 labels.append(IGNORED if word is None or word == before else self._classes.numbers[label[word]])

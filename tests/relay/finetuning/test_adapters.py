@@ -13,9 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from examples.documentation_chats import conversations, write_jsonl
+from examples.documentation_chats import conversations, save_folder, write_jsonl
+from relay.finetuning.data.prepare import find_labelling, read
 from relay.finetuning.finetune import finetune
+from relay.finetuning.model_folder import open_folder
+from relay.finetuning.options import settings_of
 from relay.finetuning.reporting import Callback
+from relay.models.adapters import merged
 from relay.models.quantized import NF4, QuantizedLinear, pack_frozen
 from tests.support import reference
 from tests.support.command_line import relay
@@ -111,6 +115,25 @@ def test_adapters_on_packed_weights_train_as_in_memory_to_the_bit_and_the_link_c
     assert found[-1].weight_bytes < 2 * (sent + rest) + unpacked * 0.05
 
 
+def test_transposed_layers_of_gpt2_are_packed_train_as_in_memory_and_are_merged(build: Callable[..., Any]) -> None:
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = transformers.GPT2Config(vocab_size=16, n_embd=64, n_layer=1, n_head=2, n_positions=16, **dropout)
+    torch.manual_seed(0)
+    base = transformers.GPT2LMHeadModel(config)
+    targets = {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, use_dora=True, **targets))
+    assert pack_frozen(model, "nf4").layers == 4
+    plain = copy.deepcopy(model)
+    tokens = torch.randint(0, 16, (2, 12), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": tokens, "labels": tokens}
+    losses = reference.train(plain, [batch], 1)
+    assert [build(model, microbatches=1).step(batch).loss] == losses
+    reference.assert_same_state(model.state_dict(), plain.state_dict())
+    with torch.no_grad():
+        expected = plain(tokens).logits
+        torch.testing.assert_close(merged(plain)(tokens).logits, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("device", ["numpy", pytest.param("onnx:cpu", marks=pytest.mark.exhaustive)])
 def test_other_devices_unpack_the_same_weights(device: str, build: Callable[..., Any]) -> None:
     tokens = torch.randint(0, 16, (2, 6), generator=torch.Generator().manual_seed(0))
@@ -143,6 +166,28 @@ def test_an_adapter_folder_is_written_merged_and_gone_on_with(tune: Tune, llama:
     with torch.no_grad():
         torch.testing.assert_close(merged(tokens).logits, packed(tokens).logits, rtol=1e-4, atol=1e-5)
         assert not torch.allclose(stock(tokens).logits, untuned(tokens).logits, atol=1e-3)
+
+
+def test_adapters_for_classes_hold_all_that_is_new_and_the_names_of_the_classes(
+    tokenizer: Any, place: Path, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.BertConfig(vocab_size=len(tokenizer), **sizes)
+    base = save_folder(tmp_path / "bert", transformers.BertForMaskedLM, config, tokenizer)  # it has no pooler
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"text": f"row {name}", "label": name} for name in "abc"])
+    options = {"cache": str(place / "cache"), **QUICK, "steps": 1, "held_out": 0.0, "lora": 2}
+    finetune(str(base), [str(data)], out=str(tmp_path / "out"), merge=True, **options)
+    kind = transformers.AutoModelForSequenceClassification
+    stock = peft.PeftModel.from_pretrained(kind.from_pretrained(base, num_labels=3), tmp_path / "out").eval()
+    whole = kind.from_pretrained(tmp_path / "out" / "merged").eval()
+    tokens = torch.arange(5, 15)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(whole(tokens).logits, stock(tokens).logits, rtol=1e-5, atol=1e-7)
+    later = write_jsonl(tmp_path / "later.jsonl", [{"text": f"row {name}", "label": name} for name in "cb"])
+    source = open_folder(str(tmp_path / "out"))
+    found = find_labelling(read([str(later)], str(place / "cache")), source, settings_of({}))
+    assert found.classes.numbers == {"a": 0, "b": 1, "c": 2}
+    assert found.new_head  # the weights of the base are without it
 
 
 def test_adapters_train_as_those_of_peft_in_plain_pytorch(tune: Tune, llama: Path, chats: Path, tmp_path: Path) -> None:
@@ -211,6 +256,11 @@ def test_checkpoints_of_another_run_are_refused_with_the_option_that_differs(
     ]
     again += ["--batch", "4", "--length-buckets", "1", "--steps", "1"]
     assert "--resume" in relay(*again).stderr
+    others = list(reversed(chats.read_text().splitlines(keepends=True)))
+    again[3] = out / "others.jsonl"
+    again[3].write_text("".join(others))
+    assert "the run was started with other rows, though as many" in relay(*again, "--resume", "--lr", "0.01").stderr
+    again[3] = chats
     assert "user.run.lr: the run was started with 0.01; received 0.5" in relay(*again, "--resume", "--lr", "0.5").stderr
 
 

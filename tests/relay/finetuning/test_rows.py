@@ -103,6 +103,8 @@ def test_the_template_called_chatml_marks_the_assistant_by_itself(
         ({"question": "Why?", "answer": " So."}, " So.</s>"),
         ({"text": "A text."}, "A text.</s>"),
         ({"prompt": TALK[1:2], "completion": TALK[2:3]}, "A format.</s>"),
+        ({"messages": [TALK[1], {"role": "assistant", "content": [{"type": "text", "text": "A "}, {"text": "b."}]}]},
+         "A b.</s>"),
     ],
 )  # fmt: skip
 def test_fields_with_the_usual_names_are_found(
@@ -258,6 +260,19 @@ BAD: dict[str, tuple[list[Any], list[str], str]] = {
     "template without content": ([{"messages": TALK}], ["--chat-template", "roles.jinja"],
                                  "row 1, field 'messages': The chat template leaves out the content of message 3"),
     "weight": ([{"messages": [TALK[1], {**TALK[2], "weight": 0}]}], [], "row 1, field 'messages': Message 2 has the w"),
+    "parts": ([{"messages": [{"role": "user", "content": [{"type": "image", "url": "a.png"}]}, TALK[2]]}], [],
+              "row 1, field 'messages': Message 1 has a part of type 'image', and only texts are trained"),
+    "beside": ([{"instruction": "a", "input": "", "output": "b"}, {"instruction": "a", "input": "c", "output": "b"}],
+               [], "row 2, field 'input': The field belongs to what the model is given, and only 'instruction' is"),
+    "blank": ([{"text": "a b"}, {"text": "  "}], [], "row 2, field 'text': All tokens of the row are masked"),
+    "no template": ([{"messages": TALK}], ["--chat-template", "nowhere"], "--chat-template nowhere cannot be read"),
+    "no Jinja": ([{"messages": TALK}], ["--chat-template", "open.jinja"], "The chat template is no Jinja template"),
+    "gap among labels": ([{"text": "a", "label": 1}, {"text": "b", "label": None}], ["--label", "label"],
+                         "row 2, field 'label': The field is empty"),
+    "word that is none": ([{"tokens": ["a", "b"], "tags": [0, 1]}, {"tokens": ["a", None], "tags": [0, 1]}],
+                          ["--task", "token-classification"], "row 2, field 'tokens': The field must be a text"),
+    "targets": ([{"text": "a b"}] * 9, ["--lora", "2", "--lora-targets", "q_proj,quproj"],
+                "no layer is named 'quproj'. Its linear layers are named down_proj"),
     "samples of none": ([{"text": "a b"}], ["--held-out", "0", "--samples", "2"], "samples is of held-out prompts"),
     "no samples": ([{"text": "a b"}], ["--samples", "0", "--sample-tokens", "9"], "samples=0 writes none"),
     "samples of classes": ([{"text": "a", "label": 1}] * 2, ["--label", "label", "--samples", "2"],
@@ -276,6 +291,7 @@ def test_bad_data_is_one_line_that_names_file_row_and_field(
     rows, options, message = BAD[case]
     data = write_jsonl(tmp_path / "rows.jsonl", rows)
     (tmp_path / "raises.jinja").write_text("{% generation %}{{ raise_exception('no system') }}{% endgeneration %}")
+    (tmp_path / "open.jinja").write_text("{% for message in %}")
     (tmp_path / "roles.jinja").write_text("{% for message in messages %}{{ message['role'] }}{% endfor %}")
     options = [str(tmp_path / each) if each.endswith(".jinja") else each for each in options]
     result = relay("finetune", llama, "--data", data, "--cache", place / "cache", "--out", tmp_path / "out", *options)
@@ -285,22 +301,6 @@ def test_bad_data_is_one_line_that_names_file_row_and_field(
     if message.startswith("row"):
         assert f"relay: {data}, row" in result.stderr
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"text": "a"}\n{"text": \n', "row 2: This is not JSON"),
-        ('{"text": "a"}\n{"text": [1]}\n', "row 2, field 'text': The field must be a text; received list: [1]"),
-        ('{"text": "a"}\n{"text": 5.5}\n', "row 2, field 'text'"),
-    ],
-)
-def test_a_broken_line_of_a_file_is_named(content: str, message: str, llama: Path, place: Path, tmp_path: Path) -> None:
-    data = tmp_path / "rows.jsonl"
-    data.write_text(content)
-    result = relay("finetune", llama, "--data", data, "--cache", place / "cache", "--out", tmp_path / "out")
-    assert result.exit_code == 1
-    assert message in result.stderr
 
 
 def test_labels_out_of_range_name_the_row_and_the_classes(tokenizer: Any, place: Path, tmp_path: Path) -> None:
