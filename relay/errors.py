@@ -6,6 +6,7 @@ applied or a file half written.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 
@@ -55,16 +56,33 @@ class CaptureError(RelayError):
         self.by_data = by_data
 
 
+class MicroBatchTooSmall(CaptureError):
+    """Code that runs for the whole batch and fails for a micro-batch, which has fewer samples.
+
+    What to do: use fewer micro-batches, or run the loss over the whole batch (`loss_over="batch"`).
+    """
+
+
 class NonFiniteLoss(RelayError):
     """The loss of a step was NaN or infinite. Nothing of that step was applied: the parameters are as before it.
 
-    What to do: lower the learning rate, look at the batch, or skip it and continue (`on_nonfinite="skip"`).
+    `microbatches` are the losses of its micro-batches, where they are known: one without targets may have none, the
+    mean of nothing. What to do: lower the learning rate, look at the batch, or skip it and continue
+    (`on_nonfinite="skip"`).
     """
 
-    def __init__(self, loss: float, step: int) -> None:
+    def __init__(self, loss: float, step: int, microbatches: Sequence[float] = ()) -> None:
+        wrong = sum(not math.isfinite(one) for one in microbatches)
+        advice = "Look at the batch, or lower the learning rate."
+        if 0 < wrong < len(microbatches):
+            advice = (
+                f"It is not finite in {wrong} of its {len(microbatches)} micro-batches. If those hold no targets, so "
+                "that their loss is the mean of nothing, give loss_weight=, a function of a micro-batch that returns "
+                "how many targets it holds, or use microbatches=1. Else look at the batch, or lower the learning rate."
+            )
         super().__init__(
             f"The loss of step {step} is {loss}. Nothing of this step was applied; parameters and optimizer are as "
-            "they were before it. Look at the batch, or lower the learning rate."
+            f"they were before it. {advice}"
         )
         self.loss = loss
         self.step = step

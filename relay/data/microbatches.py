@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 
 from relay.capture.memory_order import order_of
+from relay.data.check_values import check_values
 from relay.data.loss_weight import SUM, LossPlan, Share, StatedCount, TargetCount
 from relay.data.samples import Content, are_cut, cut, has_lists, holds_tensors, length_of
 from relay.errors import BatchError
@@ -92,6 +93,7 @@ def take_apart(
     Raises BatchError if the batch has another form, is empty, or has tensors that cannot be cut.
     """
     content = _content_of(batch, whole_model, needs_targets)
+    check_values(content["inputs"] if whole_model else content)
     if not holds_tensors(content, whole_model):
         raise BatchError(
             f"The batch holds no tensors: {_describe(batch)}. Convert its arrays or lists to tensors, for example with "

@@ -16,7 +16,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType
-from typing import Any
 
 import torch
 from torch import nn
@@ -46,7 +45,8 @@ from relay.partition.eager.layer_arguments import partition_around, refusal_arou
 from relay.partition.find_blocks import find_blocks, undisturbed
 from relay.partition.graph_split import cut_graph
 from relay.partition.list_over_batch import partition_list_over_batch
-from relay.partition.module_list import canonical_names, check_scalar, list_as_model, partition_list
+from relay.partition.module_list import canonical_names, list_as_model, partition_list
+from relay.partition.named_outputs import loss_of
 from relay.partition.segments import Partition
 from relay.partition.state_at_calls import ChangesBetweenCalls, StateAtCalls
 from relay.partition.whole_head import WantedOutputs
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 NEVER_EAGERLY = (KeepsState, ChangesBetweenCalls, LayerCallRefused)
 """What is refused whatever runs the code around the layers, since it is about the layers."""
 
-__all__ = ["list_as_model", "loss_of", "partition_list", "partition_list_over_batch", "partition_model"]
+__all__ = ["list_as_model", "partition_list", "partition_list_over_batch", "partition_model"]
 
 
 def partition_model(
@@ -255,11 +255,3 @@ def _with_code_run_eagerly(
     name = type(around.model).__name__
     logger.info("the code of %s cannot run eagerly: %s", name, refused or "its results depend on no layer")
     return None
-
-
-def loss_of(output: Any) -> torch.Tensor | None:
-    """The loss in a model's output: `.loss`, or the key `loss`, or None. Raises PartitionError if not a scalar."""
-    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    if loss is not None:
-        check_scalar(loss)
-    return loss

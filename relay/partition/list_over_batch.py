@@ -26,7 +26,6 @@ from relay.partition.module_list import (
     ModuleCall,
     TracedList,
     canonical_names,
-    check_scalar,
     list_as_model,
     own_names,
     partition_list,
@@ -80,7 +79,7 @@ def partition_list_over_batch(
         assert target_tree is not None
         count = len(shapes[-1])
         alone = LossOfOutputs(loss, call.output_tree, target_tree, count)
-        run_fake(_Checked(alone), [*shapes[-1], *fake_targets], "loss")
+        run_fake(alone, [*shapes[-1], *fake_targets], "loss")
         module = LossCall(call, loss, target_tree, len(given)) if with_last else alone
     first = len(partition.values)
     for number, tensor in enumerate(targets):
@@ -118,19 +117,6 @@ def partition_list_over_batch(
     partition.head = WholeHead(own, joins, arguments, (with_last, joins, str(call.output_tree.spec)))
     partition.loss_plan = LossPlan(unknown=unknown)
     return partition
-
-
-class _Checked(nn.Module):
-    """The loss alone, checked to be a scalar."""
-
-    def __init__(self, alone: LossOfOutputs) -> None:
-        super().__init__()
-        self.alone = alone
-
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor]:
-        loss, *_ = self.alone(*tensors)
-        check_scalar(loss)
-        return (loss,)
 
 
 class _Labels:

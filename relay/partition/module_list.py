@@ -25,11 +25,12 @@ from relay.capture.states.own_generators import BY_PYTHON, decide, have_drawn, p
 from relay.capture.states.shared_states import SharedStates
 from relay.data.loss_weight import LossPlan
 from relay.data.microbatches import Piece
-from relay.errors import PartitionError, RelayError
+from relay.errors import RelayError
 from relay.graph.pytree import TensorTree, tensor_leaves
 from relay.partition.batch_analysis import TracedModel, plan_for
 from relay.partition.find_blocks import undisturbed
 from relay.partition.graph_segment import GraphSegment, graph_of_loss
+from relay.partition.named_outputs import scalar_loss
 from relay.partition.segments import Partition, Segment, Value
 from relay.partition.written_arguments import copied, written_elsewhere
 
@@ -149,16 +150,6 @@ def list_as_model(modules: Sequence[nn.Module], loss: Any) -> nn.Module:
     return nn.Sequential(OrderedDict([*named, ("loss", loss)] if isinstance(loss, nn.Module) else named))
 
 
-def check_scalar(loss: Any) -> None:
-    if not isinstance(loss, torch.Tensor):
-        raise PartitionError(f"The loss must be a scalar tensor; got {type(loss).__name__}.")
-    if loss.dim() != 0 or not loss.dtype.is_floating_point:
-        raise PartitionError(
-            f"The loss must be a scalar of a floating-point dtype; got shape {tuple(loss.shape)} of {loss.dtype}. "
-            "Reduce it, for example with .mean()."
-        )
-
-
 class TracedList(nn.Module):
     """A list of modules as one function, traced with each module as an opaque call."""
 
@@ -190,8 +181,7 @@ class TracedList(nn.Module):
         # A trace names a tensor by the last op that returned it, which may be one of the loss's.
         handed_on = [torch.ops.aten.alias.default(output) for output in outputs]
         loss = self.loss(tree.fill(outputs), self.target_tree.fill(tensors[self.input_count :]))
-        check_scalar(loss)
-        return [loss, *handed_on]
+        return [scalar_loss(loss), *handed_on]
 
     def planned(
         self, batch: Sequence[torch.Tensor], whole: Piece, size: int
@@ -281,7 +271,7 @@ class LossCall(nn.Module):
         if isinstance(self.loss, GraphSegment):
             (loss,) = self.loss(*outputs, *rest)
         else:
-            loss = self.loss(self.call.output_tree.fill(outputs), self.target_tree.fill(rest))
+            loss = scalar_loss(self.loss(self.call.output_tree.fill(outputs), self.target_tree.fill(rest)))
         return (loss, *(output.detach() for output in outputs))
 
 
@@ -297,9 +287,7 @@ class _LossAlone(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor]:
         output_tree, target_tree = self.trees
         outputs, targets = tensors[: self.output_count], tensors[self.output_count :]
-        loss = self.loss(output_tree.fill(outputs), target_tree.fill(targets))
-        check_scalar(loss)
-        return (loss,)
+        return (scalar_loss(self.loss(output_tree.fill(outputs), target_tree.fill(targets))),)
 
 
 def list_of_modules(

@@ -1,6 +1,7 @@
-"""The outputs of a model by name: attributes or keys of what it returns, for training steps that give them back.
+"""What a model returns: its loss, and outputs by name, which training steps give back.
 
-Nothing is computed here. Invariant: the tensors of a name are those that the model would return under it.
+A whole model returns its loss as the attribute or key `loss`, alone, or as the only scalar of a tuple or list. Nothing
+else is taken for one. Invariant: the tensors of a name are those that the model would return under it.
 """
 
 from __future__ import annotations
@@ -10,11 +11,69 @@ from typing import Any
 
 import torch
 
+from relay.errors import PartitionError
 from relay.graph.pytree import TensorTree, tensor_leaves
 from relay.partition.segments import NamedOutput, Partition
 
 WHOLE = "output"
 """The name of all that a list of modules returns, if its output has nothing of that name."""
+
+
+def scalar_loss(loss: Any) -> torch.Tensor:
+    """A loss without dimensions; one of a single element, which PyTorch's backward takes too, loses them.
+
+    Raises PartitionError for anything else.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise PartitionError(f"The loss must be a scalar tensor; got {type(loss).__name__}.")
+    if loss.numel() != 1 or not loss.dtype.is_floating_point:
+        raise PartitionError(
+            f"The loss must be a scalar of a floating-point dtype; got shape {tuple(loss.shape)} of {loss.dtype}. "
+            "Reduce it, for example with .mean()."
+        )
+    return loss.reshape(()) if loss.dim() else loss
+
+
+def loss_of(output: Any) -> torch.Tensor | None:
+    """The loss in what a whole model returns, or None. Raises PartitionError if it is not a scalar."""
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if named is not None:
+        return scalar_loss(named)
+    scalars = _scalars(output)
+    return scalars[0][1] if len(scalars) == 1 else None
+
+
+def _scalars(output: Any) -> list[tuple[int, torch.Tensor]]:
+    """The scalars that may be a loss, with their positions: the output itself, or entries of a tuple or list."""
+    entries = output if isinstance(output, (tuple, list)) else [output]
+    return [
+        (position, entry)
+        for position, entry in enumerate(entries)
+        if isinstance(entry, torch.Tensor) and entry.dim() == 0 and entry.is_floating_point()
+    ]
+
+
+def no_loss(model: str, partition: Partition) -> PartitionError:
+    """The error for a model whose output has no loss, with what it returned instead."""
+    values = [partition.values[number] for number in partition.results]
+    output = partition.result_tree.fill([torch.empty(one.shape, dtype=one.dtype, device="meta") for one in values])
+    kind, advice = type(output).__name__, ""
+    if scalars := _scalars(output):
+        positions = " and ".join(str(position) for position, _ in scalars)
+        found = f"a {kind} with {len(scalars)} scalars, at positions {positions}; which of them is the loss is unknown"
+    elif isinstance(output, torch.Tensor):
+        found = f"a tensor of shape {tuple(output.shape)}"
+    elif isinstance(output, (tuple, list)):
+        found = f"a {kind} of {len(output)} without a scalar"
+    else:
+        known = list(output) if isinstance(output, Mapping) else list(getattr(output, "__dict__", {}))
+        names = ", ".join(map(str, known)) or "nothing"
+        found = f"a {kind} whose loss is None" if "loss" in known else f"a {kind} with {names}"
+        advice = " Does the batch hold labels?"
+    return PartitionError(
+        f"{model} returned no loss for this batch, but {found}. A whole model must return its loss as the attribute or "
+        f"key 'loss', alone, or as the only scalar of a tuple.{advice}"
+    )
 
 
 def named_outputs(partition: Partition, names: Sequence[str], whole_model: bool) -> dict[str, NamedOutput]:

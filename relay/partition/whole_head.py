@@ -18,6 +18,7 @@ from torch import nn
 from relay.capture.memory_order import as_written, order_of
 from relay.graph.pytree import TensorTree
 from relay.partition.batch_flow.labels import Count, Kind, Label
+from relay.partition.named_outputs import scalar_loss
 from relay.partition.segments import Join
 
 
@@ -97,5 +98,5 @@ class LossOfOutputs(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs, targets = tensors[: self.output_count], tensors[self.output_count :]
-        loss = self.loss(self.output_tree.fill(outputs), self.target_tree.fill(targets))
+        loss = scalar_loss(self.loss(self.output_tree.fill(outputs), self.target_tree.fill(targets)))
         return (loss, *(output.detach() for output in outputs))

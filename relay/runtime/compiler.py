@@ -29,9 +29,10 @@ from relay.data.microbatches import (
     weigh,
     with_whole_values,
 )
-from relay.errors import BatchError, PartitionError
+from relay.errors import BatchError, MicroBatchTooSmall, RelayError
 from relay.partition import list_as_model
 from relay.partition.edit_layers import chosen_layers, layer_names
+from relay.partition.named_outputs import no_loss
 from relay.runtime.code_states import CodeState, CodeStates
 from relay.runtime.compiling.compile_shapes import ShapeCompiler
 from relay.runtime.compiling.prepared_batch import PreparedBatch, share_of_batch
@@ -109,8 +110,17 @@ class ModelCompiler(ShapeCompiler):
         `weights` are what the pieces count, if the loss is not to decide it; `outputs` the names of those to return;
         `whole` is the batch of which this is a share. Raises BatchError, PartitionError or CaptureError.
         """
+        asked = batch, training, active_layers, pieces, weights, outputs, whole
         try:
-            return self._prepared(batch, training, active_layers, pieces, weights, outputs, whole)
+            return self._prepared(*asked)
+        except MicroBatchTooSmall as small:
+            stated = self._loss_weight is not None or pieces is not None
+            if self.whole or self.is_share or self._loss_over != "auto" or stated:
+                raise
+            try:  # the loss of a list may run over the whole batch
+                return self._prepared(*asked, over_batch=True)
+            except RelayError:
+                raise small from small.__cause__
         finally:
             self._whole_trace.clear()
 
@@ -123,6 +133,7 @@ class ModelCompiler(ShapeCompiler):
         weights: Sequence[float] | None,
         outputs: Sequence[str],
         whole: Piece | None,
+        over_batch: bool = False,
     ) -> PreparedBatch:
         chosen = None
         if active_layers is not None:
@@ -137,16 +148,13 @@ class ModelCompiler(ShapeCompiler):
         stated = check_weights(weights, len(given.pieces)) if weights is not None else None
         state = self._code.current()
         names = tuple(outputs)
-        if self._loss_over == "batch" and len(given.pieces) > 1:
+        if (self._loss_over == "batch" or over_batch) and len(given.pieces) > 1:
             refuse_pieces(given, stated)
             return self._prepare_over_batch(given, training, False, chosen, state, names)
         follow = stated is None and self._loss_weight is None
         first = self.compiled(given, 0, training, False, chosen, state, names, follow).partition
         if not first.has_loss:
-            raise PartitionError(
-                f"The output of {type(self.model).__name__} has no loss for this batch. A whole model must return "
-                "an object with .loss: does the batch hold labels?"
-            )
+            raise no_loss(type(self.model).__name__, first)
         count = len(given.pieces)
         if follow and first.loss_plan.problem is not None and self._may_go_over(given):
             return self._prepare_over_batch(given, training, False, chosen, state, names)
@@ -159,15 +167,18 @@ class ModelCompiler(ShapeCompiler):
             return [self.compiled(given, number, training, False, *asked) for number in numbers]
 
         compiled = alike(compiled_with(None), lambda size: compiled_with(replace(self.head, tokens=size)))
+        plans = self._plans(compiled)
+        if follow and any(plan.problem for plan in plans) and self._may_go_over(given):
+            return self._prepare_over_batch(given, training, False, chosen, state, names)
+        if stated is None:
+            self._check_loss(plans, count)
         refuse_other_layers(compiled)
         if stated is not None:
             return PreparedBatch(given, stated, compiled, list(numbers), count)
-        plans = self._plans(compiled)
-        self._check_loss(plans, count)
         if self.is_share:
             return share_of_batch(given, compiled, plans, whole)
-        shares = weigh(given, plans)
         given = with_whole_values(given, plans)
+        shares = weigh(given, plans)
         counting = [number for number in numbers if shares[number] != 0]  # the mean of nothing is undefined
         return PreparedBatch(
             replace(given, pieces=[given.pieces[number] for number in counting]),
@@ -197,8 +208,8 @@ class ModelCompiler(ShapeCompiler):
         plans = self._plans(compiled)
         for plan in plans:
             refuse_mixed_output(type(self.model).__name__, plan, count)
-        weights = weigh(pieces, plans)
-        return PreparedBatch(with_whole_values(pieces, plans), weights, compiled, list(range(count)), count)
+        given = with_whole_values(pieces, plans)
+        return PreparedBatch(given, weigh(given, plans), compiled, list(range(count)), count)
 
     def _may_go_over(self, given: Batch) -> bool:
         """Whether the head may run over the whole batch."""
@@ -312,9 +323,8 @@ class ModelCompiler(ShapeCompiler):
         key = (piece.signature(), whole and whole.signature(), training, results, active, state, outputs, head)
         compiled = self.cache.find(key, piece.tensors, whole.tensors if whole else ())
         if compiled is None:
-            (compiled,) = self._in_state(
-                state, lambda: [self._compile(piece, training, results, active, outputs, whole, head)]
-            )
+            asked = training, results, active, outputs, whole, head
+            (compiled,) = self._in_state(state, lambda: [self._compile_piece(batch, number, *asked)])
             self.cache.add(key, compiled)
         return compiled
 

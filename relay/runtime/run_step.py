@@ -79,7 +79,8 @@ def train_step(
 
         def check() -> None:
             if on_nonfinite in ("stop", "skip") and not bool(torch.isfinite(losses_on_host).all()):
-                raise NonFiniteLoss(float((losses_on_host * weights_on_host).sum()), number)
+                total = float((losses_on_host * weights_on_host).sum())
+                raise NonFiniteLoss(total, number, losses_on_host.tolist())
 
         checked = session.host.run(check, [read], "check of the loss")
         return session.server.agree_on_loss(checked, lambda: weighted(losses_on_host, weights), number, submitted)

@@ -22,6 +22,7 @@ from relay.errors import VerificationError
 from relay.optim.int8_state import Int8State
 from relay.optim.optimizers import SGD, Adam, AdamW
 from relay.options import TrainOptions
+from relay.partition.named_outputs import loss_of
 from relay.precision import COMPUTE
 from relay.verification.given_draws import GivenDraws
 from relay.verification.left_out import left_out
@@ -256,7 +257,8 @@ class PlainRun:
             layers = [self.model.get_submodule(name) for name in self.left_out]
             with left_out(layers, self._held.views()):
                 output = self.model(**piece.inputs)
-            found: torch.Tensor = output["loss"] if isinstance(output, dict) else output.loss
+            found = loss_of(output)
+            assert found is not None
             return found
         value = piece.inputs
         for number, module in enumerate(self._modules):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from relay.partition.batch_flow.labels import Count, Kind, Label, free
+from relay.partition.batch_flow.labels import Count, Kind, Label, free, rows
 from relay.partition.batch_flow.op_call import Labels, OpCall, alike
 
 LINEAR_SUMS = {"sum", "mean", "nansum", "count_nonzero"}
@@ -88,3 +88,35 @@ def _product(call: OpCall, first: Any, second: Any, added: Any) -> Labels:
     if summed or other_summed or place != other_place or place >= -2:
         return call.mixed("puts every sample together with every other")
     return call.shaped(replace(one, unit=one.unit or two.unit), "takes samples together")
+
+
+def contracted(call: OpCall) -> Labels | None:
+    """einsum: the batch's letter must be the same in all that has rows, and is kept or summed over."""
+    equation, tensors = call.argument("equation").replace(" ", ""), call.argument("tensors")
+    if "." in equation:
+        return None
+    given, arrow, result = equation.partition("->")
+    letters = given.split(",")
+    if not arrow:
+        once = {letter for letter in given if letter != "," and given.count(letter) == 1}
+        result = "".join(sorted(once))
+    labels = [call.label(tensor) for tensor in tensors]
+    if any(label.kind is Kind.TERMS for label in labels):
+        terms = [label for label in labels if label.kind is not Kind.FREE]
+        return terms[0].derived(call.given) if len(terms) == 1 else call.mixed(
+            "multiplies numbers that come from all of the batch"
+        )  # fmt: skip
+    if any(label.numbers for label in labels):
+        return call.mixed("makes a tensor from the batch's length")
+    by_sample = [(own[label.dim], label) for own, label in zip(letters, labels, strict=True) if label.kind is Kind.ROWS]
+    letter = by_sample[0][0]
+    units = {label.unit for _, label in by_sample if label.unit}
+    several = any(other != letter for other, _ in by_sample) or any(own.count(letter) > 1 for own in letters)
+    if several or len(units) > 1:
+        return call.mixed("puts every sample together with every other")
+    if letter in result:
+        return rows(result.index(letter), units.pop() if units else 0, call.given)
+    for own, label, tensor in zip(letters, labels, tensors, strict=True):
+        if label.kind is Kind.FREE and letter in own and tensor.meta["val"].shape[own.index(letter)] != 1:
+            return call.mixed("sums over the batch, each sample with a factor of its own")
+    return call.term(Count.SUM)

@@ -28,7 +28,7 @@ from relay.partition.batch_flow.layers import attention, distances, dropped, nor
 from relay.partition.batch_flow.lookups import bag, has_regular_offsets, indexed, looked_up, picked, put
 from relay.partition.batch_flow.losses import CROSS_ENTROPIES, ELEMENT_LOSSES, SAMPLE_LOSSES, cross_entropy, loss
 from relay.partition.batch_flow.op_call import Labels, OpCall, alike
-from relay.partition.batch_flow.products import FACTORS, LINEAR_SUMS, product_of, reduced
+from relay.partition.batch_flow.products import FACTORS, LINEAR_SUMS, contracted, product_of, reduced
 from relay.partition.batch_flow.views import REORDERS, RESHAPES, along, by_numbers, joined, reordered, reshaped, spread
 
 FOURIER = {f"fft_{kind}{size}" for kind in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft") for size in ("", "2", "n")}
@@ -52,6 +52,7 @@ RULES: dict[str, Callable[[OpCall], Any]] = {
          "std_mean", "norm", "linalg_vector_norm", "logsumexp", "median", "nanmedian", "mode", "kthvalue", "quantile",
          "nanmean", "nanquantile", "aminmax"), reduced),
     **dict.fromkeys(FACTORS, product_of),
+    "einsum": contracted,
     **dict.fromkeys((*ELEMENT_LOSSES, *SAMPLE_LOSSES), loss),
     **dict.fromkeys(CROSS_ENTROPIES, cross_entropy),
     **dict.fromkeys(

@@ -20,6 +20,7 @@ from relay.capture import Lowering, ObservedGradientPresence, unlogged
 from relay.capture.guards.bypasses import bypassed
 from relay.capture.states.own_generators import python_numbers, same_python_numbers
 from relay.data.microbatches import Batch, Piece
+from relay.errors import CaptureError, RelayError
 from relay.partition import list_as_model, partition_list, partition_list_over_batch, partition_model
 from relay.partition.batch_analysis import WholeTrace
 from relay.partition.capture_cache import Captures
@@ -30,6 +31,7 @@ from relay.partition.positions.labels import NotByPosition
 from relay.partition.segments import Partition
 from relay.partition.whole_head import WantedOutputs
 from relay.runtime.compiling.capture_segments import Capturing, build_compiled_model
+from relay.runtime.head.checks import too_small
 from relay.runtime.head.choose_chunks import HeadChunks, left_whole, with_row_chunks
 from relay.runtime.head.whole_batch import build_over_batch
 from relay.runtime.stages import CompiledModel
@@ -110,6 +112,30 @@ class ShapeCompiler:
             except NotByPosition as why:
                 head.give_up(why)
                 return self._compile(piece, training, results, active, outputs, whole, replace(self.head, tokens=None))
+
+    def _compile_piece(
+        self,
+        batch: Batch,
+        number: int,
+        training: bool,
+        results: bool,
+        active: tuple[str, ...] | None,
+        outputs: tuple[str, ...],
+        whole: Piece | None,
+        head: HeadChunks | None,
+    ) -> CompiledModel:
+        """`_compile` for a micro-batch. Raises MicroBatchTooSmall where that fails and the batch can be captured."""
+        piece, everything, asked = batch.pieces[number], batch.whole, (training, results, active, outputs)
+        try:
+            return self._compile(piece, *asked, whole, head)
+        except CaptureError as failure:
+            if everything is None or failure.by_data or piece.size == everything.size:
+                raise
+            try:
+                self._compile(everything, *asked, None, head)
+            except RelayError:
+                raise failure from failure.__cause__
+            raise too_small(failure, piece.size, everything.size, self.whole) from failure
 
     def _compile_over_batch(
         self,

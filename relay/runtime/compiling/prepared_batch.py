@@ -90,13 +90,12 @@ def share_of_batch(
             )
         ones = [1.0] * len(compiled)
         return PreparedBatch(given, ones, compiled, list(range(len(compiled))), len(compiled), needs_whole=True)
+    given = with_values(replace(given, whole=whole), plans)
     counts = counts_of(given, plans)
     weights = [1.0] * len(compiled) if counts is None else counts
     numbers = [number for number, weight in enumerate(weights) if weight != 0]  # the mean of nothing is undefined
     kept = numbers or [0]  # the model is compiled, even if nothing is to run
-    pieces = replace(given, pieces=[given.pieces[number] for number in kept])
-    chosen = [plans[number] for number in kept]
-    extended = with_values(replace(pieces, whole=whole), chosen)
+    extended = replace(given, pieces=[given.pieces[number] for number in kept])
     return PreparedBatch(
         extended,
         [weights[number] for number in kept],
@@ -104,5 +103,5 @@ def share_of_batch(
         kept,
         len(compiled),
         None if counts is None else [counts[number] for number in kept],
-        term_counts(extended, chosen),
+        term_counts(extended, [plans[number] for number in kept]),
     )

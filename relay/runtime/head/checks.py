@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from relay.data.loss_weight import LossPlan
 from relay.data.microbatches import Batch
-from relay.errors import BatchError, PartitionError
+from relay.errors import BatchError, CaptureError, MicroBatchTooSmall, PartitionError
 from relay.runtime.stages import CompiledModel
 
 
@@ -51,6 +51,22 @@ def check_loss(
             advice = "It is right if nothing before the head mixes samples. Otherwise use microbatches=1."
         warnings.warn(doubt + advice, stacklevel=5)
     return warned or unknown is not None
+
+
+def too_small(failure: CaptureError, size: int, whole: int, whole_model: bool) -> MicroBatchTooSmall:
+    """The error for code that fails for a micro-batch of `size` samples, and not for the batch of `whole` samples."""
+    over_batch = (
+        "a whole model's own loss is part of that code, so give it as a list of modules with loss= to use "
+        "loss_over='batch'"
+        if whole_model
+        else "if it is the loss, loss_over='batch' runs it over the whole batch"
+    )
+    return MicroBatchTooSmall(
+        f"{str(failure).rstrip('.')}. This is so for a micro-batch of {size} of the {whole} samples, and not for the "
+        f"whole batch. Use fewer micro-batches, such as microbatches=1; {over_batch}.",
+        layer=failure.layer,
+        op=failure.op,
+    )
 
 
 def refuse_mixed_output(name: str, plan: LossPlan, microbatches: int) -> None:
