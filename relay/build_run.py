@@ -17,7 +17,7 @@ from hal.host import Host
 from relay.distributed.compare_ranks import describe
 from relay.distributed.ranks import Ranks, local_device
 from relay.distributed.refusals import refuse_options
-from relay.distributed.together import Together
+from relay.distributed.together import SharedOptimizerStates, Together
 from relay.eps.bind_optimizer import as_spec, bind
 from relay.eps.master_weights import frozen_half, master_dtype, refuse_unsplittable, to_master_weights
 from relay.eps.server import Clipping, ParameterServer
@@ -67,7 +67,8 @@ class Run:
         groups, group_of = self.grouping(compiler.model)
         server = self.session.server
         server.group(group_of)
-        self.optimizer.connect(lambda: compiler.model, server.optimizer, group_of, ready, together is not None)
+        shared = None if together is None else SharedOptimizerStates(together, lambda: compiler.model, server)
+        self.optimizer.connect(lambda: compiler.model, server.optimizer, group_of, ready, shared)
         if together is not None:
             together.refuse_differences(describe(compiler.model, self.options, groups))
 

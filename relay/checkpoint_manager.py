@@ -6,9 +6,9 @@
             trainer.step(batch)
             checkpoints.after_step()
 
-One process writes them in the background. SIGTERM, Ctrl-C and exceptions end the run with a last checkpoint, if the
-last step is complete. Several processes that train together write together, after the same step and not in the
-background, and SIGTERM on one of them ends the run on all. The content of a checkpoint is not known here
+They are written in the background. SIGTERM, Ctrl-C and exceptions end the run with a last checkpoint, if the
+last step is complete. Several processes that train together write together, after the same step, and SIGTERM on one of
+them ends the run on all. The content of a checkpoint is not known here
 (`relay.checkpoint.format`). Invariant: an old checkpoint is deleted only after a newer one has been verified, and the
 newest whole one never.
 """
@@ -243,8 +243,12 @@ class Checkpoints:
 
     def _finish(self, wait: bool) -> None:
         """Check and prune after a background checkpoint has ended."""
-        if self._saving is None or not (wait or self._saving.done()):
+        if self._saving is None:
             return
+        if not wait:
+            together, writing = self._trainer.together, not self._saving.done()
+            if writing if together is None else together.any(writing):
+                return
         saving, self._saving = self._saving, None
         self._trainer.wait_saved(quietly=True)
         saving.wait()

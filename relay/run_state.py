@@ -24,7 +24,6 @@ from relay.checkpoint.format import SHARD_BYTES, Checkpoint, Progress
 from relay.checkpoint.saving import (
     Saving,
     check_fits,
-    ended,
     group_names,
     restore_optimizer,
     restore_user,
@@ -229,7 +228,7 @@ class RunState:
         Args:
             path: the folder.
             background: return at once, and write while training continues. Errors are then raised by the next `save`,
-                or by `wait` of the returned object. Several processes write together, and not in the background.
+                or by `wait` of the returned object. Several processes write together.
             memory: the most bytes of copies that a background checkpoint may take, such as "1GB".
             shard_bytes: parameters share files up to this size.
             user: what else belongs to the run, such as `scheduler=` and `data=`: objects with `state_dict()`, or plain
@@ -251,15 +250,16 @@ class RunState:
             options={name: getattr(self.options, name) for name in SAVED_OPTIONS},
             user=states_of(user),
         )
-        if self._together is not None:
-            self.synchronize()
-            self._together.save(
-                Path(path), self._model, session.store, session.server.optimizer, progress, parse_size(shard_bytes)
-            )
-            self._last_saved = str(path)
-            return ended(Path(path))
         # Before the first step optimizer states may not be allocated yet.
         background = background and session.scheduler is not None
+        if self._together is not None:
+            self.synchronize()
+            self._saving = self._together.save(
+                Path(path), self._model, session.server, session.host, progress, parse_size(memory),
+                parse_size(shard_bytes), background,
+            )  # fmt: skip
+            self._last_saved = str(path)
+            return self._saving
         self._saving = start(
             Path(path), self._model, session.server, session.host, session.guard.pending, progress, parse_size(memory),
             parse_size(shard_bytes), background,

@@ -61,13 +61,6 @@ class Saving:
         self._ended.set()
 
 
-def ended(path: Path) -> Saving:
-    """A checkpoint that has been written."""
-    saving = Saving(path)
-    saving.end(None)
-    return saving
-
-
 _unreported: set[Saving] = set()
 """Background checkpoints that may still fail, or that failed without anything having waited for them."""
 
@@ -100,7 +93,6 @@ def start(
     With `background` a thread writes it and training may continue at once; `Saving.wait` raises its errors. Otherwise
     the checkpoint is written when this returns, and errors are raised.
     """
-    saving = Saving(path)
     split = server.store.split
     weights = {
         name: split[name] if name in split else parameter.detach() for name, parameter in model.named_parameters()
@@ -108,6 +100,24 @@ def start(
     snapshot = Snapshot(weights, server.optimizer, host, budget)
     # The next forward pass changes buffers, so they are copied now.
     buffers = {name: buffer.detach().cpu().clone() for name, buffer in model.named_buffers()}
+
+    def write() -> None:
+        write_checkpoint(path, snapshot, buffers, progress, shard_bytes)
+
+    return write_from(snapshot, path, server, host, pending, write, background)
+
+
+def write_from(
+    snapshot: Snapshot,
+    path: Path,
+    server: ParameterServer,
+    host: Host,
+    pending: Sequence[Event],
+    write_all: Callable[[], None],
+    background: bool,
+) -> Saving:
+    """Begin a snapshot after the updates of `pending`, and write it by `write_all`, as `start` does."""
+    saving = Saving(path)
 
     def begin() -> None:
         snapshot.begin()
@@ -120,7 +130,7 @@ def start(
         error: BaseException | None = None
         try:
             begun.wait()
-            write_checkpoint(path, snapshot, buffers, progress, shard_bytes)
+            write_all()
         except BaseException as failure:  # `Saving.wait` raises it
             error = failure
         finally:

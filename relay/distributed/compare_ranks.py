@@ -80,6 +80,16 @@ def _checksum(tensor: torch.Tensor) -> int:
     return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
 
 
+def checksum_of_states(states: Mapping[str, Mapping[str, Any]]) -> str:
+    """A checksum of optimizer states, by parameter and label."""
+    parts = [
+        (name, label, _describe(value.detach().cpu()) if isinstance(value, torch.Tensor) else repr(value))
+        for name, state in states.items()
+        for label, value in state.items()
+    ]
+    return f"{len(states)} parameters, checksum {zlib.crc32(repr(parts).encode()):08x}"
+
+
 def _without_addresses(value: Any) -> str:
     """A value in words, without the addresses that functions and objects have in a process."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))

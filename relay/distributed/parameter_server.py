@@ -281,6 +281,7 @@ class RankParameterServer(ParameterServer):
         result = submitted.result
         if result.skipped:
             return
+        self.updater.before_update([plan.names[index] for index in plan.updates])  # the others' weights change too
         sums = progress.sums[plan]
         if self.ownership.whole:
             sums = {index: sums[index].view(self.store[plan.names[plan.updates[index]]].shape) for index in sums}
@@ -343,9 +344,8 @@ class RankParameterServer(ParameterServer):
         progress.take("norms")
         submitted.decision = self._ranks.control.submit(decide, (), "decision on the step")
         if self.deferred:
-            for plan in plans:
-                if plan.updates:
-                    self._submit_update(plan, submitted.decision, groups, unscale, submitted)
+            for plan in filter(lambda each: each.updates, plans):
+                self._submit_update(plan, submitted.decision, groups, unscale, submitted)
 
     def _norm(
         self, progress: StepProgress, plans: Sequence[GradientPlan], error: BaseException | None, overflowed: bool

@@ -37,10 +37,19 @@ class Ranks:
         self._groups: list[Any] = [distributed.new_group(backend="gloo") for _ in range(2)]
         self.control = Channel(self._groups[0], "control messages", self._lost)
         self.bulk = Channel(self._groups[1], "gradients and weights", self._lost)
+        self._checkpoints: Channel | None = None
         hosts = self.control.gather_now({"host": socket.gethostname(), "process": os.getpid()})
         self._names = [
             f"rank {rank} of {self.count} (process {one['process']} on {one['host']})" for rank, one in enumerate(hosts)
         ]
+
+    @property
+    def checkpoints(self) -> Channel:
+        """The channel of checkpoints, which are written while training continues. All ranks ask for it at once."""
+        if self._checkpoints is None:
+            self._groups.append(distributed.new_group(backend="gloo"))
+            self._checkpoints = Channel(self._groups[-1], "checkpoints", self._lost)
+        return self._checkpoints
 
     def name(self, rank: int) -> str:
         """A rank in words, with its process and host."""
@@ -59,8 +68,9 @@ class Ranks:
 
     def close(self) -> None:
         """End the channels, when all that was submitted has ended."""
-        self.control.close()
-        self.bulk.close()
+        for channel in (self._checkpoints, self.control, self.bulk):
+            if channel is not None:
+                channel.close()
         for group in self._groups:
             with suppress(Exception):  # a group that has lost a rank, or that the script has destroyed already
                 distributed.destroy_process_group(group)

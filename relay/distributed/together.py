@@ -21,10 +21,11 @@ from torch import nn
 
 from hal.device import Device
 from hal.host import Host
-from relay.checkpoint.format import Progress
+from relay.checkpoint.format import SHARD_BYTES, Progress
+from relay.checkpoint.saving import Saving, write_from
 from relay.data.microbatches import Batch, Piece, count_tokens, term_totals
-from relay.distributed.checkpoints import part_of_state, write_together
-from relay.distributed.compare_ranks import refuse_differences
+from relay.distributed.checkpoints import RankStates, part_of_state, write_together
+from relay.distributed.compare_ranks import checksum_of_states, refuse_differences
 from relay.distributed.ownership import OwnedWeights, Ownership, works_by_element
 from relay.distributed.parameter_server import RankParameterServer
 from relay.distributed.ranks import Ranks
@@ -32,7 +33,8 @@ from relay.distributed.refusals import refuse_changing_buffers
 from relay.distributed.shares import is_empty, stand_in
 from relay.distributed.whole_batch import join_shares
 from relay.eps.optimizer_state import BoundOptimizer
-from relay.eps.server import Clipping
+from relay.eps.server import Clipping, ParameterServer
+from relay.eps.snapshot import Snapshot
 from relay.eps.store import LayerStore
 from relay.errors import BatchError, RankFailed, RankLost, RanksDiffer, RelayError
 from relay.metrics import Metrics
@@ -43,8 +45,9 @@ from relay.runtime.schedule import PreparedStep
 Prepare = Callable[[Any, Piece | None], tuple[PreparedBatch, PreparedStep | None]]
 """Prepares a share of a batch, given the whole batch where it is known. A share that needs it has nothing to run on."""
 
-TRAIN, EVALUATE, SAVE, LOAD, STATE, ASK, CLOSE = (
-    "step", "evaluate", "save", "load", "state_dict", "checkpoints", "close",
+TRAIN, EVALUATE, SAVE, LOAD, STATE, ASK, CLOSE, STATES, RESTORE = (
+    "step", "evaluate", "save", "load", "state_dict", "checkpoints", "close", "optimizer.state_dict",
+    "optimizer.load_state_dict",
 )  # fmt: skip
 
 
@@ -157,14 +160,26 @@ class Together:
         self,
         path: Path,
         model: nn.Module,
-        store: LayerStore,
-        optimizer: BoundOptimizer,
+        server: ParameterServer,
+        host: Host,
         progress: Progress,
+        budget: int,
         shard_bytes: int,
-    ) -> None:
-        """Write a checkpoint with the other ranks. No update may be running. Raises CheckpointError on all of them."""
-        self._exchange({"call": SAVE, "error": None, "facts": {"path of the checkpoint": str(path.resolve())}}, None)
-        write_together(self.ranks, self.ownership, path, model, store, optimizer, progress, shard_bytes)
+        background: bool,
+    ) -> Saving:
+        """Write a checkpoint with the other ranks. No update may be running. Raises CheckpointError on all of them.
+
+        With `background` a thread writes it, and training may continue.
+        """
+        facts = {"path of the checkpoint": str(path.resolve()), "background of the checkpoint": background}
+        self._exchange({"call": SAVE, "error": None, "facts": facts}, None)
+        states = RankStates(self.ranks, self.ownership, model, server.store, server.optimizer, shard_bytes)
+        snapshot = Snapshot(states.weights, server.optimizer, host, budget)
+
+        def write() -> None:
+            write_together(states, snapshot, path, progress)
+
+        return write_from(snapshot, path, server, host, (), write, background)
 
     def agree_on_load(self, error: Exception | None, checkpoint: str) -> None:
         """Agree that all ranks load this checkpoint now. `error` is what keeps this rank from it."""
@@ -174,6 +189,10 @@ class Together:
     def part_of(self, name: str, state: State) -> State:
         """What this rank owns of a parameter's optimizer state."""
         return part_of_state(self.ownership, name, state)
+
+    def agree_on_states(self, call: str, facts: Mapping[str, Any]) -> None:
+        """Agree on a call that reads or replaces the optimizer's states."""
+        self._exchange({"call": call, "error": None, "facts": facts}, None)
 
     def any(self, value: bool) -> bool:
         """Whether it is so on any rank."""
@@ -310,6 +329,23 @@ class Together:
     def close(self) -> None:
         """End the channels."""
         self.ranks.close()
+
+
+class SharedOptimizerStates:
+    """The optimizer's states of all ranks; see `relay.eps.torch_form.SharedStates`."""
+
+    def __init__(self, together: Together, model: Callable[[], nn.Module], server: ParameterServer) -> None:
+        self._together, self._model, self._server = together, model, server
+
+    def whole(self) -> dict[str, State]:
+        together, model, server = self._together, self._model(), self._server
+        together.agree_on_states(STATES, {})
+        states = RankStates(together.ranks, together.ownership, model, server.store, server.optimizer, SHARD_BYTES)
+        return {name: states.state(name) for name, _ in model.named_parameters()}
+
+    def part_of(self, states: Mapping[str, State]) -> dict[str, State]:
+        self._together.agree_on_states(RESTORE, {"states of the optimizer": checksum_of_states(states)})
+        return {name: self._together.part_of(name, state) for name, state in states.items()}
 
 
 _NOTHING: dict[str, Any] = {

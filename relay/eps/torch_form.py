@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, NoReturn, Protocol, SupportsIndex
 
 import torch
 from torch import nn
@@ -25,6 +25,16 @@ READ_ONLY = (
     "The states of a trainer's optimizer are the trainer's, so nothing can be put into optimizer.state. Write to its "
     "tensors in place, remove a parameter's state (state.pop, state.clear) to begin anew, or use load_state_dict."
 )
+
+
+class SharedStates(Protocol):
+    """The states where several processes have a part each. Both calls are made by all of them at once."""
+
+    def whole(self) -> dict[str, State]:
+        """The whole state of each parameter, by its name."""
+
+    def part_of(self, states: Mapping[str, State]) -> dict[str, State]:
+        """What this process has of whole states, which all processes give alike."""
 
 
 class ParameterState(State):
@@ -80,6 +90,7 @@ class RelayOptimizer(torch.optim.Optimizer):
     def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
         self._counting = False
         self._connected = False
+        self._whole: dict[str, State] | None = None
         super().__init__(groups, defaults)
 
     def connect(
@@ -88,15 +99,15 @@ class RelayOptimizer(torch.optim.Optimizer):
         states: BoundOptimizer,
         group_of: dict[str, int],
         ready: Callable[[], None],
-        is_part: bool = False,
+        shared: SharedStates | None = None,
     ) -> None:
         """Read and write these states from now on.
 
         `model` gives the model as it is; `group_of` is each parameter's group by name, changed here when groups are
-        added; `ready` waits for updates, and raises where the states may not be used. `is_part` is set where this
-        process holds a part of the states.
+        added; `ready` waits for updates, and raises where the states may not be used. `shared` joins the
+        states where this process holds a part of them.
         """
-        self._is_part = is_part
+        self._shared = shared
         self._model, self._states, self._group_of, self._ready = model, states, group_of, ready
         self._given = len(self.param_groups)
         self._connected = True
@@ -112,10 +123,15 @@ class RelayOptimizer(torch.optim.Optimizer):
         """
         found = States(self._begin_anew)
         if self._connected:
-            self._refuse_part("state")
+            if self._shared is not None and self._whole is None:
+                raise RelayError(
+                    "optimizer.state is not possible with several processes: each holds a part of the states. Call "
+                    "optimizer.state_dict() on all of them, which gives each the whole states."
+                )
             self._ready()
             for name, parameter in self._model().named_parameters():
-                if state := in_torch_form(self._states.state(name), parameter):
+                own = self._states.state(name) if self._whole is None else self._whole[name]
+                if state := in_torch_form(own, parameter):
                     dict.__setitem__(found, parameter, ParameterState(state))
         return found
 
@@ -137,19 +153,28 @@ class RelayOptimizer(torch.optim.Optimizer):
             self._states.restore(name, self._states.from_torch_form(name, {}, group, parameter.shape))
 
     def state_dict(self) -> dict[str, Any]:
-        """The states and groups in the form of `torch.optim`: `state` by index, with `step`, `exp_avg` and so on."""
+        """The states and groups in the form of `torch.optim`: `state` by index, with `step`, `exp_avg` and so on.
+
+        Of several processes all call it, and each gets all of it.
+        """
         self._list_unfrozen()
-        found = super().state_dict()
+        if self._connected and self._shared is not None:
+            self._ready()
+            self._whole = self._shared.whole()
+        try:
+            found = super().state_dict()
+        finally:
+            self._whole = None
         return found | {"state": {index: dict(state) for index, state in found["state"].items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set states and hyperparameters from a `state_dict` of this class, or of torch.optim's of the same name.
 
-        Raises ValueError, with nothing changed, for one of other groups, parameters or states.
+        Of several processes all call it with the same. Raises ValueError, with nothing changed, for one of other
+        groups, parameters or states.
         """
         if not self._connected:
             raise RuntimeError("This optimizer has no states: use that of a trainer, trainer.optimizer.")
-        self._refuse_part("load_state_dict")
         self._list_unfrozen()
         names = {id(parameter): name for name, parameter in self._model().named_parameters()}
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
@@ -163,6 +188,8 @@ class RelayOptimizer(torch.optim.Optimizer):
                 name = names[id(parameter)]
                 states[name] = self._states.from_torch_form(name, given, group, parameter.shape)
         self._ready()
+        if self._shared is not None:
+            states = self._shared.part_of(states)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self.__dict__.pop("state", None)  # torch puts it here; the states are the server's
         for group in self.param_groups:
@@ -171,14 +198,6 @@ class RelayOptimizer(torch.optim.Optimizer):
         for name, state in states.items():
             self._states.restore(name, state)
         self._note_members()
-
-    def _refuse_part(self, call: str) -> None:
-        """Raise RelayError where this process holds a part of the states."""
-        if self._is_part:
-            raise RelayError(
-                f"optimizer.{call} is not possible with several processes: each holds a part of the states. Use "
-                "trainer.save(folder) and trainer.load(folder), which write and read all of them."
-            )
 
     def _list_unfrozen(self) -> None:
         """List parameters that have been unfrozen since, which are updated with the group that they were given."""

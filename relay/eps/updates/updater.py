@@ -125,9 +125,7 @@ class Updater:
                     if not indices:
                         continue
                 names = [plan.names[index] for index in indices]
-                if self.snapshot is not None:
-                    followers = [name for name in self._store.aliases if self._store.owner(name) in names]
-                    self.snapshot.before_update([*names, *followers])
+                self.before_update(names)
                 result.updating = True
                 at_once = [index for index in indices if index not in parts]
                 if at_once:
@@ -136,6 +134,12 @@ class Updater:
                 for index in indices:
                     if split is not None and index in parts:
                         split.begin(parts[index], gradients[index], factor)
+
+    def before_update(self, names: Sequence[str]) -> None:
+        """Let a snapshot copy parameters that are about to change, and those that share memory with them."""
+        if self.snapshot is not None:
+            followers = [name for name in self._store.aliases if self._store.owner(name) in names]
+            self.snapshot.before_update([*names, *followers])
 
     def moved(self, plan: GradientPlan, sizes: Sequence[int], split: SplitUpdate | None) -> int:
         """The bytes of host memory that `update` reads and writes. `sizes` are those of the gradients."""

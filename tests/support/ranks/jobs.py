@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import relay
 from relay.cli import main
@@ -70,6 +72,57 @@ def train_and_save(
             "steps": trainer.steps,
             "parameters": {name: value.clone() for name, value in trainer.state_dict().items()},
         }
+
+
+def save_each_step(
+    rank: int, count: int, batches: Sequence[Sequence[Batch]], options: dict[str, Any], folder: str
+) -> bool:
+    """Save after every step, to "waiting" and in the background to "background", with room for one copy.
+
+    Returns whether all of the latter were written by threads.
+    """
+    by_threads = True
+    with relay.Trainer(layers(), loss, **options) as trainer:
+        for of_ranks in batches:
+            trainer.step(of_ranks[rank])
+            trainer.save(Path(folder) / "waiting" / str(trainer.steps))
+            saving = trainer.save(Path(folder) / "background" / str(trainer.steps), background=True, memory=1)
+            by_threads = by_threads and saving.thread is not None
+    return by_threads
+
+
+def resume_by_state_dicts(
+    rank: int, count: int, batches: Sequence[Sequence[Batch]], options: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor], str]:
+    """Train two steps, and two more in another trainer that loads the state of the optimizer and the weights.
+
+    Returns that state, the weights of this run and of one without a break, and the error of a state that differs.
+    """
+    found: list[dict[str, torch.Tensor]] = []
+    model = layers()
+    with relay.Trainer(model, loss, **options) as trainer:
+        for of_ranks in batches[:2]:
+            trainer.step(of_ranks[rank])
+        state = trainer.optimizer.state_dict()
+        weights = {name: value.clone() for name, value in trainer.state_dict().items()}
+        for of_ranks in batches[2:4]:
+            trainer.step(of_ranks[rank])
+        found.append({name: value.clone() for name, value in trainer.state_dict().items()})
+    model = layers()
+    nn.Sequential(*model).load_state_dict(weights)
+    with relay.Trainer(model, loss, **options) as trainer:
+        trainer.optimizer.load_state_dict(state)
+        for of_ranks in batches[2:4]:
+            trainer.step(of_ranks[rank])
+        found.append({name: value.clone() for name, value in trainer.state_dict().items()})
+        other = copy.deepcopy(state)
+        if rank == 1:
+            other["state"][0]["exp_avg"] += 1
+        try:
+            trainer.optimizer.load_state_dict(other)
+        except Exception as failure:
+            return state, found[1], found[0], str(failure)
+    return state, found[1], found[0], "no error"
 
 
 def load_state(rank: int, count: int, options: dict[str, Any], folder: str, copy: str) -> int:
