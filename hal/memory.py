@@ -14,11 +14,15 @@ from hal.errors import OutOfMemory
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes in use now, the peak, and the capacity (None for no limit)."""
+    """Bytes in use now, the peak, and the capacity (None for no limit).
+
+    `allocator_peak` is the peak that the runtime's own allocator reports, where it reports one.
+    """
 
     in_use: int
     peak: int
     capacity: int | None
+    allocator_peak: int | None = None
 
 
 class MemoryAccount:

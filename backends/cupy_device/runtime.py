@@ -62,12 +62,16 @@ class CupyRuntime(Streams):
             return made
 
     def lost(self, failure: BaseException) -> bool:
-        """Whether the device is unusable: after an error of CUDA's own it is synchronized once to find out."""
-        if not isinstance(failure, self._cupy.cuda.runtime.CUDARuntimeError):
+        """Whether the device is unusable: after an error of CUDA's own it is synchronized once to find out.
+
+        Launches and modules are the driver's, whose errors are of another class than the runtime's.
+        """
+        errors = (self._cupy.cuda.runtime.CUDARuntimeError, self._cupy.cuda.driver.CUDADriverError)
+        if not isinstance(failure, errors):
             return False
         try:
             self.synchronize()
-        except self._cupy.cuda.runtime.CUDARuntimeError:
+        except errors:
             return True
         return False
 

@@ -64,7 +64,7 @@ def _cumsum(m: Model, x: Value, dim: int) -> str:
 
 def _cumprod(m: Model, x: Value, dim: int) -> str:
     """One after the other, as products of a part may overflow where those from the beginning on do not."""
-    return m.scan("Mul", x, dim, 1)
+    return m.scan("Mul", x, dim, 1) if math.prod(x.shape) else m.call("Identity", x)
 
 
 def _rows(op: str) -> Callable[..., str]:

@@ -7,9 +7,7 @@ share it, in the order of submission. All that the families share is in `backend
 from __future__ import annotations
 
 import contextlib
-import gc
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,6 +42,29 @@ class Accelerator(Streams):
         """Bytes of device memory."""
         return int(self._module.get_device_properties(self._number).total_memory)
 
+    def free_memory(self) -> int | None:
+        """Bytes that this process can still allocate: other processes may hold the rest. None if it is not known.
+
+        What PyTorch's allocator has cached is free, though the driver counts it as used.
+        """
+        ask = getattr(self._module, "mem_get_info", None)
+        if ask is None:
+            return None
+        free, _ = ask(self.device)
+        cached = self._module.memory_reserved(self.device) - self._module.memory_allocated(self.device)
+        return int(free) + int(cached)
+
+    def peak_memory(self) -> int | None:
+        """The most bytes that PyTorch's allocator has had in use since `reset_peak`. None if it does not count them."""
+        ask = getattr(self._module, "max_memory_allocated", None)
+        return int(ask(self.device)) if ask is not None else None
+
+    def reset_peak(self) -> None:
+        """Start a new peak from the bytes in use now."""
+        reset = getattr(self._module, "reset_peak_memory_stats", None)
+        if reset is not None:
+            reset(self.device)
+
     def traced_for(self) -> str:
         """The device that programs are traced for."""
         return str(self.device)
@@ -61,6 +82,9 @@ class Accelerator(Streams):
     def new_stream(self) -> Any:
         """A stream that lives as long as its queue."""
         return self._module.Stream(device=self.device)
+
+    def end_stream(self, stream: Any) -> None:
+        """Give back a stream of `new_stream` whose work has ended."""
 
     def use(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         """What runs inside goes to that stream."""
@@ -119,68 +143,6 @@ class Accelerator(Streams):
         self._module.synchronize(self.device)
 
 
-class CudaAccelerator(Accelerator):
-    """CUDA, and ROCm under the same name: host memory is registered as it is, exact in size."""
-
-    def new_mark(self) -> Any:
-        # A waiting thread sleeps: the optimizer needs the cores.
-        return self._module.Event(enable_timing=True, blocking=True)
-
-    def page_locker(self) -> PageLocker | None:
-        return _CudaHostRegister(self.device)
-
-    def recorder(self) -> Recorder | None:
-        return _CudaGraphs()
-
-
-_PORTABLE = 1
-"""cudaHostRegisterPortable: locked for all devices, not for the current one alone."""
-
-
-class _CudaHostRegister:
-    """Registers memory with the CUDA runtime."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def lock(self, address: int, size: int) -> str:
-        with torch.cuda.device(self._device):
-            code = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE))
-            if code == 0:
-                return ""
-            # The runtime keeps the error for the thread's next launch to report, as if that had failed.
-            with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device=self._device)
-        return f"cudaHostRegister: error {code}"
-
-    def unlock(self, address: int, size: int) -> None:
-        with torch.cuda.device(self._device):
-            torch.cuda.cudart().cudaHostUnregister(address)
-
-
-class _CudaGraphs(Recorder):
-    """CUDA graphs over one pool of memory."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def record(self, stream: Any, call: Callable[[], Any]) -> Callable[[], Any]:
-        graph = torch.cuda.CUDAGraph()
-        collects = gc.isenabled()
-        gc.disable()  # what a collection would free on the device cannot be freed while a stream records
-        try:
-            # Calls that a recording forbids are errors on this thread only.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                call()
-            finally:
-                graph.capture_end()
-        finally:
-            if collects:
-                gc.enable()
-        return graph.replay
-
-
 class MpsAccelerator(Accelerator):
     """Apple's GPU: one stream, whose order is that of submission, so an order between queues costs a wait."""
 
@@ -193,6 +155,15 @@ class MpsAccelerator(Accelerator):
 
     def memory_size(self) -> int:
         return int(torch.mps.recommended_max_memory())
+
+    def free_memory(self) -> int | None:
+        return None
+
+    def peak_memory(self) -> int | None:
+        return None
+
+    def reset_peak(self) -> None:
+        """Its allocator counts no peak."""
 
     def dtypes(self) -> frozenset[torch.dtype]:
         return ALL - {torch.float64}
@@ -254,8 +225,11 @@ class Family:
         """One of them."""
         if self.kind == "mps":
             return MpsAccelerator()
-        made = CudaAccelerator if self.kind == "cuda" else Accelerator
-        return made(getattr(torch, self.kind), self.kind, number)
+        if self.kind == "cuda":
+            from backends.torch_device.cuda import CudaAccelerator
+
+            return CudaAccelerator(torch.cuda, self.kind, number)
+        return Accelerator(getattr(torch, self.kind), self.kind, number)
 
 
 FAMILIES = {kind: Family(kind) for kind in ("cuda", "xpu", "mps")}

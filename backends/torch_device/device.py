@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from hal.kit.pattern_kernel import PatternKernel
 from hal.kit.self_test import self_test
 from hal.kit.streams import StreamQueue, allocate, end, lost
 from hal.kit.tensor_memory import TensorBuffer, TensorTransfers
+from hal.memory import MemoryUse
 from hal.page_lock import LockedMemory
 from hal.program import Kernel, Program
 
@@ -78,7 +80,7 @@ class TorchQueue(TensorTransfers, StreamQueue):
         super().__init__(name, device.info.name, accelerator, device.memory, device.enter_thread)
         self._accelerator = accelerator
         recorder = accelerator.recorder() if RECORDS in device.info.tags else None
-        self.recordings = None if recorder is None else Recordings(recorder, self.stream, device.account)
+        self.recordings = None if recorder is None else Recordings(recorder, self.stream, device.account, self.settle)
 
     def fill(self, target: View, value: float, wait: Sequence[Event] = ()) -> Event:
         tensor: torch.Tensor = target.native
@@ -88,12 +90,11 @@ class TorchQueue(TensorTransfers, StreamQueue):
         kernel = call.kernel
         assert isinstance(kernel, TorchKernel)
         program, function, arguments = kernel.program, kernel.function(call.accumulate), call.arguments()
+        uses = (kernel, arguments)  # constants of the kernel are on the device
         recordings = self.recordings
         if recordings is not None and kernel.recordable:
-            return self._on_stream(
-                lambda: recordings.launch(program, function, arguments), wait, program.name, arguments
-            )
-        return self._on_stream(lambda: function(*arguments), wait, program.name, arguments)
+            return self._on_stream(lambda: recordings.launch(program, function, arguments), wait, program.name, uses)
+        return self._on_stream(lambda: function(*arguments), wait, program.name, uses)
 
     def submit_copy(self, target: torch.Tensor, source: torch.Tensor, wait: Sequence[Event], label: str) -> Event:
         flat, other = target.view(-1), source.view(-1)
@@ -123,8 +124,15 @@ class TorchDevice(AccountedDevice[TorchQueue]):
                 accelerator.memory_size(),
                 traced_for=accelerator.traced_for(),
             ),
-            capacity,
+            _bounded(capacity, accelerator.free_memory()),
         )
+
+    def memory(self) -> MemoryUse:
+        return replace(super().memory(), allocator_peak=self.accelerator.peak_memory())
+
+    def reset_peak(self) -> None:
+        super().reset_peak()
+        self.accelerator.reset_peak()
 
     def make_buffer(self, size: int, what: str) -> Buffer:
         return TorchBuffer(self, size, what)
@@ -140,7 +148,7 @@ class TorchDevice(AccountedDevice[TorchQueue]):
         had = False
         for queue in self.queues():
             if queue.recordings is not None:
-                had = queue.recordings.forget(queue.settle) or had
+                had = queue.recordings.forget() or had
         return had
 
     def host(self, capacity: int | None = None, pinned: int | None = None) -> Host:
@@ -159,6 +167,16 @@ class TorchDevice(AccountedDevice[TorchQueue]):
             self.accelerator.synchronize()
         except RuntimeError as failure:  # raised where the failed call is waited for
             logger.warning("device %r failed before it was closed: %s", self.info.name, failure)
+            return
+        for queue in self.queues():
+            if queue.recordings is not None:
+                queue.recordings.forget()
+            self.accelerator.end_stream(queue.stream)
+
+
+def _bounded(capacity: int | None, free: int | None) -> int | None:
+    """The capacity, or what is free as the device is opened, whichever is less."""
+    return min((size for size in (capacity, free) if size is not None), default=None)
 
 
 class TorchBackend(Backend):

@@ -60,9 +60,10 @@ def _extreme_and_index(builder: Builder, call: Call) -> Any:
 
 
 def _index_of_extreme(builder: Builder, call: Call) -> Any:
+    x = builder.cast(call.x, torch.int64) if call.spec.dtype is torch.bool else call.x
     if call.get("dim") is not None:
-        return builder.call(call.target, call.x, call.dim(), call.get("keepdim"))
-    flat = builder.view(call.x, [call.spec.count])
+        return builder.call(call.target, x, call.dim(), call.get("keepdim"))
+    flat = builder.view(x, [call.spec.count])
     return builder.view(builder.call(call.target, flat, 0, False), call.wanted.shape)
 
 

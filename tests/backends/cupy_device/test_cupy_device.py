@@ -154,6 +154,32 @@ def test_a_mark_of_a_device_that_failed_is_an_error_and_not_one_that_is_still_to
         runtime.reached(SimpleNamespace(ptr=3))
 
 
+class RuntimeCallFailed(RuntimeError):
+    """cupy.cuda.runtime.CUDARuntimeError."""
+
+
+class DriverCallFailed(RuntimeError):
+    """cupy.cuda.driver.CUDADriverError, which is no error of the runtime."""
+
+
+@pytest.mark.parametrize("failure", [RuntimeCallFailed, DriverCallFailed])
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_device_is_lost_after_errors_of_the_runtime_and_of_the_driver_if_it_answers_no_more(
+    failure: type[RuntimeError], answers: bool
+) -> None:
+    class Card(contextlib.nullcontext[None]):
+        def synchronize(self) -> None:
+            if not answers:
+                raise failure("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")
+
+    runtime = CupyRuntime.__new__(CupyRuntime)
+    errors = SimpleNamespace(CUDARuntimeError=RuntimeCallFailed), SimpleNamespace(CUDADriverError=DriverCallFailed)
+    runtime._cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=errors[0], driver=errors[1]))
+    runtime._device = Card()
+    assert runtime.lost(failure("CUDA_ERROR_LAUNCH_FAILED")) is not answers
+    assert not runtime.lost(RuntimeError("an error of Python's"))
+
+
 def test_memory_that_a_kernel_does_not_get_is_out_of_memory(
     device: CupyDevice, stub: StubRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:

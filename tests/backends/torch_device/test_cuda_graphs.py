@@ -5,15 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-from collections.abc import Iterator
-from typing import ClassVar
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import nn
 
 import relay
-from backends.torch_device import accelerator, cuda_graphs
+from backends.torch_device import cuda_graphs
 from backends.torch_device.cuda_graphs import RECORDS, Recordings
 from backends.torch_device.device import TorchBackend, TorchDevice
 from hal import registry
@@ -125,12 +124,19 @@ def test_what_waits_for_the_host_is_not_recorded() -> None:
     assert "host" in cuda_graphs.reason_against(program)
 
 
-def test_a_recording_that_fails_is_said_once_and_the_launches_are_plain(
+def doubles() -> Program:
+    """x + x of four numbers."""
+    builder = GraphBuilder("doubles")
+    x = builder.input((4,), torch.float32)
+    return builder.program([builder.call("aten.add.Tensor", x, x)])
+
+
+def test_a_recording_that_fails_is_reported_once_and_ends_the_recording_of_that_program_alone(
     device: TorchDevice, stub: StubAccelerator, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stub.refuses = True
-    program = squares()
-    kernel = device.compile(program)
+    stub.refuses = "operation not permitted when stream is capturing"
+    program, other = squares(), doubles()
+    kernels = [device.compile(program), device.compile(other)]
     x, y, z = views(device, 3)
     in_use = device.memory().in_use
     for number in range(4):
@@ -141,7 +147,66 @@ def test_a_recording_that_fails_is_said_once_and_the_launches_are_plain(
     assert "squares" in caplog.text
     assert stub.recorded == 1
     assert device.memory().in_use == in_use
+    stub.refuses = ""
+    for number in range(4):
+        assert torch.equal(run(device, other, x, y, number), torch.full((4,), 2.0 * number))
+        assert torch.equal(run(device, program, x, y, number), torch.full((4,), float(number * number)))
+    assert stub.recorded == 2, "the other program is recorded"
+    assert [kernel.program for kernel in kernels] == [program, other]
+
+
+SETTINGS: dict[str, Callable[[bool], None]] = {
+    "TF32": lambda on: setattr(torch.backends.cuda.matmul, "allow_tf32", on),
+    "TF32 of cuDNN": lambda on: setattr(torch.backends.cudnn, "allow_tf32", not on),
+    "deterministic algorithms": torch.use_deterministic_algorithms,
+    "cuDNN's benchmark": lambda on: setattr(torch.backends.cudnn, "benchmark", on),
+    "flash attention": lambda on: torch.backends.cuda.enable_flash_sdp(not on),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_recording_is_not_replayed_under_settings_that_choose_other_kernels(
+    device: TorchDevice, stub: StubAccelerator, setting: str
+) -> None:
+    program = doubles()
+    kernel = device.compile(program)
+    x, y = views(device, 2)
+    for number in range(3):
+        run(device, program, x, y, number)
+    assert stub.recorded == 1
+    SETTINGS[setting](True)
+    try:
+        for number in range(3):
+            assert torch.equal(run(device, program, x, y, number), torch.full((4,), 2.0 * number))
+        assert stub.recorded == 2
+    finally:
+        SETTINGS[setting](False)
+    run(device, program, x, y, 3)
+    assert stub.recorded == 2, "under the first settings the first recording is replayed again"
     assert kernel.program is program
+
+
+def test_the_recordings_of_a_dropped_kernel_give_their_memory_back(device: TorchDevice, stub: StubAccelerator) -> None:
+    wide = capture(CaptureRequest(nn.Sequential(nn.Tanh(), nn.Tanh(), Tuple()), [torch.zeros(20_000)], "wide")).forward
+    queue = device.queue("compute")
+    large = [device.alloc(80_000).view(0, (20_000,), torch.float32) for _ in range(2)]
+    small = views(device, 2)
+    queue.fill(large[0], 1.0)
+    kept, dropped = device.compile(doubles()), device.compile(wide)
+    workspace = device.memory().in_use  # charged for both kernels, once
+    for _ in range(3):
+        queue.run(KernelCall(dropped, [large[0]], [large[1]])).wait()
+        queue.run(KernelCall(kept, [small[0]], [small[1]])).wait()
+    assert stub.recorded == 2
+    assert device.memory().in_use == workspace + wide.workspace
+    del dropped
+    queue.fill(large[0], 1.0).wait()  # the queue refers to the kernel of a call until the call has ended
+    gc.collect()
+    for number in range(3):
+        assert torch.equal(run(device, kept.program, *small, number), torch.full((4,), 2.0 * number))
+    assert stub.pools == 1
+    assert device.memory().in_use == workspace + kept.program.workspace
+    assert stub.recorded == 3, "what is left is recorded again, in a pool of its own size"
 
 
 def test_the_memory_of_recordings_is_accounted_and_given_up_for_what_needs_it(
@@ -172,22 +237,26 @@ class Tuple(nn.Module):
         return (x + 1,)
 
 
+def cosine(tensor: torch.Tensor) -> None:
+    tensor.cos_()
+
+
 def test_a_cycle_longer_than_the_limit_does_not_record_for_ever() -> None:
     stub = StubAccelerator()
     stream = stub.new_stream()
     stub.entered.device = True
-    recordings = Recordings(stub.recorder(), stream, MemoryAccount("a test", None), limit=4)
+    recordings = Recordings(stub.recorder(), stream, MemoryAccount("a test", None), lambda: None, limit=4)
     program, tensors = squares(), [torch.zeros(4) for _ in range(6)]
     with stub.use(stream):
         for _ in range(20):
             for tensor in tensors:
-                recordings.launch(program, torch.Tensor.cos_, [tensor])
+                recordings.launch(program, cosine, [tensor])
         assert stub.recorded == 4
         # What is not used for long gives its place to what is.
         for _ in range(cuda_graphs.REST + 1):
-            recordings.launch(program, torch.Tensor.cos_, [tensors[0]])
+            recordings.launch(program, cosine, [tensors[0]])
         for _ in range(2):
-            recordings.launch(program, torch.Tensor.cos_, [tensors[5]])
+            recordings.launch(program, cosine, [tensors[5]])
     assert stub.recorded == 5
 
 
@@ -246,49 +315,3 @@ def test_on_a_gpu_launches_are_replayed() -> None:
     assert recordings.replayed == 4
     assert kernel.program is program
     device.close()
-
-
-class LoudGraph:
-    """`torch.cuda.CUDAGraph`, in the one order in which it may be called."""
-
-    made: ClassVar[list[LoudGraph]] = []
-
-    def __init__(self) -> None:
-        self.said: list[object] = []
-        self.made.append(self)
-
-    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
-        assert not gc.isenabled(), "a collection while a stream records"
-        self.said += ["begin", pool, capture_error_mode]
-
-    def capture_end(self) -> None:
-        assert self.said[0] == "begin"
-        self.said.append("end")
-
-    def replay(self) -> None:
-        assert self.said[-1] != "begin"
-        self.said.append("replay")
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_recording_is_ended_whatever_happens_in_it(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LoudGraph, "made", [])
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", LoudGraph)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
-    recorder = accelerator._CudaGraphs()
-    ran: list[int] = []
-
-    def call() -> None:
-        ran.append(1)
-        if fails:
-            raise ArithmeticError("in the middle")
-
-    if fails:
-        with pytest.raises(ArithmeticError):
-            recorder.record(None, call)
-    else:
-        recorder.record(None, call)()
-    (graph,) = LoudGraph.made
-    assert graph.said == ["begin", "pool", "thread_local", "end", *([] if fails else ["replay"])]
-    assert ran == [1]
-    assert gc.isenabled()

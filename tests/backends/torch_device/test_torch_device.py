@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import relay
-from backends.torch_device import accelerator
+from backends.torch_device import cuda
 from backends.torch_device import device as torch_device
 from backends.torch_device.accelerator import FAMILIES, Accelerator, Family
 from backends.torch_device.device import TorchDevice
@@ -311,7 +311,7 @@ def test_registered_memory_is_exact_and_for_all_devices_and_a_refusal_leaves_no_
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch, "zeros", lambda *_, device: launched.append(device))
-    locker = accelerator._CudaHostRegister(torch.device("cuda:1"))
+    locker = cuda._CudaHostRegister(torch.device("cuda:1"))
     reason = locker.lock(4096, 1001)
     assert runtime.calls == [(4096, 1001, 1)]
     assert bool(reason) == bool(code)

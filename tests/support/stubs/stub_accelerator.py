@@ -9,6 +9,8 @@ Run as a script with a selection of tests, it runs these of the conformance suit
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import sys
 import threading
 import time
@@ -56,17 +58,35 @@ class StubAccelerator(Accelerator):
         self.entered = threading.local()
         self.locker = StubLocker()
         self.streams: list[StubStream] = []
-        self.current: StubStream | None = None
         self.behind = False  # no mark is reached by itself
         self.broken = False
         self.recorded = 0
-        self.refuses = False
+        self.refuses = ""  # the reason for which recordings are refused
+        self.free = 1 << 30
+        self.pools = 0  # of recordings, given back
+
+    @property
+    def current(self) -> StubStream | None:
+        """The current stream, of which each thread has one."""
+        return getattr(self.entered, "stream", None)
 
     def description(self) -> str:
         return "a stub"
 
     def memory_size(self) -> int:
         return 1 << 30
+
+    def free_memory(self) -> int:
+        return self.free
+
+    def peak_memory(self) -> int:
+        return 12345
+
+    def reset_peak(self) -> None:
+        """It counts none."""
+
+    def end_stream(self, stream: Any) -> None:
+        self.streams.remove(stream)
 
     def traced_for(self) -> str:
         return "fpga"  # PyTorch has the name, and nothing behind it
@@ -87,9 +107,9 @@ class StubAccelerator(Accelerator):
     def use(self, stream: Any) -> Iterator[None]:  # type: ignore[override]
         assert getattr(self.entered, "device", False), "work submitted from a thread that did not enter the device"
         stream.given += 1
-        self.current = stream
+        self.entered.stream = stream
         yield
-        self.current = None
+        self.entered.stream = None
 
     def recorder(self) -> Recorder:
         return StubRecorder(self)
@@ -139,13 +159,21 @@ class StubRecorder(Recorder):
         assert self.accelerator.current is stream, "recorded on another stream than the queue's"
         self.accelerator.recorded += 1
         if self.accelerator.refuses:
-            raise RuntimeError("operation not permitted when stream is capturing")
+            raise RuntimeError(self.accelerator.refuses)
+        assert isinstance(call, functools.partial)
+        module = getattr(call.func, "__self__", None)
+        # A recording holds kernels, not the function that launched them.
+        function = copy.copy(module).forward if isinstance(module, torch.fx.GraphModule) else call.func
+        arguments = call.args
 
         def replay() -> None:
             assert self.accelerator.current is stream, "replayed on another stream than the queue's"
-            call()
+            function(*arguments)
 
         return replay
+
+    def forget(self) -> None:
+        self.accelerator.pools += 1
 
 
 class StubBackend(TorchBackend):
