@@ -2,11 +2,15 @@
 
 Philox4x32-10 on int64, whose multiplication wraps, so that the upper half of a product is what is left after a shift
 and a mask. Masks and uniform numbers are the same bits as everywhere else. Long draws are made in pieces, since each
-round's words are eight bytes where the mask is one. On the host the compiled form of `hal.random` is faster.
+round's words are eight bytes where the mask is one. On CUDA a draw is one kernel of Triton's instead, where Triton is
+(`backends.torch_device.triton_random`). On the host the compiled form of `hal.random` is faster.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +19,8 @@ import torch
 
 from hal import random as counter_random
 from hal.random import RandomKey
+
+logger = logging.getLogger(__name__)
 
 PIECE = 2**20
 """Blocks of four elements drawn at once: about 100 MB of temporaries."""
@@ -28,12 +34,18 @@ def keep_mask(
     key: RandomKey, number: int, shape: Sequence[int], probability: float, device: torch.device
 ) -> torch.Tensor:
     """`hal.random.keep_mask` on the device."""
+    fused = _by_one_kernel("keep_mask", device, key, number, shape, probability)
+    if fused is not None:
+        return fused
     threshold = counter_random.keep_threshold(probability)
     return _drawn(key, number, shape, torch.bool, lambda word: word >= threshold, device)
 
 
 def uniform(key: RandomKey, number: int, shape: Sequence[int], device: torch.device) -> torch.Tensor:
     """`hal.random.uniform` on the device."""
+    fused = _by_one_kernel("uniform", device, key, number, shape)
+    if fused is not None:
+        return fused
 
     def convert(word: torch.Tensor) -> torch.Tensor:
         return (word >> counter_random.UNIFORM_SHIFT).to(torch.float32) * counter_random.UNIFORM_STEP
@@ -46,6 +58,34 @@ ON_DEVICE: dict[Any, Callable[..., torch.Tensor]] = {
     counter_random.uniform: uniform,
 }
 """The draw on the device for each draw on the host. Normal numbers need float64, which not all devices have."""
+
+
+@functools.cache
+def _fused() -> Any:
+    """The module of Triton's kernels, or None where there is no Triton."""
+    try:
+        return importlib.import_module("backends.torch_device.triton_random")
+    except ImportError:
+        return None
+
+
+_failed: list[str] = []
+"""Why Triton's kernels do not run here, once they have failed."""
+
+
+def _by_one_kernel(name: str, device: torch.device, *arguments: Any) -> torch.Tensor | None:
+    """A draw by Triton, or None where it is to be made of PyTorch's ops."""
+    if device.type != "cuda" or _failed or _fused() is None:
+        return None
+    try:
+        drawn: torch.Tensor = getattr(_fused(), name)(*arguments, device)
+    except (torch.AcceleratorError, torch.OutOfMemoryError):
+        raise
+    except Exception as failure:  # no compiler for the launcher, or a card that this Triton does not know
+        _failed.append(f"{type(failure).__name__}: {failure}".splitlines()[0])
+        logger.warning("random numbers are drawn by many kernels instead of one of Triton's: %s", _failed[0])
+        return None
+    return drawn
 
 
 def _drawn(
