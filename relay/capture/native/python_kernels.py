@@ -11,6 +11,7 @@ It changes nothing outside of a trace. Invariant: after `own_kernels` PyTorch is
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,14 +40,24 @@ its kernel."""
 
 def has_python_form(op: torch._ops.OpOverload) -> bool:
     """Whether a trace would run Python in place of the op."""
-    return any(key in op.py_kernels for key in KEYS)
+    return not op.py_kernels.keys().isdisjoint(KEYS)
 
 
 def python_forms() -> list[torch._ops.OpOverload]:
     """All overloads of ATen that have a Python form. One that has is among the attributes of its packet."""
-    packets = [packet for packet in vars(aten).values() if isinstance(packet, torch._ops.OpOverloadPacket)]
-    overloads = [one for packet in packets for one in vars(packet).values() if isinstance(one, torch._ops.OpOverload)]
-    return [op for op in overloads if has_python_form(op)]
+    attributes = sum(len(vars(packet)) for packet in _packets())
+    return [op for op in _overloads(attributes) if op.py_kernels and has_python_form(op)]
+
+
+def _packets() -> list[torch._ops.OpOverloadPacket]:
+    return [packet for packet in vars(aten).values() if isinstance(packet, torch._ops.OpOverloadPacket)]
+
+
+@functools.lru_cache(maxsize=1)
+def _overloads(attributes: int) -> list[torch._ops.OpOverload]:
+    """The overloads among so many attributes of packets, which PyTorch adds as they are first read."""
+    of_all = (value for packet in _packets() for value in vars(packet).values())
+    return [value for value in of_all if isinstance(value, torch._ops.OpOverload)]
 
 
 @contextlib.contextmanager
