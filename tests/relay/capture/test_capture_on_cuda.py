@@ -26,9 +26,10 @@ FUSED = {
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    kept = pytestconfig.cache.mkdir("fake_cuda") if pytestconfig.pluginmanager.hasplugin("cacheprovider") else None
     try:
-        return fake_cuda.run(tmp_path_factory.mktemp("fake_cuda"))
+        return fake_cuda.run(kept or tmp_path_factory.mktemp("fake_cuda"))
     except fake_cuda.Unbuildable as failure:
         if torch.__version__.startswith(fake_cuda.WRITTEN_FOR):
             raise

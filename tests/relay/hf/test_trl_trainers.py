@@ -19,7 +19,7 @@ def two_lines(kind: str) -> dict[str, str]:
     return {"import torch": "import torch, relay.hf", f"trainer = {name}(": f"trainer = relay.hf.Relay{name}("}
 
 
-@pytest.mark.sample("sft-2", "reward-2")
+@pytest.mark.sample("sft-2")
 @pytest.mark.parametrize("steps", [2, 20])
 @pytest.mark.parametrize("kind", NAMES)
 def test_a_script_with_two_lines_changed_logs_and_calls_the_same(tmp_path: Path, kind: str, steps: int) -> None:

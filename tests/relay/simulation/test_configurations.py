@@ -57,7 +57,7 @@ def built_by_transformers(config: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-@pytest.mark.sample("gpt2", "bert-base", "bart-large", "vit-base-16", "whisper-small")  # olmoe below
+@pytest.mark.sample("gpt2", "bart-large", "vit-base-16")  # olmoe below
 def test_a_published_configuration_has_as_many_parameters_as_transformers_counts_or_is_refused(
     name: str, written: Any
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import json
 import sys
 import weakref
@@ -247,6 +248,7 @@ class BrokenBackend(NumpyBackend):
 
 def main() -> None:
     unregistered.register("broken", f"{__name__}:BrokenBackend")
+    gc.freeze()  # pytest collects garbage ten times as it ends, and would go through PyTorch's objects each time
     failed = {}
     for fault, tests in FAULTS.items():
         op, function = OPS.get(fault, ("", None))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import importlib
 import json
 import logging
@@ -47,17 +48,10 @@ def compiler() -> str:
 
 
 def run(folder: Path) -> dict[str, Any]:
-    """Build the stand-in in that folder, run this file with it, and read what it prints."""
+    """Run this file with the stand-in, and read what it prints. What is built stays in that folder for the next run."""
     root = Path(torch.__file__).parent
-    library = folder / "fake_cuda.so"
-    includes = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
-    command = [compiler(), "-std=c++20", "-O0", "-shared", "-fPIC", *includes, str(HERE / "fake_cuda.cpp")]
-    command += ["-o", str(library), f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"]
-    built = subprocess.run(command, capture_output=True, text=True, check=False)
-    if built.returncode:
-        raise Unbuildable(built.stderr[-4000:])
     paths = {"LD_LIBRARY_PATH": str(root / "lib"), "PYTHONPATH": str(HERE.parents[2])}
-    environment = {**os.environ, "LD_PRELOAD": str(library), **paths}
+    environment = {**os.environ, "LD_PRELOAD": str(_built(folder, root)), **paths}
     answer = subprocess.run(
         [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
@@ -65,6 +59,24 @@ def run(folder: Path) -> dict[str, Any]:
         raise AssertionError(answer.stderr[-4000:])
     found: dict[str, Any] = json.loads(answer.stdout)
     return found
+
+
+def _built(folder: Path, root: Path) -> Path:
+    """The library in that folder, compiled against the PyTorch at `root` unless it is there from this very source."""
+    source = HERE / "fake_cuda.cpp"
+    built_from = source.read_bytes() + f"{torch.__version__} {root} {compiler()}".encode()
+    library = folder / f"fake_cuda-{hashlib.sha256(built_from).hexdigest()[:16]}.so"
+    if library.exists():
+        return library
+    part = library.with_suffix(f".{os.getpid()}")
+    includes = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
+    command = [compiler(), "-std=c++20", "-O0", "-shared", "-fPIC", *includes, str(source)]
+    command += ["-o", str(part), f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Unbuildable(done.stderr[-4000:])
+    part.replace(library)
+    return library
 
 
 class Of(nn.Module):
