@@ -11,6 +11,7 @@ Invariant: what is chosen was simulated and fits.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -270,14 +271,31 @@ def _counts(
     counts = microbatch_counts(sequences)
     if described is None:
         return list(dict.fromkeys([counts[-1], counts[len(counts) // 2], counts[0]]))
-    # Half the micro-batches are no faster at some point; memory is least with single sequences.
-    tried: dict[int, float] = {}
-    for count in counts:
+    free = {"stash": "host"} if "stash" not in kept else {}
+
+    @functools.cache
+    def speed_with(count: int) -> float:
         search = _search(described, fitted, sequences, length, capacity, {**kept, "microbatches": count})
-        free = {"stash": "host"} if "stash" not in kept else {}
-        tried[count] = max(speed(search.simulated(**free)), speed(search.simulated(**free, **_split(kept))))
-    best = max(tried, key=tried.__getitem__)
-    return [best] if tried[best] else [counts[-1]]
+        return max(speed(search.simulated(**free)), speed(search.simulated(**free, **_split(kept))))
+
+    best = _climb(counts, speed_with)
+    return [best] if speed_with(best) else [counts[-1]]
+
+
+def _climb(counts: Sequence[int], speed_with: Callable[[int], float]) -> int:
+    """The number of micro-batches from which neither fewer nor more are faster, beginning in the middle of `counts`.
+
+    Each number is another trace. Fewer micro-batches do more work at a time, until they no longer fit, and then have no
+    speed; memory is least with single sequences.
+    """
+    index = len(counts) // 2
+    while index and speed_with(counts[index]) and speed_with(counts[index - 1]) >= speed_with(counts[index]):
+        index -= 1
+    while index + 1 < len(counts) and (
+        not speed_with(counts[index]) or speed_with(counts[index + 1]) > speed_with(counts[index])
+    ):
+        index += 1
+    return counts[index]
 
 
 def _split(kept: Mapping[str, Any]) -> dict[str, str]:
