@@ -54,6 +54,11 @@ def bind(
     return BoundHostOptimizer(optimizer, host, store if part is None else part, state_dtype, computes)
 
 
+def narrows_states(optimizer: Any) -> bool:
+    """Whether the states of an optimizer of `as_spec` may be stored in fewer bits than those of float32."""
+    return not isinstance(optimizer, (TorchOptimizer, TensorOptimizer))
+
+
 def as_spec(optimizer: Any) -> Any:
     """The optimizer that a user gave as `optimizer=`, checked. Raises TypeError for anything else."""
     made_by = optimizer.func if isinstance(optimizer, functools.partial) else None

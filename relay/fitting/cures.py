@@ -45,7 +45,7 @@ def _possible(shape: ModelShape | MetaModel, run: RunShape) -> list[Cure]:
     if run.precision == "bf16" and run.master_weights != "as_given":
         found.append(Cure({"master_weights": "split"}, "no result changes", 0))
     found.append(Cure({"microbatches": run.batch}, "results are equal to rounding", 1))
-    if states_may_be_small(shape, run.master_weights, COMPUTE[run.precision]):
+    if states_may_be_small(shape, run.master_weights, COMPUTE[run.precision], run.optimizer):
         found.append(Cure({"state_dtype": "bf16"}, "moments are rounded to bfloat16", 2))
         found.append(Cure({"state_dtype": "int8"}, "moments are rounded to 8 bits", 3))
     if run.precision == "fp16":

@@ -27,6 +27,7 @@ from relay.eps.bind_optimizer import as_spec
 from relay.errors import BatchError
 from relay.fitting.cures import cures
 from relay.fitting.machine import FittedMachine, machine_for
+from relay.optim.optimizers import AdamW
 from relay.options import OPTIONS, checked, refuse_unknown
 from relay.partition.module_list import list_of_modules
 from relay.precision import COMPUTE
@@ -128,7 +129,8 @@ def fit(
     states: tuple[str, ...] = ()
     if allow_small_states and "state_dtype" not in kept:
         masters = str(kept.get("master_weights", OPTIONS["master_weights"].default))
-        small = states_may_be_small(shape, masters, COMPUTE[chosen_precision(kept)])
+        updates = as_spec(kept.get("optimizer") or AdamW())
+        small = states_may_be_small(shape, masters, COMPUTE[chosen_precision(kept)], updates)
         states = ("fp32", "bf16", "int8") if small else ()
     searches = [
         _searched(_search(shape, fitted, sequences, length, capacity, kept | {"microbatches": count}), kept, states)

@@ -26,11 +26,15 @@ from typing import Any
 from hal.spec import Machine
 from hal.spec.units import parse_size
 from relay.adapter_options import ADAPTER_OPTIONS
+from relay.eps.bind_optimizer import as_spec
 from relay.errors import RelayError
+from relay.optim.optimizers import AdamW
 from relay.option_schema import fixed_scale
 from relay.options import OPTIONS, refuse_unknown
+from relay.precision import COMPUTE
 from relay.runtime.grad_mode import as_if_alone
 from relay.simulation.described.describe import describe, loss_scale_notes
+from relay.simulation.described.master_weights import states_may_be_small
 from relay.simulation.described.transformer_shape import ModelShape, ShapeError
 from relay.simulation.plan_file import TABLE, as_table, caution
 from relay.simulation.search import Search, excess, microbatch_counts, name_of, plainest, reasons_for, speed
@@ -84,6 +88,8 @@ class Plan:
         shape, run = self.expected.shape, self.expected.run
         if not isinstance(shape, ModelShape):
             raise ShapeError(f"A run file is for `relay train`, which trains a GPT over bytes. {self.caution}")
+        if "optimizer" in self.options:
+            raise ShapeError("A run file is for `relay train`, which has AdamW. Give the options to relay.Trainer.")
         rows: dict[str, Any] = {
             "layers": shape.layers,
             "hidden": shape.hidden,
@@ -122,7 +128,7 @@ def plan(
     software: str = "eager",
     batch: int = 8,
     precision: str | None = None,
-    state_dtypes: Sequence[str] = ("fp32", "bf16", "int8"),
+    state_dtypes: Sequence[str] | None = None,
     stashes: Sequence[str] = ("device", "host"),
     slots: Sequence[int] = (1, 2, 3),
     loss_scale: str | float = "dynamic",
@@ -132,6 +138,7 @@ def plan(
     head_chunk_tokens: int | str | None = None,
     mlp_chunk_tokens: int | None = None,
     loss_over: str = "auto",
+    optimizer: Any = None,
     host_memory: int | str | None = None,
     capacity: int | str | None = None,
     seq: int | None = None,
@@ -147,17 +154,14 @@ def plan(
         batch, seq: Sequences in a step and tokens in a sequence (1024, or what a configuration has positions for). A
             batch is cut into micro-batches by powers of two, and into single sequences.
         seconds: As for `relay.simulate`.
-        state_dtypes, stashes, slots: The values to choose among.
-        loss_scale, clip_grad_norm, master_weights, exact_ties, head_chunk_tokens, mlp_chunk_tokens, loss_over: As the
-            run will have them.
+        state_dtypes, stashes, slots: The values to choose among. All state dtypes that the optimizer has, if not given.
+        loss_scale, clip_grad_norm, master_weights, exact_ties, head_chunk_tokens, mlp_chunk_tokens, loss_over,
+            optimizer: As the run will have them. AdamW, if no optimizer is given.
 
     Raises NoFeasiblePlan where no combination fits, and the errors of `relay.simulate` for wrong arguments.
     """
     refuse_unknown("plan", shape, _KEYWORDS)
-    state_dtypes, stashes, slots = (
-        _several(name, values)
-        for name, values in (("state_dtypes", state_dtypes), ("stashes", stashes), ("slots", slots))
-    )
+    stashes, slots = _several("stashes", stashes), _several("slots", slots)
     described = machine_of(device, link, host, software, count, one_link)
     precision = precision or default_precision(described)
     description = describe(model, **shape, batch=batch, seq=seq, seconds=seconds, half=precision != "fp32")
@@ -165,12 +169,17 @@ def plan(
     lengths = with_lengths(description.shape, {} if seq is None else {"seq": seq}, made)
     seq = lengths.get("seq", RunShape.seq)
     check_precision(described, precision)
+    updates = AdamW() if optimizer is None else as_spec(optimizer)
+    if state_dtypes is None:
+        small = states_may_be_small(description.shape, master_weights, COMPUTE[precision], updates)
+        state_dtypes = ("fp32", "bf16", "int8") if small else ("fp32",)
+    state_dtypes = _several("state_dtypes", state_dtypes)
     fixed: dict[str, Any] = {
         "device": described, "precision": precision, "loss_scale": loss_scale, "clip_grad_norm": clip_grad_norm,
         "batch": batch, "seq": seq, "host_memory": host_memory, "capacity": capacity, "must_fit": None,
         "master_weights": master_weights, "exact_ties": exact_ties,
         "head_chunk_tokens": head_chunk_tokens, "mlp_chunk_tokens": mlp_chunk_tokens,
-        "loss_over": loss_over,
+        "loss_over": loss_over, "optimizer": updates,
     }  # fmt: skip
     search = Search(description.shape, batch, fixed)
     for microbatches in microbatch_counts(batch):
@@ -220,6 +229,8 @@ def plan(
         options["mlp_chunk_tokens"] = mlp_chunk_tokens
     if loss_over != "auto":
         options["loss_over"] = loss_over
+    if optimizer is not None:
+        options["optimizer"] = optimizer
     if described.others:
         options["layers_per_visit"] = chosen.run.layers_per_visit
     if capacity is not None:

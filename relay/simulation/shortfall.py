@@ -112,7 +112,7 @@ def _cuts_may_help(memory: Memory, device: int, host: int, unified: bool) -> boo
 def _changes(shape: ModelShape | MetaModel, run: RunShape) -> list[dict[str, Any]]:
     """The options to try, one mapping for each try."""
     state_dtypes: list[dict[str, Any]] = [{}]
-    if states_may_be_small(shape, run.master_weights, COMPUTE[run.precision]):
+    if states_may_be_small(shape, run.master_weights, COMPUTE[run.precision], run.optimizer):
         state_dtypes += [{"state_dtype": kind} for kind in ("bf16", "int8")]
     if run.precision == "bf16" and run.master_weights != "as_given":
         state_dtypes[1:1] = [{"master_weights": "split"}]

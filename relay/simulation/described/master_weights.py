@@ -7,9 +7,11 @@ their own. Invariant: the model that was given is not changed.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from relay.eps.bind_optimizer import narrows_states
 from relay.eps.master_weights import HALF
 from relay.simulation.described.meta_model import MetaModel
 from relay.simulation.described.transformer_shape import ModelShape
@@ -27,7 +29,13 @@ def as_trained(shape: ModelShape | MetaModel, master_weights: str, compute: torc
     return shape if master_weights == "as_given" else shape.in_float32()
 
 
-def states_may_be_small(shape: ModelShape | MetaModel, master_weights: str, compute: torch.dtype) -> bool:
-    """Whether moments may be stored in fewer bits: not those of weights that are trained in half precision."""
+def states_may_be_small(
+    shape: ModelShape | MetaModel, master_weights: str, compute: torch.dtype, optimizer: Any
+) -> bool:
+    """Whether moments may be stored in fewer bits.
+
+    Not those of weights that are trained in half precision, nor of optimizers whose states are float32.
+    """
     trained = as_trained(shape, master_weights, compute)
-    return trained.dtype not in HALF if isinstance(trained, ModelShape) else not trained.trains_in_half
+    half = trained.dtype in HALF if isinstance(trained, ModelShape) else trained.trains_in_half
+    return not half and narrows_states(optimizer)

@@ -12,7 +12,7 @@ import relay
 from hal import registry
 from hal.conformance.faults import Faults, faulty
 from relay.models import GPT
-from relay.simulation.described.transformer_shape import ModelShape
+from relay.simulation.described.transformer_shape import ModelShape, ShapeError
 from tests.support import devices, reference
 from tests.support.zoo.plain_models import Build
 
@@ -189,6 +189,30 @@ def test_a_simulated_step_has_the_bytes_and_the_memory_of_a_real_one(build: Buil
     assert found.step is not None
     assert found.step.weight_bytes == real.weight_bytes
     assert found.step.optimizer_bytes == real.optimizer_bytes == 2 * 2 * 4 * 12 * 32 * 32
+
+
+def test_a_plan_and_a_fit_know_what_it_needs_and_advise_no_narrow_states(build: Build) -> None:
+    shape = ModelShape(4, 32, 2, 64)
+    common: dict[str, Any] = {"precision": "fp32", "optimizer": muon()}
+    one: dict[str, Any] = {"device": "generic", "stashes": ["host"], "slots": [2], "seq": 12, "batch": 2}
+    planned = relay.plan(shape, **common, **one)
+    torch.manual_seed(0)
+    model = GPT(vocabulary=64, layers=4, hidden=32, heads=2, sequence=12, tied=False)
+    trainer = build(model, device="cpu:discrete", **planned.options)
+    for _ in range(2):
+        real = trainer.step(reference.text_batches(1, batch=2)[0])
+    expected = planned.expected
+    assert expected.step is not None
+    assert (expected.memory.device_total, expected.memory.host_total) == (real.device_peak_bytes, real.host_bytes)
+    assert (expected.step.weight_bytes, expected.step.optimizer_bytes) == (real.weight_bytes, real.optimizer_bytes)
+    same = relay.simulate(shape, device="generic", seq=12, batch=2, **planned.options)
+    assert same.step_seconds == expected.step_seconds
+    with pytest.raises(ShapeError, match="which has AdamW"):
+        planned.as_toml()
+    given: dict[str, Any] = {"device": "rtx-4090", "microbatches": 1, "allow_small_states": True}
+    with pytest.raises(relay.NoFeasiblePlan, match="too little") as refused:
+        relay.fit(shape, (2, 12), host_memory="100kB", **given, **common)
+    assert "moments" not in str(refused.value)
 
 
 def test_the_device_computes_the_iterations_in_simulated_time_too() -> None:
