@@ -31,7 +31,7 @@ from torch._guards import TracingContext, tracing
 
 from hal.errors import Unsupported
 from relay.capture.captured import Captured
-from relay.capture.core.lowering import Lowering, attention, decompositions
+from relay.capture.core.lowering import Lowering, attention, cumulative_averages, decompositions
 from relay.capture.eager_fallback import eager_programs
 from relay.capture.guards.attribute_reads import Reads, recorded_reads
 from relay.capture.guards.check_dtypes import check_operands
@@ -187,6 +187,7 @@ def _trace(request: CaptureRequest) -> tuple[fx.GraphModule, Reads, PlainTensors
             stack.enter_context(attention())
         if request.lowering is Lowering.CORE:
             table = decompositions()
+            stack.enter_context(cumulative_averages())
         if device != CPU:
             inputs = stack.enter_context(fakes_on(device, mode, module, inputs))
         stack.enter_context(put_back(module))

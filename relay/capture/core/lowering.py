@@ -1,9 +1,10 @@
 """The core lowering: a graph rewritten to the closed set of ops of `hal.ops`, in the one form that it promises.
 
-Tracing with `decompositions()` under `attention()` gives core ATen ops, in any of their overloads. `simplify` rewrites
-them to the form that backends are promised (see `hal.ops`): positional arguments, operands of one dtype, views as
-reshapes. It also removes ops without effect (copies, views of the same shape, sums of one element) and merges equal
-ops. It does not fuse or reorder. An op without a row in the table is left, for the device to refuse by name.
+Tracing with `decompositions()` under `attention()` and `cumulative_averages()` gives core ATen ops, in any of their
+overloads. `simplify` rewrites them to the form that backends are promised (see `hal.ops`): positional arguments,
+operands of one dtype, views as reshapes. It also removes ops without effect (copies, views of the same shape, sums of
+one element) and merges equal ops. It does not fuse or reorder. An op without a row in the table is left, for the device
+to refuse by name.
 
 Invariant: the shape and dtype that the table of `hal.ops` gives for a node equal those of PyTorch's tracing.
 """
@@ -14,11 +15,11 @@ import contextlib
 import enum
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._decomp import core_aten_decompositions, get_decompositions
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
@@ -80,6 +81,34 @@ def attention() -> contextlib.AbstractContextManager[Any]:
     """A context that traces attention as matrix products, as the decomposition of the fused kernel is wrong."""
     context: contextlib.AbstractContextManager[Any] = sdpa_kernel(SDPBackend.MATH)
     return context
+
+
+@contextlib.contextmanager
+def cumulative_averages() -> Iterator[None]:
+    """A context that traces batch norms whose `momentum` is None: their factor is one divided by the count of batches.
+
+    PyTorch's module makes a number of Python's of the count, which a graph cannot hold; here it stays a tensor.
+    """
+    forward = nn.modules.batchnorm._BatchNorm.forward
+
+    def traced(self: Any, value: torch.Tensor) -> torch.Tensor:
+        if self.momentum is not None or not self.training or self.running_mean is None:
+            return forward(self, value)
+        self._check_input_dim(value)
+        self.num_batches_tracked.add_(1)
+        dims = [dim for dim in range(value.dim()) if dim != 1]
+        with torch.no_grad():
+            factor = self.num_batches_tracked.to(torch.float32).reciprocal()
+            variance, mean = torch.var_mean(value.detach().to(torch.float32), dims)
+            for running, new in ((self.running_mean, mean), (self.running_var, variance)):
+                running.copy_(factor * new + (1 - factor) * running)
+        return nn.functional.batch_norm(value, None, None, self.weight, self.bias, True, 0.0, self.eps)
+
+    nn.modules.batchnorm._BatchNorm.forward = traced  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.modules.batchnorm._BatchNorm.forward = forward  # type: ignore[method-assign]
 
 
 @functools.cache
