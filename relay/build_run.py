@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from hal.host import Host
-from relay.distributed.compare_ranks import describe
+from relay.distributed.compare_ranks import describe, refuse_options
 from relay.distributed.ranks import Ranks, local_device
-from relay.distributed.refusals import refuse_options
 from relay.distributed.together import SharedOptimizerStates, Together
 from relay.eps.bind_optimizer import as_spec, bind
 from relay.eps.master_weights import frozen_half, master_dtype, refuse_unsplittable, to_master_weights
@@ -110,7 +109,7 @@ def build_run(
         return split_into_groups(model, spec.param_groups(model, chosen.param_groups), defaults)
 
     groups, _ = grouping(whole)
-    together = None if ranks is None else Together(ranks, whole, spec, chosen.state_dtype)
+    together = None if ranks is None else Together(ranks, whole, spec, chosen.state_dtype, chosen.microbatches)
     trained: dict[str, tuple[torch.Size, torch.dtype]] = {}
     for name, parameter in whole.named_parameters():
         if parameter.requires_grad:

@@ -181,6 +181,8 @@ class Trainer(RunState):
                 scale, on_nonfinite, reads.submit, 0 if shared is None else shared.first,
             )  # fmt: skip
         skipped = submitted.result.skipped
+        if shared is not None and not skipped:
+            shared.share_buffers(session.store)
         self._step += 1
         if not skipped:
             self.optimizer.count_step()
@@ -188,13 +190,7 @@ class Trainer(RunState):
             (self._scale.overflowed if skipped else self._scale.succeeded)()
         if not skipped:
             reads.pass_gradients_on(1.0 / scale, were_cut=asked["pieces"] is None)
-        outputs: list[dict[str, Any] | None] = []
-        if asked["outputs"] and (prepared.compiled[0].head is not None or not prepared_batch.count):
-            outputs = list(reads.outputs())
-        elif asked["outputs"]:
-            outputs = [None] * prepared_batch.count
-            for number, found in zip(prepared_batch.numbers, reads.outputs(), strict=True):
-                outputs[number] = found
+        outputs = prepared_batch.by_number(reads.outputs()) if asked["outputs"] else []
         session.guard.deliver_interrupts()
         metrics = run_step.metrics_of(session, submitted, prepared_batch.pieces, start, outputs)
         return metrics if shared is None else replace(metrics, tokens=shared.tokens)
@@ -281,7 +277,7 @@ class Trainer(RunState):
         `ledger` and `baseline_device_bytes` are known after it.
         """
         self._check_usable()
-        given = batch if self._together is None or not is_empty(batch) else stand_in(batch)
+        given = batch if self._together is None or not is_empty(batch) else stand_in(batch, self.options.microbatches)
         self._allocated(self._prepare_batch(given), self.param_groups, training=True)
 
     def _prepare_batch(

@@ -1,4 +1,6 @@
-"""What must be equal on all ranks when they build their trainers: software, options, and the model with its weights.
+"""What is refused when ranks build their trainers: options that several processes cannot have, and differences.
+
+Software, options, and the model with its weights must be equal on all ranks.
 
 Differences are found here and named; what the ranks send each other is `relay.distributed.channel`'s. Invariant: every
 rank finds the same difference.
@@ -59,6 +61,18 @@ def refuse_differences(records: Sequence[Record], names: Sequence[str]) -> None:
                         f"{key!r}: {names[0]} has {_show(ours.get(key))}, {names[rank]} has {_show(theirs.get(key))}. "
                         f"{_ADVICE[part]}"
                     )
+
+
+def refuse_options(options: TrainOptions) -> None:
+    """Raise ValueError for an option that one process has and several do not."""
+    refused = (
+        ("loss_over", options.loss_over == "batch", "The head would have to see the samples of all ranks."),
+        ("on_device_lost", options.on_device_lost == "retry", "Use torchrun --max-restarts and checkpoints instead."),
+        ("sparse_rows", options.sparse_rows is True, "Leave it out: whole tables are sent."),
+    )
+    for name, is_given, advice in refused:
+        if is_given:
+            raise ValueError(f"{name}={getattr(options, name)!r} is not possible with several processes. {advice}")
 
 
 _ADVICE = {

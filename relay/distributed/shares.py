@@ -1,6 +1,6 @@
 """A rank's share of a batch that has no samples: how it is recognised, and what its programs are compiled for instead.
 
-The stand-in has one sample of zeros. It is compiled and never run. Invariant: a batch with samples is not empty.
+The stand-in has samples of zeros. It is compiled and never run. Invariant: a batch with samples is not empty.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ def is_empty(batch: Any) -> bool:
     return bool(with_samples) and all(len(tensor) == 0 for tensor in with_samples)
 
 
-def stand_in(batch: Any) -> Any:
-    """The batch with one sample of zeros."""
+def stand_in(batch: Any, microbatches: int) -> Any:
+    """The batch with two samples of zeros for each micro-batch: BatchNorm does not take one."""
     tensors, tree = tensor_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
-    filled = [torch.zeros((1, *tensor.shape[1:]), dtype=tensor.dtype) if tensor.dim() else tensor for tensor in tensors]
+    count = 2 * microbatches
+    filled = [
+        torch.zeros((count, *tensor.shape[1:]), dtype=tensor.dtype) if tensor.dim() else tensor for tensor in tensors
+    ]
     return tree.fill(filled)

@@ -24,12 +24,12 @@ from hal.host import Host
 from relay.checkpoint.format import SHARD_BYTES, Progress
 from relay.checkpoint.saving import Saving, write_from
 from relay.data.microbatches import Batch, Piece, count_tokens, term_totals
+from relay.distributed.buffers import share_buffers
 from relay.distributed.checkpoints import RankStates, part_of_state, write_together
 from relay.distributed.compare_ranks import checksum_of_states, refuse_differences
 from relay.distributed.ownership import OwnedWeights, Ownership, works_by_element
 from relay.distributed.parameter_server import RankParameterServer
 from relay.distributed.ranks import Ranks
-from relay.distributed.refusals import refuse_changing_buffers
 from relay.distributed.shares import is_empty, stand_in
 from relay.distributed.whole_batch import join_shares
 from relay.eps.optimizer_state import BoundOptimizer
@@ -45,10 +45,8 @@ from relay.runtime.schedule import PreparedStep
 Prepare = Callable[[Any, Piece | None], tuple[PreparedBatch, PreparedStep | None]]
 """Prepares a share of a batch, given the whole batch where it is known. A share that needs it has nothing to run on."""
 
-TRAIN, EVALUATE, SAVE, LOAD, STATE, ASK, CLOSE, STATES, RESTORE = (
-    "step", "evaluate", "save", "load", "state_dict", "checkpoints", "close", "optimizer.state_dict",
-    "optimizer.load_state_dict",
-)  # fmt: skip
+TRAIN, EVALUATE, SAVE, LOAD, CLOSE = "step", "evaluate", "save", "load", "close"
+STATE, ASK, STATES, RESTORE = "state_dict", "checkpoints", "optimizer.state_dict", "optimizer.load_state_dict"
 
 
 @dataclass
@@ -59,20 +57,29 @@ class SharedPass:
         batch: this rank's share, with its weights in the whole batch; without micro-batches if it has none.
         prepared: what it runs on.
         first: the number of its first micro-batch in the whole batch.
+        first_rank: the rank that has the first micro-batch of the whole batch.
         tokens: those of the whole batch.
     """
 
     batch: PreparedBatch
     prepared: PreparedStep
     first: int
+    first_rank: int
     tokens: int
+    ranks: Ranks
+
+    def share_buffers(self, store: LayerStore) -> None:
+        """After the step was applied: the buffers that its forward changed become those of the batch's first rank."""
+        names = self.prepared.saved_buffers
+        share_buffers(self.ranks, self.first_rank, [store[name] for name in names])
+        store.changed(names)
 
 
 class Together:
     """The agreements of one rank with the others."""
 
-    def __init__(self, ranks: Ranks, model: nn.Module, optimizer: Any, state_dtype: str) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: Ranks, model: nn.Module, optimizer: Any, state_dtype: str, microbatches: int) -> None:
+        self.ranks, self._microbatches = ranks, microbatches
         self._sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
         whole = not works_by_element(optimizer, state_dtype)
         self.ownership = Ownership(self._sizes, ranks.rank, ranks.count, whole)
@@ -127,7 +134,8 @@ class Together:
         shared = self._weighed(given, records, record["microbatches"])
         if not record["microbatches"]:
             shared = replace(shared, pieces=Batch([]), weights=[], numbers=[], count=0)
-        return SharedPass(shared, prepared, first, sum(each["tokens"] for each in records))
+        first_rank = next(rank for rank, each in enumerate(records) if each["microbatches"])
+        return SharedPass(shared, prepared, first, first_rank, sum(each["tokens"] for each in records), self.ranks)
 
     def _prepared(
         self, call: str, prepare: Prepare, batch: Any, facts: Mapping[str, Any], whole: Piece | None
@@ -139,11 +147,10 @@ class Together:
         record: dict[str, Any] = {"call": call, "error": None, **_NOTHING}
         try:
             empty = is_empty(batch)
-            given, prepared = prepare(stand_in(batch) if empty else batch, whole)
+            given, prepared = prepare(stand_in(batch, self._microbatches) if empty else batch, whole)
             record["facts"] = dict(facts) if call == TRAIN else {}
             record["needs whole"], record["sum"] = given.needs_whole, given.counts is None
             if prepared is not None:
-                refuse_changing_buffers(prepared.saved_buffers)
                 record["facts"] |= {"parameters of the segments": _digest(prepared)} if call == TRAIN else {}
             if not empty and (given.counts is None or any(given.counts)):
                 record["microbatches"] = len(given.weights)
@@ -385,6 +392,8 @@ def _text(error: BaseException) -> str:
 
 
 def _digest(prepared: PreparedStep) -> str:
-    """What must be equal on all ranks for their messages to match: which parameters each segment updates."""
+    """What must be equal on all ranks for their messages to match: what each segment updates, and what changes."""
     plans = [[plan.names[index] for index in plan.updates] for plan in prepared.gradient_plans]
-    return f"{sum(map(len, plans))} parameters in {len(plans)} segments, {zlib.crc32(repr(plans).encode()):08x}"
+    changed = list(prepared.saved_buffers)
+    checksum = zlib.crc32(repr((plans, changed)).encode())
+    return f"{sum(map(len, plans))} parameters in {len(plans)} segments, {len(changed)} changed buffers, {checksum:08x}"

@@ -277,7 +277,8 @@ class ModelCompiler(ShapeCompiler):
     def _check_loss(self, plans: Sequence[LossPlan], microbatches: int, over_batch: bool = False) -> None:
         """Refuse a loss that micro-batches cannot make, and warn once of one that cannot be followed."""
         microbatches = max(microbatches, 2) if self.is_share else microbatches  # others have more
-        self._warned = check_loss(type(self.model).__name__, plans, microbatches, self._warned, over_batch)
+        name = type(self.model).__name__
+        self._warned = check_loss(name, plans, microbatches, self._warned, over_batch, self.is_share)
 
     def take_apart(self, batch: Any, needs_targets: bool) -> Batch:
         """The batch cut into micro-batches; into fewer than asked where it has fewer samples."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -64,6 +65,13 @@ class PreparedBatch:
     def whole(self) -> Piece | None:
         """The batch as one micro-batch; None if it was given in pieces."""
         return self.pieces.whole or (self.pieces.pieces[0] if len(self.pieces.pieces) == 1 else None)
+
+    def by_number(self, outputs: Sequence[dict[str, Any]]) -> list[dict[str, Any] | None]:
+        """What the micro-batches gave, with None for each that was left out; what a head over the whole batch gave."""
+        if self.compiled[0].head is not None or not self.count:
+            return list(outputs)
+        found = dict(zip(self.numbers, outputs, strict=True))
+        return [found.get(number) for number in range(self.count)]
 
     def with_term_shares(self, totals: Sequence[float]) -> PreparedBatch:
         """The share of a batch that counts `totals` in the terms of the loss."""

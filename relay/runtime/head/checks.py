@@ -15,14 +15,26 @@ from relay.runtime.stages import CompiledModel
 
 
 def check_loss(
-    name: str, plans: Sequence[LossPlan], microbatches: int, warned: bool, over_batch: bool = False
+    name: str,
+    plans: Sequence[LossPlan],
+    microbatches: int,
+    warned: bool,
+    over_batch: bool = False,
+    of_processes: bool = False,
 ) -> bool:
     """Refuse a loss that the micro-batches of model `name` cannot make, and warn of one that cannot be followed.
 
     It does not warn if it has `warned` before. Returns whether it has by now. With `over_batch` the loss is that of a
-    head over the whole batch, and the plans are about what comes before it. Raises PartitionError.
+    head over the whole batch, and the plans are about what comes before it; `of_processes` is set where other processes
+    have other shares of the batch. Raises PartitionError.
     """
     for plan in plans:
+        if plan.problem is not None and of_processes:
+            raise PartitionError(
+                f"The loss of {name} mixes samples: {plan.problem}. Several processes cannot train it, since each sees "
+                "its own share of the batch. Train it in one process; or, if each micro-batch is meant to have its own "
+                "loss, say by loss_weight= what each counts."
+            )
         if plan.problem is not None:
             raise PartitionError(
                 f"The loss of {name} mixes samples: {plan.problem}. The losses of {microbatches} micro-batches do "
