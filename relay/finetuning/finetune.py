@@ -14,7 +14,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -219,8 +219,8 @@ class _Run:
         model = self.build(empty=False)
         self.out.mkdir(parents=True, exist_ok=True)
         trainer = Trainer(model, optimizer=optimizer, param_groups=without_decay(model), **options)
-        with closing(trainer):
-            figures = self._train(trainer, model, facts, checkpoints, callbacks, report_to, options)
+        with closing(trainer), ExitStack() as ended:
+            figures = self._train(trainer, model, facts, checkpoints, callbacks, report_to, options, ended)
         if self.own.merge:
             save_merged(merged(model), self.tokenizer, self.out / "merged")
             figures["merged"] = str(self.out / "merged")
@@ -228,7 +228,7 @@ class _Run:
 
     def _train(
         self, trainer: Trainer, model: nn.Module, facts: dict[str, Any], folder: Path,
-        callbacks: list[Callback], report_to: Sequence[str], options: dict[str, Any],
+        callbacks: list[Callback], report_to: Sequence[str], options: dict[str, Any], ended: ExitStack,
     ) -> dict[str, Any]:  # fmt: skip
         own, progress = self.own, Progress()
         trainer.prepare(self.data.training.largest())
@@ -253,7 +253,10 @@ class _Run:
         config = self._config_of_classes(model)
         begin = trainer.steps
         shown = {"model": self.source.given, "device": options["device"], **facts}
-        callbacks = [*callbacks, *reporters(report_to, own.plot, self.out, begin, shown)]
+        reporting = reporters(report_to, own.plot, self.out, begin, shown)
+        for reporter in reporting:
+            ended.callback(reporter.close)
+        callbacks = [*callbacks, *reporting]
         loop = RunLoop(
             trainer, self.data.training, self.data.held_out, own, self.steps, self.lr, progress, callbacks,
             self._sampler(self.data.held_out), lambda: save_model(trainer, self.tokenizer, best, config),

@@ -30,7 +30,14 @@ class Callback:
         """After the last step, with the figures of the run."""
 
 
-class JsonLines(Callback):
+class Reporter(Callback):
+    """A callback that writes. It is closed at the end of a run, and where a run is interrupted or fails."""
+
+    def close(self) -> None:
+        """Write what has not been written."""
+
+
+class JsonLines(Reporter):
     """One JSON object a line. Lines of steps after `begin`, which a resumed run makes again, are removed."""
 
     def __init__(self, path: Path, begin: int) -> None:
@@ -61,7 +68,7 @@ class JsonLines(Callback):
         self._write("end", {name: value for name, value in figures.items() if not isinstance(value, Mapping)})
 
 
-class TensorBoard(Callback):
+class TensorBoard(Reporter):
     """Scalars and samples for `tensorboard --logdir FOLDER`."""
 
     def __init__(self, folder: Path, begin: int) -> None:
@@ -87,11 +94,11 @@ class TensorBoard(Callback):
             self._writer.add_text(f"sample {number + 1}", text, figures["step"])
         self._writer.flush()
 
-    def on_end(self, figures: Figures) -> None:
+    def close(self) -> None:
         self._writer.close()
 
 
-class WeightsAndBiases(Callback):
+class WeightsAndBiases(Reporter):
     """A run of Weights & Biases; offline where WANDB_MODE=offline is set or nobody is logged in."""
 
     def __init__(self, folder: Path, settings: Figures) -> None:
@@ -116,12 +123,12 @@ class WeightsAndBiases(Callback):
     def on_evaluation(self, figures: Figures) -> None:
         self._write("held out", figures)
 
-    def on_end(self, figures: Figures) -> None:
+    def close(self) -> None:
         self._run.finish()
 
 
-class Plot(Callback):
-    """A PNG of loss, rate, gradient norm and throughput of the steps of this process, drawn at the end."""
+class Plot(Reporter):
+    """A PNG of loss, rate, gradient norm and throughput of the steps of this process, drawn when it is closed."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -138,7 +145,7 @@ class Plot(Callback):
     def on_evaluation(self, figures: Figures) -> None:
         self._evaluations.append(dict(figures))
 
-    def on_end(self, figures: Figures) -> None:
+    def close(self) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
@@ -163,9 +170,9 @@ class Plot(Callback):
         drawing.savefig(self._path, dpi=120)
 
 
-def reporters(names: Sequence[str], plot: str | None, out: Path, begin: int, settings: Figures) -> list[Callback]:
+def reporters(names: Sequence[str], plot: str | None, out: Path, begin: int, settings: Figures) -> list[Reporter]:
     """The callbacks of the names of --report-to and of --plot. `begin` is the number of steps made before."""
-    found: list[Callback] = []
+    found: list[Reporter] = []
     for name in dict.fromkeys(names):
         if name == "jsonl":
             found.append(JsonLines(out / "metrics.jsonl", begin))

@@ -68,6 +68,7 @@ def generate(
     ends = _ends(model, eos_token_id)
     filler = pad_token_id if pad_token_id is not None else (ends[0] if ends else 0)
     given = input_ids.shape[1]
+    processors = _processors(model, input_ids, mask, ends, max_new_tokens)
     longest = bucket(given)
     padded = nn.functional.pad(input_ids, (longest - given, 0), value=filler)
     seen = nn.functional.pad(mask, (longest - given, 0))
@@ -79,7 +80,10 @@ def generate(
         _check_layers(model, layers, outputs)
         cache = _HostCache(outputs, len(layers))
         for position in range(longest, longest + max_new_tokens):
-            token = choose(outputs["logits"].float(), temperature, top_p, random)
+            logits = outputs["logits"].float()
+            if processors:
+                logits = processors(torch.cat([input_ids, *(one[:, None] for one in new)], dim=1), logits)
+            token = choose(logits, temperature, top_p, random)
             token = torch.where(finished, filler, token)
             new.append(token)
             finished |= torch.isin(token, torch.tensor(ends, dtype=token.dtype))
@@ -173,6 +177,20 @@ def _ends(model: nn.Module, given: int | Sequence[int] | None) -> list[int]:
     if given is None:
         return []
     return [given] if isinstance(given, int) else list(given)
+
+
+def _processors(model: nn.Module, input_ids: torch.Tensor, mask: torch.Tensor, ends: list[int], count: int) -> Any:
+    """What the model's generation_config changes in logits, such as a penalty of repetitions, by its library's code."""
+    base = _base(model)
+    if not hasattr(base, "_get_logits_processor"):
+        return []
+    given = {"do_sample": False, "num_beams": 1, "max_new_tokens": count, "eos_token_id": ends or None}
+    config, _ = base._prepare_generation_config(None, **given)
+    config.max_length = input_ids.shape[1] + count
+    base._prepare_special_tokens(config, True, device=input_ids.device)
+    return base._get_logits_processor(
+        config, input_ids.shape[1], device=str(input_ids.device), model_kwargs={"attention_mask": mask}
+    )
 
 
 def _base(model: nn.Module) -> Any:

@@ -225,8 +225,14 @@ def test_a_run_that_was_interrupted_goes_on_to_the_bit_with_packing_workers_and_
     options: dict[str, Any] = {"steps": 6, "pack": True, "seq": 128, "held_out": 0.2, "eval_every": 2, "patience": 3}
     options |= {"checkpoint_every": 2, "workers": 2, "batch": 2}
     whole, losses = tune(llama, tmp_path / "whole", **options)
+    drawn = {"report_to": ["tensorboard"], "plot": str(tmp_path / "loss.png")}
     with pytest.raises(KeyboardInterrupt):
-        tune(llama, tmp_path / "parts", callbacks=[Stop(after)], **options)
+        tune(llama, tmp_path / "parts", callbacks=[Stop(after)], **drawn, **options)
+    assert (tmp_path / "loss.png").stat().st_size > 1000  # what was reported until then is written
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = reader.EventAccumulator(str(tmp_path / "parts" / "tensorboard"))
+    events.Reload()
+    assert [one.value for one in events.Scalars("train/loss")] == pytest.approx(losses[: after - 1])
     rest, later = tune(llama, tmp_path / "parts", resume=True, **options)
     assert later == losses[rest["steps"] - rest["steps_now"] :]
     assert 0 < len(later) < len(losses)
