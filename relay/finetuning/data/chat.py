@@ -91,6 +91,9 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], first: int = 0
     turns = [number for number in range(first, len(messages)) if messages[number]["role"] == "assistant"]
     if not turns:
         raise ValueError("The conversation has no turn of the assistant, so nothing of it is trained.")
+    for number, message in enumerate(messages):
+        if message.get("tool_calls"):
+            _check_calls(tokenizer, messages[:number], message)
     if first == 0 and _GENERATION.search(tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""):
         try:
             found = tokenizer.apply_chat_template(
@@ -105,6 +108,16 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], first: int = 0
     whole = rendered_text(tokenizer, messages)
     spans = [_span(tokenizer, messages, turn, whole) for turn in turns]
     return spans_trained(tokenizer, whole, spans, special=False)
+
+
+def _check_calls(tokenizer: Any, before: Sequence[Mapping[str, Any]], message: Mapping[str, Any]) -> None:
+    """Raise ValueError if the template renders a message with calls of tools as if it had none."""
+    without = {name: value for name, value in message.items() if name != "tool_calls"}
+    if rendered_text(tokenizer, [*before, message]) == rendered_text(tokenizer, [*before, without]):
+        raise ValueError(
+            f"The chat template leaves out the tool_calls of message {len(before) + 1}, so a turn without a word would "
+            "be learned. Give a --chat-template that renders them, or leave the conversation out."
+        )
 
 
 def spans_trained(tokenizer: Any, text: str, spans: Sequence[tuple[int, int]], special: bool) -> Trained:

@@ -138,6 +138,9 @@ class Tokeniser:
                 set_template(self._tokenizer, None)
             given = conversation(prompt)
             return self._cut(render(self._tokenizer, [*given, *conversation(completion)], first=len(given)))
+        if isinstance(prompt, (list, tuple)) != isinstance(completion, (list, tuple)):
+            names = f"{self._fields.prompt!r} and {self._fields.completion!r}"
+            raise ValueError(f"Of {names} one is a list of messages, and both must be, or both be texts.")
         prompt, completion = self._string(prompt), self._string(completion)
         whole = prompt + completion
         if not completion.strip():
