@@ -18,6 +18,7 @@ from torch import nn
 
 from relay.capture.guards.attribute_reads import Reads
 from relay.capture.guards.code_walk import HOOKS
+from relay.capture.states.escaped_values import note_attribute
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -99,6 +100,10 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     finally:
         # A forward that installed hooks noted that in a flag; without it the next one would install them once more.
         installed = any(table.keys() != before_it.keys() for table, before_it in hooks)
+        for module, _ in before:
+            for name, value in _own_values(vars(module)).items():
+                if type(value) in _CONTAINERS:
+                    note_attribute(module, name, value)
         for container, content in contents.values():
             _restore(container, content)
         for module, values in before:

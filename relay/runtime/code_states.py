@@ -8,6 +8,7 @@ nothing that its captures read has changed.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,8 @@ from torch import nn
 from relay.capture.guards.attribute_reads import Reads
 from relay.capture.guards.code_guards import Change, CodeGuards
 from relay.capture.guards.code_walk import follow, reads_by_class
+from relay.capture.guards.executed_code import collected_code
+from relay.capture.states.escaped_values import Known, noting, take_back
 
 logger = logging.getLogger("relay")
 
@@ -48,6 +51,8 @@ class CodeStates:
         self._reads: dict[type, set[str] | None] = {}
         self._own_changes: list[Change] = []
         self._begun = 0
+        self._said: set[str] = set()
+        self._known: Known = {}
         self._before = CodeGuards()
 
     def current(self) -> CodeState:
@@ -82,11 +87,17 @@ class CodeStates:
         """
         self._before = before = state.guards or self._follow()
         captured: list[tuple[nn.Module, Reads]] = []
-        yield captured
+        with noting() as escapes, collected_code() as ran:
+            yield captured
+        places = {(id(one), name): (one, held) for _, one, name, held in before.places()}
+        self._known = places | self._known  # places that the code itself changes are looked at once
         self._own_changes += before.changes()
         for module, reads in captured:
             self._add(reads_by_class(module, reads).items())
+        escapes.taken = self._take_back()
         state.guards = self._follow()
+        for message in escapes.messages(self._model(), ran, self._said):
+            warnings.warn(message, stacklevel=2)
 
     def counted(self, state: CodeState) -> dict[Any, tuple[str, str, Any]]:
         """The plain numbers that have changed since captures in this state began, or since they ended: by guard the
@@ -97,6 +108,7 @@ class CodeStates:
         """What has changed since the captures is changed by the code itself."""
         if state.guards is not None:
             self._own_changes += state.guards.changes()
+            self._take_back()
             state.guards = self._follow()
 
     def changes_itself(self, changes: Iterable[Change]) -> None:
@@ -107,6 +119,10 @@ class CodeStates:
         """Let go of all states: none is found again."""
         self._states.clear()
         self._own_changes.clear()
+
+    def _take_back(self) -> list[str]:
+        """Take out what traces have left in containers that the code reaches; their paths."""
+        return take_back(follow(self._model(), self._reads, self._roots), self._known)
 
     def _add(self, reads: Iterable[tuple[type, set[str] | None]]) -> None:
         for kind, names in reads:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
@@ -78,8 +78,10 @@ class _Table:
             else:
                 held = same(before, now)
             if not held:
-                path = f"{self.path}.{name}" if self.owner is not None else f"{self.path}[{name!r}]"
-                yield path, (self.entries, name)
+                yield self.path_of(name), (self.entries, name)
+
+    def path_of(self, name: Any) -> str:
+        return f"{self.path}.{name}" if self.owner is not None else f"{self.path}[{name!r}]"
 
 
 @dataclass(eq=False)
@@ -131,7 +133,7 @@ class CodeGuards:
         self._tables.append(_Table(path, owner, entries, chosen, expected, presence_alone))
 
     def add_empty(self, path: str, entries: dict[Any, Any]) -> None:
-        """A dict that is empty, as those for hooks mostly are: cheaper than a table."""
+        """A dict that is empty, as those for hooks mostly are."""
         self._empty.append((path, entries))
 
     def add_list(self, path: str, items: list[Any]) -> None:
@@ -171,18 +173,19 @@ class CodeGuards:
         self._parts.append(_Parts(path, subject, read, read()))
 
     def __len__(self) -> int:
-        tables = sum(len(table.expected) for table in self._tables)
-        rest = (
-            self._empty,
-            self._lists,
-            self._names,
-            self._functions,
-            self._cells,
-            self._types,
-            self._tensors,
-            self._parameters,
-        )
-        return tables + len(self._parts) + sum(len(rows) for rows in rest)
+        rest = self._empty, self._lists, self._names, self._functions, self._cells, self._types, self._tensors
+        sizes = [len(one) for one in (*(table.expected for table in self._tables), *rest)]
+        return sum(sizes) + len(self._parameters) + len(self._parts)
+
+    def places(self) -> Iterator[tuple[str, Any, Hashable, Any]]:
+        """All places that are looked at: path, container, the name in it (None: it as a whole), what was there."""
+        for table in self._tables:
+            held = table.expected.get
+            yield from [(table.path_of(name), table.entries, name, held(name, ABSENT)) for name in [*table.entries]]
+        yield from ((path, items, None, before) for path, items, before in self._lists)
+        yield from ((path, cell, None, before) for path, cell, before in self._cells)
+        yield from self._names
+        yield from ((part.path, part.subject, None, ABSENT) for part in self._parts)
 
     # -- whether it holds -------------------------------------------------------------------------------------
 
@@ -211,8 +214,7 @@ class CodeGuards:
             for name, before in table.expected.items():
                 now = dict.get(table.entries, name, ABSENT)
                 if _is_number(before) and _is_number(now) and not same(before, now) and isinstance(name, str):
-                    path = f"{table.path}.{name}" if table.owner is not None else f"{table.path}[{name!r}]"
-                    found[id(table.entries), name] = path, name, now
+                    found[id(table.entries), name] = table.path_of(name), name, now
         for path, names, name, before in self._names:
             now = names.get(name, ABSENT)
             if _is_number(before) and _is_number(now) and not same(before, now):
@@ -326,8 +328,7 @@ class CodeGuards:
         versions = [before for _, _, before in self._tensors if before]
         parameters = [parameter for _, parameter, _ in self._parameters]
         flags = [*chain.from_iterable(map(_PARAMETER, parameters))]
-        parts = list(self._parts)
-        empty = [entries for _, entries in self._empty]
+        parts, empty = list(self._parts), [entries for _, entries in self._empty]
 
         def names_pass(look_up: Any, group: Sequence[tuple[str, Any, str, Any]]) -> Callable[[], bool]:
             holders, names = [one[1] for one in group], [one[2] for one in group]

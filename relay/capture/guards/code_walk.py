@@ -233,12 +233,13 @@ class _Walk:
         if not (has_run(function.__code__) or self._in_backward):
             return
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-            self.guards.add_cell(f"a variable in the closure of {path}", cell, variable)
+            where = f"{variable} (in the closure of {path})"
+            self.guards.add_cell(where, cell, variable)
             try:
                 content = cell.cell_contents
             except ValueError:
                 continue
-            self._mentioned(content, f"a variable in the closure of {path}", mentioned_by(function.__code__))
+            self._mentioned(content, where, mentioned_by(function.__code__))
         if is_opaque(function) and not is_a_modules_code(function):
             return
         self.guards.add_function(path, function)

@@ -12,6 +12,7 @@ import ast
 import dis
 import functools
 import inspect
+import itertools
 import sysconfig
 import textwrap
 from collections.abc import Callable, Collection, Mapping
@@ -27,7 +28,7 @@ from relay.capture.guards.attribute_reads import reads_unrecorded
 from relay.errors import PartitionError
 
 _NUMBERS = (int, float, complex, bool, str)
-_WRITING = frozenset({"append", "extend", "add", "clear"})
+_WRITING = frozenset({"append", "extend", "add", "clear", "appendleft", "update"})
 """Methods of containers that read nothing, where their result is not used."""
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _RELAY = Path(__file__).parents[2]
@@ -134,6 +135,11 @@ def _mentions(code: CodeType, name: str) -> bool:
 
 @functools.lru_cache(maxsize=1000)
 def _reads(code: CodeType, name: str) -> bool:
+    if code.co_name == "<lambda>":  # whose source is a part of a statement
+        sets = "setattr" in code.co_names
+        ran = [one for one in dis.get_instructions(code) if one.opname != "LOAD_CONST" or not sets]
+        after = [next_one.argval for one, next_one in itertools.pairwise(ran) if one.argval == name]
+        return not all(isinstance(called, str) and called in _WRITING for called in after)
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, TypeError, SyntaxError):
@@ -151,6 +157,8 @@ def _counted(node: ast.AST) -> list[tuple[ast.AST, ast.AST]]:
     """The assignments of a statement: `x += 1` and `x = x + 1`, and calls that only write: `x.append(...)`."""
     if isinstance(node, ast.AugAssign):
         return [(node.target, node.value)]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr":
+        return [(node.args[1], node)] if len(node.args) == 3 else []
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute):
         only_written = node.value.func.attr in _WRITING
         return [(node.value.func.value, node.value)] if only_written else []

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from relay.capture.guards.attribute_reads import Reads, reads_unrecorded
+from relay.capture.states.escaped_values import note_attribute
 from relay.errors import CaptureError
 
 
@@ -51,12 +52,14 @@ class PlainTensors:
         for path, module, tensors in self._before:
             for name, value in list(vars(module).items()):
                 if isinstance(value, torch.Tensor) and name not in tensors:
+                    note_attribute(module, name, value)
                     del vars(module)[name]
                     if name in (other := self._other[id(module)]):
                         vars(module)[name] = other[name]
                         self._new.append((module, name, value))
             for name, tensor in tensors.items():
-                if vars(module).get(name) is not tensor:
+                if (now := vars(module).get(name)) is not tensor:
+                    note_attribute(module, name, now)
                     self._replaced.append((f"{path}.{name}".lstrip("."), tensor))
             vars(module).update(tensors)
 

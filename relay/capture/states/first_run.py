@@ -12,6 +12,7 @@ import torch
 
 from relay.capture.eager_call import EagerSegment
 from relay.capture.guards.counters import CountedStates, numbers_of
+from relay.capture.states.escaped_values import note_eager
 from relay.capture.states.lasting_state import LastingStates, draws_from, keeps_state
 from relay.capture.states.own_generators import GeneratorsUsed, python_numbers, same_python_numbers
 
@@ -42,8 +43,11 @@ def first_run(
             again, later = segment.run(leaves, values, buffers)
         counters.set(now)
         same = all(map(_equal, [*outputs, *after], [*again, *later]))
-        if not same and (kept := states.changed()):
+        kept = states.changed()
+        if not same and kept:
             raise keeps_state(f"layer {segment.name!r}", kept, segment.name)
+        for path in kept:
+            note_eager(path, segment.name)
     return outputs, after
 
 

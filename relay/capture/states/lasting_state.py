@@ -20,11 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx, nn
-from torch._subclasses.functional_tensor import FunctionalTensor
 
-from relay.capture.fake_tensors import is_fake
 from relay.capture.guards.attribute_reads import reads_unrecorded
 from relay.capture.guards.plain_tensors import KeepsState
+from relay.capture.states.escaped_values import of_trace
 from relay.graph.mutations import memory_roots, written_by
 
 _CONTAINERS = (list, dict, set, deque)
@@ -63,8 +62,8 @@ class LastingStates:
                 for name, value in list(vars(module).items()):
                     if name not in _OF_EVERY_MODULE:
                         self._attribute(value, f"{path}.{name}".lstrip("."))
-                for function in _functions(module):
-                    self._closure(function)
+                for function, what in _functions(module):
+                    self._closure(function, f"{what} of {path or 'the model'}" if what else function.__qualname__)
 
     def changed(self) -> list[str]:
         """The paths of what is otherwise now."""
@@ -97,7 +96,8 @@ class LastingStates:
     def holding_fakes(self) -> list[str]:
         """The paths of what holds tensors of a trace."""
         with reads_unrecorded():
-            return [held.path for held in self._held.values() if any(map(_of_trace, _parts(held.subject)))]
+            parts = ((held.path, _parts(held.subject)) for held in self._held.values())
+            return [path for path, found in parts if any(of_trace(part) for _, part in found)]
 
     @contextmanager
     def with_numbers(self) -> Iterator[None]:
@@ -106,7 +106,7 @@ class LastingStates:
         with reads_unrecorded():
             for held in self._held.values():
                 parts = _parts(held.subject)
-                replaced += [(_table(held.subject), key, part) for key, part in parts if _of_trace((key, part))]
+                replaced += [(_table(held.subject), key, part) for key, part in parts if of_trace(part)]
         for table, key, part in replaced:
             table[key] = torch.zeros(tuple(part.shape), dtype=part.dtype)
         try:
@@ -120,14 +120,14 @@ class LastingStates:
 
     def _attribute(self, value: Any, path: str) -> None:
         if isinstance(value, FunctionType):
-            self._closure(value)
+            self._closure(value, value.__qualname__)
         elif type(value) is torch.Tensor or not isinstance(value, (torch.Tensor, nn.Module)):
             self._look(value, path, 0, counted=type(value) in (list, dict))
 
-    def _closure(self, function: FunctionType) -> None:
+    def _closure(self, function: FunctionType, what: str) -> None:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             with suppress(ValueError):  # it is empty yet
-                self._look(cell.cell_contents, f"{name} (in the closure of {function.__qualname__})", 0)
+                self._look(cell.cell_contents, f"{name} (in the closure of {what})", 0)
         for name in function.__code__.co_names:
             value = function.__globals__.get(name)
             if type(value) in _CONTAINERS or isinstance(value, _GENERATORS):
@@ -206,15 +206,6 @@ def _parts(value: Any) -> list[tuple[Any, Any]]:
     return list(vars(value).items()) if _is_object(value) else []
 
 
-def _of_trace(entry: tuple[Any, Any]) -> bool:
-    """Whether a part is a tensor of a trace."""
-    part = entry[1]
-    if not isinstance(part, torch.Tensor) or isinstance(part, nn.Parameter):
-        return False
-    wrapped = torch._is_functional_tensor(part) or torch._C._functorch.is_functorch_wrapped_tensor(part)
-    return is_fake(part) or isinstance(part, FunctionalTensor) or wrapped
-
-
 def _part(value: Any, counted: bool = False) -> Any:
     """A part as it is compared: plain values by what they are, others by identity."""
     if type(value) in _PLAIN:
@@ -228,13 +219,14 @@ def _same(first: Any, second: Any) -> bool:
     return first is second or (isinstance(first, (str, int, bytes)) and type(first) is type(second) and first == second)
 
 
-def _functions(module: nn.Module) -> Iterator[FunctionType]:
-    forwards = [vars(module).get("forward"), getattr(type(module), "forward", None)]
-    hooks = [hook for name in _HOOKS for hook in vars(module).get(name, {}).values()]
-    for function in (*forwards, *hooks):
+def _functions(module: nn.Module) -> Iterator[tuple[FunctionType, str]]:
+    """The functions that a call of a module runs; for hooks with what they are."""
+    forwards = [(vars(module).get("forward"), ""), (getattr(type(module), "forward", None), "")]
+    hooks = [(hook, "a hook") for name in _HOOKS for hook in vars(module).get(name, {}).values()]
+    for function, what in (*forwards, *hooks):
         plain = getattr(function, "__func__", function)
         if isinstance(plain, FunctionType) and not (plain.__module__ or "torch").startswith(_OF_LIBRARIES):
-            yield plain
+            yield plain, what
 
 
 # -- whether a second call computes the same ----------------------------------------------------------------------
