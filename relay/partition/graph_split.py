@@ -159,7 +159,10 @@ class GraphCut:
         self._keep_alias_groups()
         bound = {node: group for group in self.alias_groups for node in group}
         for node in reversed(self.traced.graph.nodes):
-            together = bound.get(node, [node])
+            if node.target is operator.getitem and node not in bound:
+                continue  # it stays with what it takes an item of
+            items = [user for user in node.users if user.target is operator.getitem and user not in bound]
+            together = bound.get(node, [node, *items])
             users = {user for member in together for user in member.users if user not in together}
             if (
                 self.stage.get(node) == 0

@@ -27,6 +27,9 @@ from relay.partition.batch_flow.sorted_rows import computes_rows_alone
 from relay.partition.batch_flow.trace_pair import TracePair
 from relay.partition.find_blocks import same_structure, undisturbed
 
+SORTING = ("sort", "argsort", "histc", "bincount")
+"""Ops that find the rows of each expert."""
+
 
 @dataclass(frozen=True, eq=False)
 class _Followed:
@@ -142,7 +145,7 @@ def _sorts_by_expert(graph: fx.Graph, outputs: Sequence[Label]) -> bool:
     """Whether rows are sorted for a product in groups. Routed experts put them back, which is not followed."""
     mixed = [label.cause for label in outputs if label.kind is Kind.MIXED]
     grouped = any("grouped_mm" in str(node.target) for node in graph.nodes)
-    return grouped and bool(mixed) and all(cause is not None and cause.op in ("sort", "argsort") for cause in mixed)
+    return grouped and bool(mixed) and all(cause is not None and cause.op in SORTING for cause in mixed)
 
 
 def _of_sorted(label: Label, found: Label, layer: str) -> Label:

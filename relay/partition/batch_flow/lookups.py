@@ -104,3 +104,16 @@ def bag(call: OpCall) -> Labels | None:
     if first.shape[0] != length or label.dim != 0 or indices.meta["val"].shape[0] != label.unit * length:
         return alike(call, call.mixed("takes samples together"))
     return (rows(0, 1, call.given), *(call.unknown() for _ in call.node.meta["val"][1:]))
+
+
+def found_between(call: OpCall) -> Labels:
+    """searchsorted and bucketize: each value's place between boundaries that are the same for all, or its sample's."""
+    bounds, values = call.argument("sorted_sequence", "boundaries"), call.argument("self", "input")
+    sorter = call.argument("sorter")
+    ours, given = call.label(bounds), call.label(values)
+    if given.kind is Kind.ROWS and ours.kind is call.label(sorter).kind is Kind.FREE:
+        return call.shaped(given)
+    alike_rows = ours.kind is given.kind is Kind.ROWS and (ours.dim, ours.unit) == (given.dim, given.unit)
+    if alike_rows and sorter is None and ours.dim < bounds.meta["val"].dim() - 1:
+        return call.shaped(given)
+    return call.mixed("compares every sample with every other")

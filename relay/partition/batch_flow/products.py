@@ -120,3 +120,29 @@ def contracted(call: OpCall) -> Labels | None:
         if label.kind is Kind.FREE and letter in own and tensor.meta["val"].shape[own.index(letter)] != 1:
             return call.mixed("sums over the batch, each sample with a factor of its own")
     return call.term(Count.SUM)
+
+
+MATRIX_NUMBERS = {
+    "det", "logdet", "slogdet", "linalg_det", "_linalg_det", "linalg_slogdet", "_linalg_slogdet", "linalg_svdvals",
+    "linalg_svd", "_linalg_svd", "linalg_eigvalsh", "linalg_eigvals", "linalg_eigh", "_linalg_eigh", "linalg_qr",
+    "linalg_cholesky", "linalg_cholesky_ex", "linalg_inv", "linalg_inv_ex", "linalg_pinv", "linalg_matrix_power",
+    "matrix_exp", "linalg_matrix_exp",
+}  # fmt: skip
+"""Ops of whole matrices, which are the last two dimensions."""
+
+SAMPLES_TOGETHER = {"histc", "histogram", "bincount", "pdist", "_pdist_forward", "cov", "corrcoef", "segment_reduce"}
+"""Ops that count or compare over all that they are given."""
+
+
+def of_matrices(call: OpCall) -> Labels:
+    """Ops of whole matrices: the batch's dimension may stand before them."""
+    source = call.operands[0]
+    label = call.label(source)
+    if label.kind is not Kind.ROWS or len(call.operands) > 1 or label.dim >= source.meta["val"].dim() - 2:
+        return alike(call, call.mixed("takes the batch for a dimension of a matrix"))
+    return call.shaped(label)
+
+
+def together(call: OpCall) -> Labels:
+    """What no sum over pieces gives."""
+    return alike(call, call.mixed("counts or compares over the batch"))

@@ -25,11 +25,31 @@ from relay.partition.batch_flow.elementwise import (
 )
 from relay.partition.batch_flow.labels import Kind
 from relay.partition.batch_flow.layers import attention, distances, dropped, normalized, recurrent, triangle, windows
-from relay.partition.batch_flow.lookups import bag, has_regular_offsets, indexed, looked_up, picked, put
+from relay.partition.batch_flow.lookups import bag, found_between, has_regular_offsets, indexed, looked_up, picked, put
 from relay.partition.batch_flow.losses import CROSS_ENTROPIES, ELEMENT_LOSSES, SAMPLE_LOSSES, cross_entropy, loss
 from relay.partition.batch_flow.op_call import Labels, OpCall, alike
-from relay.partition.batch_flow.products import FACTORS, LINEAR_SUMS, contracted, product_of, reduced
-from relay.partition.batch_flow.views import REORDERS, RESHAPES, along, by_numbers, joined, reordered, reshaped, spread
+from relay.partition.batch_flow.products import (
+    FACTORS,
+    LINEAR_SUMS,
+    MATRIX_NUMBERS,
+    SAMPLES_TOGETHER,
+    contracted,
+    of_matrices,
+    product_of,
+    reduced,
+    together,
+)
+from relay.partition.batch_flow.views import (
+    REORDERS,
+    RESHAPES,
+    along,
+    by_numbers,
+    joined,
+    renormed,
+    reordered,
+    reshaped,
+    spread,
+)
 
 FOURIER = {f"fft_{kind}{size}" for kind in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft") for size in ("", "2", "n")}
 
@@ -44,7 +64,7 @@ RULES: dict[str, Callable[[OpCall], Any]] = {
     **dict.fromkeys(("expand", "expand_as", "broadcast_to", "broadcast_tensors"), spread),
     **dict.fromkeys(
         ("softmax", "log_softmax", "_softmax", "_log_softmax", "_safe_softmax", "softmin", "cumsum", "cumprod", "sort",
-         "topk", "argsort", "logcumsumexp", "cummax", "cummin", "flip", "glu", "msort", "renorm"), along),
+         "topk", "argsort", "logcumsumexp", "cummax", "cummin", "flip", "glu", "msort"), along),
     **dict.fromkeys(("roll", "repeat", "tile", "repeat_interleave", "unfold", "pixel_shuffle"), by_numbers),
     **dict.fromkeys(("cat", "stack", "concat"), joined),
     **dict.fromkeys(
@@ -53,6 +73,10 @@ RULES: dict[str, Callable[[OpCall], Any]] = {
          "nanmean", "nanquantile", "aminmax"), reduced),
     **dict.fromkeys(FACTORS, product_of),
     "einsum": contracted,
+    "renorm": renormed,
+    **dict.fromkeys(("searchsorted", "bucketize"), found_between),
+    **dict.fromkeys(MATRIX_NUMBERS, of_matrices),
+    **dict.fromkeys(SAMPLES_TOGETHER, together),
     **dict.fromkeys((*ELEMENT_LOSSES, *SAMPLE_LOSSES), loss),
     **dict.fromkeys(CROSS_ENTROPIES, cross_entropy),
     **dict.fromkeys(

@@ -153,3 +153,12 @@ def joined(call: OpCall) -> Labels:
         whole = all(tensor.meta["val"].shape[labels[0].dim] % call.flow.pair.lengths[1] == 0 for tensor in tensors)
         return rows(labels[0].dim, units.pop(), call.given) if units and whole else call.mixed("puts samples together")
     return call.shaped(replace(labels[0], unit=units.pop() if units else 0), "puts samples beside each other")
+
+
+def renormed(call: OpCall) -> Labels:
+    """renorm, whose dimension is the one that it does not go over."""
+    source = call.operands[0]
+    label = call.label(source)
+    if label.kind is not Kind.ROWS or len(call.operands) > 1 or [label.dim] != call.dims(source):
+        return call.mixed("goes over the batch")
+    return call.shaped(label)

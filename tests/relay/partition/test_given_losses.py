@@ -40,6 +40,36 @@ def test_a_loss_of_one_element_is_taken_as_by_pytorchs_backward(build: Build, sh
     assert_same(build, lambda: Whole(loss), BATCH, 3)
 
 
+def scores(output: Tensor) -> Tensor:
+    return output.softmax(-1)
+
+
+TOGETHER: dict[str, Loss] = {
+    "renorm over the batch": lambda o, b, m: o.renorm(2, 1, 0.1).square().mean() + o.square().mean(),
+    "experts that are counted": lambda o, b, m: (
+        scores(o).mean(0) * torch.histc(o.argmax(-1).float(), 3, 0, 2)
+    ).sum(),
+    "places among the sorted": lambda o, b, m: (
+        o.mean(1) * torch.searchsorted(b["numbers"][:, 0].sort()[0], b["numbers"][:, 0])
+    ).mean(),
+    "distances of all pairs": lambda o, b, m: F.pdist(o).mean(),
+    "a determinant": lambda o, b, m: torch.logdet(o.T @ o + torch.eye(3)),
+    "means of segments": lambda o, b, m: (
+        torch.segment_reduce(o, "mean", lengths=torch.tensor([len(o) - 1, 1]), axis=0).square().mean()
+    ),
+    "renorm of each sample": lambda o, b, m: o.renorm(2, 0, 0.1).sum(1).square().mean(),
+    "places between given bounds": lambda o, b, m: (
+        o.mean(1) * torch.bucketize(b["numbers"][:, 0], torch.linspace(-1, 1, 4))
+    ).mean(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.sample(3)
+def test_ops_that_take_samples_together_give_the_loss_of_the_whole_batch(build: Build, name: str) -> None:
+    assert_same(build, lambda: Whole(TOGETHER[name]), BATCH, 3)
+
+
 class Returning(Whole):
     """Returns its loss and its output in another form."""
 
