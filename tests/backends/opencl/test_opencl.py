@@ -19,24 +19,21 @@ from hal.program import Port, Program, Role
 from hal.random import RandomKey, keep_mask, normal, uniform
 from tests.support.zoo import small_models
 
-PROBES = OpenClBackend().probe()
-WORKS = [probe for probe in PROBES if probe.available]
-REASON = "" if WORKS else "; ".join(f"{probe.name}: {probe.reason}" for probe in PROBES)
+
+@pytest.fixture(scope="module")
+def needs_opencl() -> None:
+    """Probing runs kernels, so that it waits for the first test that needs it."""
+    probes = OpenClBackend().probe()
+    if not any(probe.available for probe in probes):
+        reasons = "; ".join(f"{probe.name}: {probe.reason}" for probe in probes)
+        pytest.skip(f"no OpenCL device works here: {reasons}")
 
 
 @pytest.fixture(scope="module")
-def device() -> Iterator[Device]:
-    if REASON:
-        pytest.skip(f"no OpenCL device works here: {REASON}")
+def device(needs_opencl: None) -> Iterator[Device]:
     opened = registry.open("opencl")
     yield opened
     opened.close()
-
-
-@pytest.fixture
-def needs_opencl() -> None:
-    if REASON:
-        pytest.skip(f"no OpenCL device works here: {REASON}")
 
 
 def put(device: Device, tensor: torch.Tensor) -> Any:
