@@ -79,14 +79,24 @@ def check_module(model: nn.Module) -> None:
 
 
 def check_outside(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-    """Raise PartitionError for backward hooks of modules outside the repeated blocks."""
+    """Raise PartitionError for backward hooks of modules outside the repeated blocks, and of these themselves."""
+    layers = {id(block): name for name, block in blocks.items()}
     within = {id(part) for block in blocks.values() for part in block.modules() if part is not block}
     for name, module in model.named_modules():
-        if id(module) not in within and (module._backward_hooks or module._backward_pre_hooks):
+        if id(module) in within or not (module._backward_hooks or module._backward_pre_hooks):
+            continue
+        if id(module) in layers:
             raise PartitionError(
-                f"{name or 'the model'!r} has a backward hook, and is not within one of the repeated layers, so the "
-                "hook would not be called. Register it on a module within a layer."
+                f"{name!r} has a backward hook, and is one of the repeated layers itself. PyTorch calls such a hook "
+                "around the layer, in the model's own code, of which only ops are traced, so it would be lost. Put it "
+                "on a module within the layer, where hooks run with the layer's backward (for what the whole layer "
+                "computes, wrap that in one module), or pass the model as a list of modules, with loss=."
             )
+        raise PartitionError(
+            f"{name or 'the model'!r} has a backward hook, and is not within one of the repeated layers. Only ops are "
+            "traced there, so the hook would be lost. Put it on a module within a layer, or pass the model as a list "
+            "of modules, with loss=."
+        )
 
 
 @contextmanager

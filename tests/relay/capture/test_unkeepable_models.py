@@ -156,7 +156,7 @@ class DropsLayers(Layers):
         (HookOfParameterEachTime, "register_post_accumulate_grad_hook"),
         (HookOfParameter, r"layers\.1\.inner\.weight.*hook"),
         (HookAfterAccumulation, r"layers\.1\.inner\.weight.*hook"),
-        (BackwardHookOfLayer, r"layers\.1.*backward hook"),
+        (BackwardHookOfLayer, r"layers\.1.*backward hook, and is one of the repeated layers itself.*list of modules"),
         (LossInAttributes, "stored in an attribute"),
         (DataBetween, r"reads or sets \.data"),
         (DataReplaced, r"reads or sets \.data"),
