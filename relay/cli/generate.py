@@ -44,7 +44,10 @@ ONE_PIECE = "Here, all prompts together if not given."
 @together(*[training_option(name) for name in TRAINER if name != "microbatches"])
 @training_option("microbatches", default=1, because=ONE_PIECE)
 @json_option
+@click.pass_context
 def generate(
+    context: click.Context,
+    /,
     folder: str,
     prompts: tuple[str, ...],
     chat: bool,
@@ -66,6 +69,13 @@ def generate(
       relay generate my-model --prompt "One" --prompt "Two" --tokens 100 --temperature 0.8 --top-p 0.9
       relay generate my-chat-model --chat --prompt "What is a lambda?" --device cuda:0 --resident-layers auto
     """
+    for name in ("top_p", "seed"):
+        if temperature == 0 and context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            flag = name.replace("_", "-")
+            raise click.UsageError(
+                f"--{flag} is of tokens that are drawn, and without --temperature the likeliest is taken. Give "
+                "--temperature 1 too, or leave it out."
+            )
     import torch
 
     from relay.finetuning.data.labels import Classes

@@ -235,7 +235,7 @@ def _check_causal(model: ModelFolder, built: nn.Module) -> None:
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", None) is False:
         raise RelayError(
             f"{model.given} is a {config.model_type} model whose config.json has is_decoder false: each token attends "
-            "to those that follow it, so it cannot learn to predict them. Give another --task, or another model."
+            "to those that follow it, so it is no causal model. Use another model, or for training another --task."
         )
 
 

@@ -117,6 +117,13 @@ def test_drawn_tokens_follow_the_distribution_and_its_nucleus() -> None:
     assert [bucket(length) for length in (1, 16, 17, 100)] == [16, 16, 32, 128]
 
 
+@pytest.mark.parametrize("option", [("--top-p", "0.5"), ("--seed", "3")])
+def test_options_of_draws_without_a_temperature_are_refused(option: tuple[str, str], tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["generate", str(tmp_path), "--prompt", "a", *option])
+    assert result.exit_code == 2
+    assert f"{option[0]} is of tokens that are drawn" in result.stderr
+
+
 def test_the_command_continues_prompts_of_a_folder(tmp_path: Path) -> None:
     words = ["<pad>", "<eos>", *(f"w{number}" for number in range(62))]
     backend = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<pad>"))
