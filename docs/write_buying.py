@@ -2,14 +2,17 @@
 
     python docs/write_buying.py [--out docs/buying.md] [--only NUMBER]
 
-Prices in the commands are examples, and the user's own go there. Nothing is measured: every figure is a prediction with
-its range (docs/validation.md). Invariant: what the page shows below a command is what the command prints.
+Prices in the commands are examples, and the user's own go there. Every figure is a prediction with its range
+(docs/validation.md). The last question measures the machine that writes the page. Invariant: what the page shows below
+a command is what the command prints.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
+import tempfile
 from pathlib import Path
 
 from click.testing import CliRunner
@@ -48,7 +51,7 @@ QUESTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
      ("relay plan --model llama-3-8b --seq 2048 --batch 1 --device rtx-4090 --host-memory 256GB "
       "--head-chunk-tokens 1024 --longest",)),
     ("How sure are these figures, and how do I make them surer?",
-     ("relay calibrate --device cpu --out here.json", "relay simulate --model gpt2 --device here.json --seq 64")),
+     ("relay calibrate --device cpu --out here.json", "relay simulate --model gpt2 --calibration here.json --seq 64")),
 )  # fmt: skip
 
 INTRODUCTION = """# What to rent or buy
@@ -68,13 +71,17 @@ def answer(command: str) -> str:
 
 
 def section(number: int) -> str:
-    """A question with its commands and their answers."""
+    """A question with its commands and their answers. Files that the commands write go to a temporary folder."""
     question, commands = QUESTIONS[number]
     lines = [f"## {number + 1}. {question}", ""]
-    for command in commands:
-        lines += ["```sh", command, "```", ""]
-        if "calibrate" not in command and "here.json" not in command:  # those depend on the machine that runs them
-            lines += ["```text", answer(command), "```", ""]
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            for command in commands:
+                lines += ["```sh", command, "```", "", "```text", answer(command), "```", ""]
+        finally:
+            os.chdir(before)
     return "\n".join(lines)
 
 

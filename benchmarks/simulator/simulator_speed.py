@@ -37,8 +37,8 @@ def commands(quick: bool, folder: Path) -> dict[str, list[str]]:
         "plan, 24 layers": ["plan", "--layers", "24", *CARD],
         "plan, 96 layers": ["plan", "--layers", "96", *CARD],
         f"sweep, {points} batches x {points} links": [
-            "simulate", "--layers", "24", *CARD, "--sweep", f"batch={batches}", "--sweep",
-            f"link={','.join(LINKS[:points])}", "--out", str(folder / "sweep"),
+            "sweep", "--layers", "24", *CARD, "--over", f"batch={batches}", "--over",
+            f"link={','.join(LINKS[:points])}", "--out", str(folder / "sweep.csv"),
         ],
     }  # fmt: skip
     if quick:

@@ -50,7 +50,7 @@ _EXAMPLES = {
     RATIO: "0.6",
     COUNT: "1e9, 300M or 1.5T",
 }
-_QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?(?:e[+-]?\d{1,3})?)\s*([A-Za-zµ/]*)\s*")
+_QUANTITY = re.compile(r"\s*((?:\d+(?:\.\d+)?|\.\d+)(?:e[+-]?\d{1,3})?)\s*([A-Za-zµ/]*)\s*")
 
 
 def parse_quantity(text: str | int | float, dimension: str) -> float:
@@ -95,6 +95,18 @@ def parse_count(text: str | int | float) -> float:
     if value is None or not 0 < value < 10**300:
         raise ValueError(f"{text!r} is not a count above zero. Expected a number such as {_EXAMPLES[COUNT]}.")
     return float(value)
+
+
+def parse_price(text: str, per: str = "") -> float:
+    """The number before `per`: 0.30 of `0.30/kWh` where `per` is `/kWh`. k and M are powers of a thousand.
+
+    Raises ValueError for anything else, and for what is not above zero.
+    """
+    whole = text.strip()
+    number = whole.removesuffix(per)
+    if per and number == whole:
+        raise ValueError(f"{text!r} does not end in {per}.")
+    return parse_count(number)
 
 
 def format_size(size: float) -> str:

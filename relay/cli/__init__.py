@@ -19,9 +19,10 @@ from relay.cli.console import Commands, json_option, print_json
 from relay.cli.finetune import finetune
 from relay.cli.generate import generate
 from relay.cli.new_backend import new_backend
-from relay.cli.plan import plan
 from relay.cli.sample import sample
-from relay.cli.simulate import simulate
+from relay.cli.simulation.plan import plan
+from relay.cli.simulation.simulate import simulate
+from relay.cli.simulation.sweep import sweep
 from relay.cli.train import train
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def main() -> None:
       relay export       write the model in a checkpoint as safetensors or ONNX
       relay simulate     predict memory, speed and energy on hardware that you do not have
       relay plan         choose the fastest options that fit on that hardware
+      relay sweep        simulate many settings, as a table and heat maps
       relay calibrate    measure a device of this machine for the simulator
       relay conformance  test whether a device keeps the contracts of a backend
       relay new-backend  write a package for an accelerator of your own
@@ -113,6 +115,7 @@ main.add_command(inspect)
 main.add_command(export)
 main.add_command(simulate)
 main.add_command(plan)
+main.add_command(sweep)
 main.add_command(calibrate)
 main.add_command(conformance)
 main.add_command(new_backend)

@@ -55,7 +55,7 @@ class RunStopped(Exception):
         self.exit_code = exit_code
 
 
-SIMULATING = ("plan", "simulate")
+SIMULATING = ("plan", "simulate", "sweep")
 """Commands that make and drop small objects by the hundred thousand, and hold no tensors: to look for cycles among them
 as often as Python does by itself would take a quarter of their time."""
 

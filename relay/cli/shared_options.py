@@ -155,10 +155,18 @@ machine_options = together(
         type=click.Choice(["eager", "compiled", "fused"]),
         help="How ops run on the device: one kernel each, fused by a compiler, or whole layers fused by hand.",
     ),
+    click.option(
+        "--calibration",
+        type=click.Path(),
+        help="The file that relay calibrate wrote for the device: its rates replace those of the preset, and the range "
+        "narrows. Without --device the machine is the one that was measured.",
+    ),
     training_option("host_memory", because="Here, that of the host preset if not given."),
     training_option("capacity"),
 )
 """A machine that need not be present."""
+
+
 class Rate(click.ParamType):
     """Bytes a second, such as `25GB/s`."""
 

@@ -23,7 +23,14 @@ from relay.simulation.described.meta_model import MetaModel
 from relay.simulation.described.transformer_shape import ModelShape
 from relay.simulation.energy import ENERGY_ERROR, joules, joules_waiting
 from relay.simulation.ranges.ranged import Ranged
-from relay.simulation.ranges.software_factors import SoftwareFactor, factor_of, step_time
+from relay.simulation.ranges.software_factors import (
+    FACTORS,
+    SoftwareFactor,
+    factor_of,
+    is_calibrated,
+    step_time,
+    uncalibrated_kind,
+)
 from relay.simulation.simulated_step import Memory, RunShape, Step
 
 _LABELS = {"compute": "compute", "down": "link down", "up": "link up", "host": "host optimizer"}
@@ -101,6 +108,17 @@ class SimulationFigures:
     def step_time(self) -> Ranged:
         """Seconds that are expected of one training step."""
         return step_time(self.step_seconds, self.timeline.busy["compute"], self.software)
+
+    @property
+    def narrowing(self) -> tuple[float, float] | None:
+        """The width of `step_time` without and with the calibration; None where the machine is not calibrated.
+
+        A width is the high end as a multiple of the low end.
+        """
+        if not is_calibrated(self.machine, self.run.precision):
+            return None
+        factor = FACTORS[uncalibrated_kind(self.machine)]
+        return step_time(self.step_seconds, self.timeline.busy["compute"], factor).width, self.step_time.width
 
     @property
     def speed(self) -> Ranged:

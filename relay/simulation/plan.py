@@ -33,6 +33,7 @@ from relay.option_schema import fixed_scale
 from relay.options import OPTIONS, refuse_unknown
 from relay.precision import COMPUTE
 from relay.runtime.grad_mode import as_if_alone
+from relay.simulation.calibrated_machine import check_measured
 from relay.simulation.described.describe import describe, loss_scale_notes
 from relay.simulation.described.master_weights import states_may_be_small
 from relay.simulation.described.transformer_shape import ModelShape, ShapeError
@@ -126,6 +127,7 @@ def plan(
     link: str | None = None,
     host: str | None = None,
     software: str = "eager",
+    calibration: str | None = None,
     batch: int = 8,
     precision: str | None = None,
     state_dtypes: Sequence[str] | None = None,
@@ -149,8 +151,8 @@ def plan(
 
     Arguments:
         model: The name of a model; or give `config`, or `layers`, `hidden` and so on (`shape`), as for
-        `relay.simulate`. device, count, one_link, link, host, software, host_memory, capacity, precision: As for
-        `relay.simulate`.
+        `relay.simulate`. device, count, one_link, link, host, software, calibration, host_memory, capacity, precision:
+        As for `relay.simulate`.
         batch, seq: Sequences in a step and tokens in a sequence (1024, or what a configuration has positions for). A
             batch is cut into micro-batches by powers of two, and into single sequences.
         seconds: As for `relay.simulate`.
@@ -162,13 +164,15 @@ def plan(
     """
     refuse_unknown("plan", shape, _KEYWORDS)
     stashes, slots = _several("stashes", stashes), _several("slots", slots)
-    described = machine_of(device, link, host, software, count, one_link)
+    described = machine_of(device, link, host, software, count, one_link, calibration)
     precision = precision or default_precision(described)
     description = describe(model, **shape, batch=batch, seq=seq, seconds=seconds, half=precision != "fp32")
     made = "config" in shape or isinstance(model, str)
     lengths = with_lengths(description.shape, {} if seq is None else {"seq": seq}, made)
     seq = lengths.get("seq", RunShape.seq)
     check_precision(described, precision)
+    if calibration is not None:
+        check_measured(described, precision, calibration)
     updates = AdamW() if optimizer is None else as_spec(optimizer)
     if state_dtypes is None:
         small = states_may_be_small(description.shape, master_weights, COMPUTE[precision], updates)

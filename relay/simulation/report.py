@@ -1,25 +1,22 @@
-"""The report of a simulation: as text, as JSON, as a Perfetto trace, and a sweep as a table and a heat map.
+"""The report of a simulation: as text, as JSON, and as a Perfetto trace.
 
-The figures come from `relay.simulation.figures`; nothing is worked out here. matplotlib is imported only to draw a map.
+The figures come from `relay.simulation.figures`; nothing is worked out here.
 """
 
 from __future__ import annotations
 
-import csv
 import json
-import math
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hal.spec import Machine, Spec
+from hal.spec import Machine
 from hal.spec.timeline import LANES
 from hal.spec.units import format_binary_size, format_count, format_seconds, format_size
 from relay.checkpoint.atomic_file import write_whole
 from relay.simulation.energy import power
 from relay.simulation.figures import SimulationFigures
-from relay.simulation.ranges.software_factors import kind_of
+from relay.simulation.ranges.software_factors import decisive, is_calibrated, kind_of
 from relay.simulation.simulated_step import RunShape
 
 _FEWER_LAUNCHES = (
@@ -108,6 +105,8 @@ def _range(found: SimulationFigures) -> dict[str, Any]:
         "compute_factor": software.compute.as_json(),
         "others_factor": software.others.as_json(),
         "source": software.source,
+        "step_width": found.step_time.width,
+        "step_width_without_calibration": found.narrowing[0] if found.narrowing is not None else None,
     }
 
 
@@ -127,17 +126,14 @@ def _batch(found: SimulationFigures) -> str:
 def tier(found: SimulationFigures) -> str:
     """The weakest source among the figures that decide the speed: calibrated, preset, or preset with assumptions."""
     machine, precision = found.machine, found.run.precision
-    decisive: list[tuple[Spec, str]] = [
-        (machine.device, f"achieved_{precision}"),
-        (machine.device, "bandwidth_achieved"),
-        (machine.link, "down"),
-        (machine.host, "optimizer_bandwidth"),
-    ]
-    sources = [spec.cells[name] for spec, name in decisive if spec.has(name)]
-    if all("calibrated" in cell.source for cell in sources) and len(sources) == len(decisive):
+    if is_calibrated(machine, precision):
         return "calibrated"
-    assumed = [f"{spec.name}: {name}" for spec, name in decisive if not spec.has(name) or not spec.cells[name].verified]
-    return f"preset, with assumptions ({', '.join(assumed)})" if assumed else "preset"
+    assumed = [
+        f"{spec.name}: {name}"
+        for spec, name in decisive(machine, precision)
+        if not spec.has(name) or not spec.cells[name].verified
+    ]
+    return f"preset, with assumptions ({', '.join(dict.fromkeys(assumed))})" if assumed else "preset"
 
 
 def _of_segments(run: RunShape, resident: int) -> str:
@@ -225,6 +221,11 @@ def as_text(found: SimulationFigures, tokens: float | None) -> str:
         f"ranges          {kind_of(machine, run.precision)} software computes at {software.compute.low:.2f} to"
         f" {software.compute.high:.2f} of the simulated speed: {software.source}"
     )
+    if found.narrowing is not None:
+        before, after = found.narrowing
+        lines.append(
+            f"calibration     narrows the range of the step from a factor of {before:.2f} to one of {after:.2f}"
+        )
     even = ", ".join(f"{what} {count:,.0f}" for what, count in found.break_even.items())
     bottleneck = _FEWER_LAUNCHES if found.bottleneck == "launch" else found.bottleneck
     lines.append(f"bottleneck      {bottleneck}")
@@ -272,44 +273,6 @@ def write_trace(found: SimulationFigures, path: str | Path) -> None:
     for time, watts in power(found.machine, found.timeline):
         events.append({"ph": "C", "pid": 0, "name": "watts", "ts": time * 1e6, "args": {"watts": watts}})
     write_whole(path, json.dumps({"traceEvents": events}))
-
-
-def write_sweep(
-    path: str | Path, axes: tuple[str, str], values: tuple[Sequence[str], Sequence[str]], speeds: list[list[float]]
-) -> tuple[Path, Path | None]:
-    """Write tokens a second over two options as a table (CSV) and a heat map (PNG).
-
-    `speeds[row][column]` is NaN for a run that does not fit. Returns both paths; the map's is None where matplotlib is
-    not installed.
-    """
-    stem = Path(path).with_suffix("")
-    table, picture = stem.with_suffix(".csv"), stem.with_suffix(".png")
-    with table.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow([axes[0], axes[1], "tokens_per_second"])
-        for first, row in zip(values[0], speeds, strict=True):
-            for second, speed in zip(values[1], row, strict=True):
-                writer.writerow([first, second, "" if math.isnan(speed) else f"{speed:.6g}"])
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return table, None
-
-    figure = Figure(figsize=(2.5 + 0.9 * len(values[1]), 2.0 + 0.6 * len(values[0])), layout="constrained")
-    axis = figure.add_subplot()
-    image = axis.imshow(speeds, aspect="auto", cmap="viridis")
-    axis.set_xticks(range(len(values[1])), values[1])
-    axis.set_yticks(range(len(values[0])), values[0])
-    axis.set_xlabel(axes[1])
-    axis.set_ylabel(axes[0])
-    for row_index, line in enumerate(speeds):
-        for column, speed in enumerate(line):
-            text = "does not\nfit" if math.isnan(speed) else f"{speed:,.0f}"
-            colour = "black" if math.isnan(speed) else "white"
-            axis.text(column, row_index, text, ha="center", va="center", fontsize=8, color=colour)
-    figure.colorbar(image, label="tokens/s")
-    figure.savefig(picture, dpi=150)
-    return table, picture
 
 
 def _of(needed: int, capacity: int) -> str:

@@ -212,6 +212,11 @@ def reasons_for(chosen: Simulation, changes: Sequence[tuple[str, Any, Simulation
         f"{len(search.found)} of {len(search.tried)} combinations fit; the plainest within {TIE:.0%} of the fastest is "
         f"chosen, so a change may give up to {TIE:+.0%}. With one option changed and the others as chosen:",
     ]
+    if chosen.narrowing is not None:
+        before, after = chosen.narrowing
+        reasons.insert(
+            1, f"the calibration narrows the range of the step from a factor of {before:.2f} to one of {after:.2f}"
+        )
     for option, value, other in changes:
         if other.fits:
             gain = round(other.tokens_per_second / chosen.tokens_per_second - 1, 3) + 0.0  # -0.0 + 0.0 is 0.0

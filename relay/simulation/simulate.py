@@ -24,6 +24,7 @@ from relay.adapter_options import ADAPTER_OPTIONS
 from relay.errors import RelayError
 from relay.options import refuse_unknown
 from relay.runtime.grad_mode import as_if_alone
+from relay.simulation.calibrated_machine import calibrated, check_measured
 from relay.simulation.described.describe import describe, loss_scale_notes
 from relay.simulation.described.meta_model import MetaModel
 from relay.simulation.described.transformer_shape import ModelShape, ShapeError
@@ -103,6 +104,7 @@ def simulate(
     link: str | None = None,
     host: str | None = None,
     software: str = "eager",
+    calibration: str | None = None,
     host_memory: int | str | None = None,
     capacity: int | str | None = None,
     sensitivity: bool = False,
@@ -127,6 +129,8 @@ def simulate(
         one_link: Put several devices behind one link, that of the first. Otherwise each has its own.
         link, host: Presets or files. By default those of the device.
         software: "eager", "compiled" or "fused": how much of the traffic of pointwise ops reaches memory.
+        calibration: The file that `relay calibrate` wrote for the device. Its rates replace those of the description,
+            and the range narrows. Without `device` the machine is the one that was measured.
         host_memory, capacity: Bytes of the host and the device to use at most, as a number or such as "512GB".
         sensitivity: Simulate also with each part of the machine ten per cent better.
         record: Keep a span of every call, for `relay.simulation.report.write_trace`.
@@ -151,7 +155,7 @@ def simulate(
         model = MetaModel(model, example)
     elif example is not None:
         raise ShapeError("example= is for an nn.Module; this model was not given as one. Leave example= out.")
-    described = machine_of(device, link, host, software, count, one_link)
+    described = machine_of(device, link, host, software, count, one_link, calibration)
     precision = precision or default_precision(described)
     adapters = {name: run.pop(name) for name in ADAPTER_OPTIONS if name in run}
     description = describe(
@@ -163,6 +167,8 @@ def simulate(
     run.setdefault("microbatches", run.get("batch", RunShape.batch))
     wanted = RunShape(precision=precision, **run)
     check_precision(described, wanted.precision)
+    if calibration is not None:
+        check_measured(described, wanted.precision, calibration)
     _refuse_endless(shape, wanted)
     limits = _capacities(described, capacity, host_memory)
     host_cache = HostCache() if host_cache is None else host_cache
@@ -207,11 +213,22 @@ def machine_of(
     software: str,
     count: int = 1,
     one_link: bool = False,
+    calibration: str | None = None,
 ) -> Machine:
     """The machine with those parts, and with further devices where several are named or `count` is more than 1.
 
+    With a `calibration` its rates are the measured ones; see `relay.simulation.calibrated_machine`.
+
     Raises SpecError for parts given beside a whole machine, and ValueError for devices that cannot work together.
     """
+    if calibration is not None:
+        if link is not None or host is not None:
+            raise ValueError("A calibration has the link and the host that were measured. Leave link and host out.")
+        if not calibration.endswith(".json"):
+            raise ValueError(f"calibration={calibration!r} is no file of `relay calibrate`, whose name ends in .json.")
+        device = calibration if device == "generic" else device
+        measured = None if isinstance(device, Machine) else calibration
+        return calibrated(machine_of(device, measured, measured, software, count, one_link), calibration)
     if isinstance(device, Machine):
         if link is not None or host is not None or software != "eager":
             raise SpecError(

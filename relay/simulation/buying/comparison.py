@@ -1,22 +1,26 @@
-"""Machines side by side, each alone at its own best plan: speed, days, energy, cost, and what would help most.
+"""Machines side by side, each alone: speed, days, energy, cost, and what would help most.
 
-The plans come from `relay.simulation.plan`. Nothing is printed here.
-Invariant: rows are in the order of cost where prices are known, else of speed; machines that do not fit come last.
+A machine is simulated by the caller: at its own best plan, or at options that are the same for all. Nothing is printed
+here.
+Invariant: each machine has a row, also where nothing fits or it does not compute in the asked precision; rows are in
+the order of cost where prices are known, else of speed; machines on which nothing runs come last.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from hal.spec import SpecError
 from relay.simulation.buying.prices import Prices
-from relay.simulation.plan import NoFeasiblePlan, Plan
+from relay.simulation.plan import NoFeasiblePlan
 from relay.simulation.ranges.ranged import Ranged
 from relay.simulation.search import name_of
-from relay.simulation.simulate import options_of, simulate
+from relay.simulation.simulate import MOST_DEVICES, Simulation, options_of, simulate
 
 CHINCHILLA = 20
 """Tokens a parameter that make the most of a budget of arithmetic: J. Hoffmann et al., arXiv 2203.15556, table 3."""
@@ -24,10 +28,12 @@ CHINCHILLA = 20
 
 @dataclass(frozen=True)
 class Row:
-    """One machine. `missing` says why a run does not fit; then the figures are None."""
+    """One machine. `missing` says why nothing runs there; then the figures are None."""
 
     machine: str
     plan: str = ""
+    precision: str = ""
+    state_dtype: str = ""
     missing: str = ""
     unit: str = "tokens"
     tokens: float = 0.0
@@ -42,37 +48,69 @@ class Row:
 
 def compare(
     machines: Sequence[str],
-    choose: Callable[[str], Plan],
+    run: Callable[[str, int], Simulation],
     prices: Prices,
     tokens: float | None,
     chinchilla: bool,
     limits: dict[str, Any],
 ) -> list[Row]:
-    """The machines with their best plans, which `choose` gives by name.
+    """The rows of machines. `run` simulates one by the name of its device and the number of them.
 
-    `tokens` is what a run trains on, or `chinchilla` tokens a parameter. `limits` are `host_memory` and `capacity`.
+    A run that does not fit, NoFeasiblePlan and SpecError become rows too. `tokens` is what a run trains on, or
+    `chinchilla` tokens a parameter. `limits` are `host_memory` and `capacity`.
     """
     rows = []
     for name in machines:
         try:
-            chosen = choose(name)
-        except NoFeasiblePlan as missing:
+            found = run(*parse_machine(name))
+        except (NoFeasiblePlan, SpecError) as missing:
             rows.append(Row(name, missing=str(missing)))
             continue
-        found = chosen.expected
+        plan = name_of(found), found.run.precision, found.run.state_dtype
+        if not found.fits:
+            rows.append(Row(name, *plan, missing=" ".join(found.shortfalls)))
+            continue
         count = CHINCHILLA * found.memory.parameters if chinchilla else tokens
         assert count is not None
         days, energy = found.days(count), found.kilowatt_hours(count)
-        again = simulate(found.shape, sensitivity=True, must_fit=None, **limits, **options_of(found))
-        part = max(again.sensitivity, key=lambda part: again.sensitivity[part])
+        gains = found.sensitivity
+        if not gains:
+            gains = simulate(found.shape, sensitivity=True, must_fit=None, **limits, **options_of(found)).sensitivity
+        part = max(gains, key=lambda part: gains[part])
         rows.append(
             Row(
-                name, name_of(found), "", found.unit, count, found.speed, days, energy,
+                name, *plan, "", found.unit, count, found.speed, days, energy,
                 prices.cost(name, days, energy), prices.kilograms_of_co2(energy), found.bottleneck,
-                f"10 % more of {part}: {again.sensitivity[part]:.1%} of the step",
+                f"10 % more of {part}: {gains[part]:.1%} of the step",
             )
         )  # fmt: skip
     return sorted(rows, key=_rank)
+
+
+def parse_machine(text: str) -> tuple[str, int]:
+    """The device of a machine and how many of it one host has: `4xrtx-4090`, or `rtx-4090` for one.
+
+    Raises ValueError for a number of devices that is not simulated.
+    """
+    match = re.fullmatch(r"(\d+)x\s*(.+)", text)
+    if match is None:
+        return text, 1
+    count = int(match[1])
+    if not 1 <= count <= MOST_DEVICES:
+        raise ValueError(f"{text!r} has {count} devices, and from 1 to {MOST_DEVICES} are simulated together.")
+    return match[2], count
+
+
+def differences(rows: Sequence[Row]) -> list[str]:
+    """What the runs that are compared do not have in common, besides the machine: what they compute and store."""
+    running = [row for row in rows if row.speed is not None]
+    found = []
+    for what, name, option in (("precision", "precision", "precision"), ("state dtype", "state_dtype", "state-dtype")):
+        values = {row.machine: getattr(row, name) for row in running}
+        if len(set(values.values())) > 1:
+            each = ", ".join(f"{machine} {value}" for machine, value in values.items())
+            found.append(f"The runs differ in {what}: {each}. --{option} VALUE compares like with like.")
+    return found
 
 
 def _rank(row: Row) -> tuple[bool, float]:
@@ -121,7 +159,7 @@ def as_text(rows: Sequence[Row]) -> str:
     lines = []
     for place, row in enumerate(rows, 1):
         if row.speed is None or row.days is None or row.kilowatt_hours is None:
-            lines += [f"-. {row.machine}: does not fit", f"   {row.missing}", ""]
+            lines += [f"-. {row.machine}: does not run", f"   {row.missing}", ""]
             continue
         lines.append(f"{place}. {row.machine}: {row.speed.text(_number)} {row.unit}/s")
         lines.append(f"   {row.tokens:.3g} {row.unit}: {row.days.text(_number)} days, "
@@ -130,7 +168,8 @@ def as_text(rows: Sequence[Row]) -> str:
             lines.append(f"   cost {row.cost.text(_number)}")
         if row.co2_kilograms is not None:
             lines.append(f"   CO2 {row.co2_kilograms.text(_number)} kg")
-        lines += [f"   {row.plan}", f"   bottleneck {row.bottleneck}; {row.helps_most}", ""]
+        lines += [f"   {row.precision}, {row.plan}", f"   bottleneck {row.bottleneck}; {row.helps_most}", ""]
+    lines += [f"note: {text}" for text in differences(rows)]
     return "\n".join(lines).rstrip()
 
 

@@ -1,29 +1,30 @@
 """Prices of machines and of power as a user gives them, and what a run costs by them.
 
-No price is known here: all are the user's. What a run takes in hours and kWh is `relay.simulation.figures`'s.
+No price is known here: all are the user's, and `hal.spec.units` reads the numbers. What a run takes in hours and kWh
+is `relay.simulation.figures`'s.
 Invariant: text that is no price of its kind is refused with an example of one.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hal.spec.units import parse_price
 from relay.simulation.ranges.ranged import Ranged
 
 HOURS_A_YEAR = 8766.0
 """Of 365.25 days."""
 
-_NUMBER = r"\s*(\d+(?:[._]\d+)*(?:e\d+)?)\s*"
 
-
-def parse_amount(text: str, unit: str, option: str, example: str) -> float:
+def parse_amount(text: str, per: str, option: str, example: str) -> float:
     """The number before a unit, such as 0.30 of `0.30/kWh`. Raises ValueError for anything else."""
-    match = re.fullmatch(_NUMBER + re.escape(unit), text)
-    if match is None:
-        raise ValueError(f"--{option} {text!r} is not an amount{' ' + unit if unit else ''}. Write it as {example}.")
-    return float(match[1].replace("_", ""))
+    try:
+        return parse_price(text, per)
+    except ValueError as wrong:
+        raise ValueError(
+            f"--{option} {text!r} is not an amount above zero{' ' + per if per else ''}. Write it as {example}."
+        ) from wrong
 
 
 def parse_prices(text: str, machines: Sequence[str], unit: str, option: str, example: str) -> dict[str, float]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hal.spec import SOFTWARE, Machine
+from hal.spec import SOFTWARE, Machine, Spec
 from relay.simulation.ranges.ranged import Ranged
 
 
@@ -24,6 +24,9 @@ class SoftwareFactor:
     others: Ranged
     source: str
 
+
+CALIBRATED = "calibrated"
+"""How the source of a figure begins that `relay calibrate` measured; also the kind of software of such a machine."""
 
 _LINKS_AND_HOST = Ranged(0.84, 1.0, 1.18)
 """Adam on two Xeon 8168 at three sizes (ZeRO-Offload, table 4) is up to 15.6 % off either way."""
@@ -49,17 +52,28 @@ FACTORS: Mapping[str, SoftwareFactor] = {
 """By kind of software; "calibrated" is this relay on a device that `relay calibrate` measured."""
 
 
-def kind_of(machine: Machine, precision: str) -> str:
-    """The kind of software on a machine: "calibrated" where the rates of every device were measured here.
+def decisive(machine: Machine, precision: str) -> list[tuple[Spec, str]]:
+    """The figures that decide the speed of a run: the part of the machine, and the name of its figure."""
+    devices = [(one.device, name) for one in machine.each for name in (f"achieved_{precision}", "bandwidth_achieved")]
+    links = [(one.link, "down") for one in machine.each]
+    return [*devices, *links, (machine.host, "optimizer_bandwidth")]
 
-    Otherwise the slowest kind whose share of pointwise traffic is at least the machine's.
-    """
-    decisive = (f"achieved_{precision}", "bandwidth_achieved")
-    cells = [one.device.cells.get(name) for one in machine.each for name in decisive]
-    if all(cell is not None and cell.source.startswith("calibrated") for cell in cells):
-        return "calibrated"
+
+def is_calibrated(machine: Machine, precision: str) -> bool:
+    """Whether `relay calibrate` measured every figure that decides the speed: of devices, links and host."""
+    cells = [spec.cells.get(name) for spec, name in decisive(machine, precision)]
+    return all(cell is not None and cell.source.startswith(CALIBRATED) for cell in cells)
+
+
+def uncalibrated_kind(machine: Machine) -> str:
+    """The kind of software, were nothing measured: the slowest whose share of pointwise traffic is the machine's."""
     at_least = [kind for kind, share in SOFTWARE.items() if share >= machine.pointwise]
     return min(at_least, key=lambda kind: SOFTWARE[kind], default="eager")
+
+
+def kind_of(machine: Machine, precision: str) -> str:
+    """The kind of software on a machine: "calibrated" where `is_calibrated`, else the `uncalibrated_kind`."""
+    return CALIBRATED if is_calibrated(machine, precision) else uncalibrated_kind(machine)
 
 
 def factor_of(machine: Machine, precision: str) -> SoftwareFactor:

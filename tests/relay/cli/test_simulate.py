@@ -1,7 +1,6 @@
-"""`relay simulate`: one object, a trace, a ledger where it does not fit, and sweeps."""
+"""`relay simulate`: one object, a trace, and a ledger where it does not fit."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,46 +54,7 @@ def test_small_models_are_told_in_units_of_their_size() -> None:
 
 def test_the_command_asked_wrongly_exits_with_two() -> None:
     assert invoke("--layers", "4").exit_code == 2
-    assert invoke("--model", "gpt2", "--sweep", "colour=red").exit_code == 2
     assert invoke("--model", "gpt2", "--device", "v100").exit_code == 2
-
-
-def test_a_sweep_writes_a_table_and_a_map(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    out = tmp_path / "map"
-    result = invoke(
-        "--model", "gpt2", "--sweep", "batch=8,16", "--sweep", "device=rtx-3090,rtx-4090", "--out", str(out), "--json"
-    )
-    assert result.exit_code == 0, result.output
-    rows = out.with_suffix(".csv").read_text().split()
-    assert rows[0] == "batch,device,tokens_per_second"
-    assert len(rows) == 5
-    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_sweep_leaves_out_what_cannot_be_and_refuses_what_is_not_known(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    sweep = ("--model", "gpt2", "--out", str(tmp_path / "map"), "--sweep", "precision=bf16,fp16", "--sweep")
-    result = invoke(*sweep, "device=v100-sxm2-16gb,rtx-4090", "--json")
-    assert result.exit_code == 0, result.output
-    (without, with_bf16), (half, other) = json.loads(result.stdout)["tokens_per_second"]
-    assert without is None
-    assert min(with_bf16, half, other) > 0
-    assert "does not compute in bf16" in result.stderr
-    assert invoke(*sweep, "device=v100-sxm2-16gb,rtx-9999").exit_code == 2
-    assert invoke(*sweep, "precision=fp32").exit_code == 2
-
-
-def test_a_sweep_without_matplotlib_writes_its_table_and_says_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    result = invoke("--model", "gpt2", "--sweep", "batch=8,16", "--out", str(tmp_path / "map"), "--json")
-    assert result.exit_code == 0, result.output
-    answer = json.loads(result.stdout)
-    assert answer["png"] is None
-    assert len(Path(answer["csv"]).read_text().split()) == 3
-    assert "pip install" in result.stderr
 
 
 def test_a_count_that_is_not_finite_is_refused() -> None:

@@ -165,10 +165,8 @@ def test_what_is_asked_wrongly_exits_with_two(command: str, options: list[str], 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--sweep", "batch=1,2", "--trace", "step.json"], "--trace writes a single step"),
-        (["--sweep", "batch=1,2", "--tokens", "1e9"], "--tokens reports a single run"),
-        (["--sweep", "batch=1,2", "--batch", "4"], "batch: given as an option and swept too"),
-        (["--out", "table"], "--out names the files of a sweep"),
+        (["--csv", "table.csv"], "--csv is for a comparison"),
+        (["--price", "2.5/h"], "--price is for a comparison"),
         (["--presets"], "--presets lists the presets"),
     ],
 )
@@ -215,18 +213,3 @@ def test_a_trace_for_a_folder_that_is_not_there_names_the_folder(tmp_path: Path)
     result = invoke("simulate", *small, "--trace", str(tmp_path / "absent" / "x.json"))
     assert result.exit_code == 1
     assert result.stderr.strip() == f"relay: There is no folder to write x.json in: '{tmp_path / 'absent'}'"
-
-
-def test_a_sweep_names_what_it_leaves_out_and_speaks_in_the_options_words(tmp_path: Path) -> None:
-    small = ["--layers", "2", "--hidden", "64", "--seq", "16", "--batch", "2", "--out", str(tmp_path / "map")]
-    sweep = ["--sweep", "recompute=all,none,1", "--sweep", "microbatches=1,3"]
-    result = invoke("simulate", *small, "--device", "t4", *sweep, "--json")
-    assert result.exit_code == 0
-    lines = [line.split(",")[:2] for line in (tmp_path / "map.csv").read_text().splitlines()]
-    assert lines[1::2] == [["all", "1"], ["none", "1"], ["1", "1"]]
-    assert "left out: recompute=none, microbatches=3: A batch of 2 cannot be cut" in result.stderr
-    assert json.loads(result.stdout)["rows"] == {"recompute": ["all", "none", 1]}
-    nothing = invoke("simulate", "--model", "gpt2", "--sweep", "layers=3,4", "--out", str(tmp_path / "none"))
-    assert nothing.exit_code == 2
-    assert "None of these combinations is possible. model names a model" in nothing.stderr
-    assert not (tmp_path / "none.csv").exists()

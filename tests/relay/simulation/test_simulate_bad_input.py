@@ -75,15 +75,6 @@ def test_a_device_that_reserves_more_than_its_memory_is_refused(tmp_path: Path) 
         relay.simulate(layers=1, hidden=64, seq=16, batch=1, device=full)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [["--trace", "step.json"], ["--tokens", "1e9"], ["--longest"]],
-    ids=lambda options: options[0],
-)
-def test_a_sweep_refuses_what_it_would_ignore(options: list[str]) -> None:
-    assert "simulates many" in refusal("simulate", *SMALL, "--sweep", "slots=1,2", *options)
-
-
 @pytest.mark.parametrize("command", ["simulate", "plan"])
 @pytest.mark.parametrize(
     "sizes",

@@ -1,4 +1,4 @@
-"""`relay plan --compare`: the options of a comparison, which of them go together, and the table.
+"""`relay plan --compare` and `relay simulate --compare`: the options, which of them go together, and the table.
 
 The rows are made by `relay.simulation.buying.comparison`. Invariant: none of the options is ignored.
 """
@@ -11,24 +11,56 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hal.spec.units import parse_count
 from relay.checkpoint.atomic_file import write_whole
 from relay.cli.console import print_json
 from relay.cli.shared_options import together
 
 if TYPE_CHECKING:
     from relay.simulation.buying.prices import Prices
-    from relay.simulation.plan import Plan
+    from relay.simulation.simulate import Simulation
 
 OPTIONS = (
-    "compare", "tokens", "chinchilla", "price", "buy", "years", "power_price", "grid", "pue", "csv", "picture",
+    "compare", "chinchilla", "price", "buy", "years", "power_price", "grid", "pue", "csv", "picture",
 )  # fmt: skip
-"""All that `compare_options` adds."""
+"""All that `compare_options` adds, but for the tokens, which a single run may have too."""
+
+_ONE_MACHINE = (
+    "device", "link", "host", "count", "one_link", "calibration", "hosts", "network", "longest", "out", "trace",
+)  # fmt: skip
+
+
+class Count(click.ParamType):
+    """A number such as `1e9`, `300M` or `1.5T`, as `hal.spec.units.parse_count` reads it."""
+
+    name = "count"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> float:
+        try:
+            return parse_count(value)
+        except ValueError as wrong:
+            self.fail(str(wrong), param, context)
+
+
+tokens_option = click.option(
+    "--tokens",
+    type=Count(),
+    help="Tokens of the whole run, such as 1e9 or 300G, to report days and kWh; for models of images or audio the "
+    "images or the seconds.",
+)
 
 compare_options = together(
-    click.option("--compare", metavar="A,B,...", help="Machines to compare, each alone at its own best plan."),
-    click.option("--tokens", metavar="COUNT", help="Tokens of the run that is compared, such as 1e9 or 300G."),
+    click.option(
+        "--compare",
+        metavar="A,B,...",
+        help="Machines to compare, each alone: device presets or files; 4xrtx-4090 has four of the device on one host.",
+    ),
     click.option("--chinchilla", is_flag=True, help="20 tokens a parameter, in place of --tokens."),
-    click.option("--price", metavar="2.5/h", help="What an hour costs to rent; also NAME=2.5/h,NAME=0.4/h."),
+    click.option(
+        "--price",
+        metavar="2.5/h",
+        help="What an hour of a machine costs to rent, all its devices together; also NAME=2.5/h,NAME=0.4/h.",
+    ),
     click.option("--buy", metavar="9000", help="What the machine costs to buy; also NAME=9000,NAME=2500."),
     click.option("--years", type=click.FloatRange(0, min_open=True), help="Years that it serves.  [default: 3]"),
     click.option("--power-price", metavar="0.30/kWh", help="What power costs, for a machine that is bought."),
@@ -42,32 +74,46 @@ compare_options = together(
 
 def refuse_without_compare(given: dict[str, Any]) -> None:
     """Raise ValueError for options of a comparison where nothing is compared."""
-    found = [name for name in OPTIONS if given[name] not in (None, False)]
+    found = [name for name, value in given.items() if value not in (None, False)]
     if found:
         raise ValueError(
             f"--{found[0].replace('_', '-')} is for a comparison. Name the machines with --compare, or leave it out."
         )
 
 
-def compare(choose: Callable[[str], Plan], given: dict[str, Any], limits: dict[str, Any], as_json: bool) -> bool:
-    """Compare, print and write. `choose` gives the best plan of a device by name. True if a machine fits.
+def refuse_beside_compare(context: click.Context) -> None:
+    """Raise ValueError for options of a single machine or run."""
+    for name in _ONE_MACHINE:
+        if name in context.params and context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise ValueError(
+                f"--{name.replace('_', '-')} is for one machine, and --compare takes several, each alone with the "
+                "link and host of its description. Leave one of them out."
+            )
+
+
+def compare(
+    run: Callable[[str, int], Simulation],
+    given: dict[str, Any],
+    tokens: float | None,
+    limits: dict[str, Any],
+    as_json: bool,
+) -> bool:
+    """Compare, print and write. `run` simulates a machine by its device and their number. True if one fits.
 
     Raises ValueError for options that do not go together.
     """
     from hal.spec import load
-    from hal.spec.units import parse_count
     from relay.simulation.buying import comparison
 
     machines = [name.strip() for name in given["compare"].split(",")]
     if not all(machines) or len(set(machines)) < len(machines):
         raise ValueError(f"--compare {given['compare']!r} should name each machine once, joined by single commas.")
     for name in machines:
-        load("device", name)
-    if (given["tokens"] is None) is not given["chinchilla"]:
+        load("device", comparison.parse_machine(name)[0])
+    if (tokens is None) is not given["chinchilla"]:
         raise ValueError("A comparison is of one run: give either --tokens COUNT or --chinchilla.")
-    tokens = None if given["chinchilla"] else parse_count(given["tokens"])
     prices = prices_of(given, machines)
-    rows = comparison.compare(machines, choose, prices, tokens, given["chinchilla"], limits)
+    rows = comparison.compare(machines, run, prices, tokens, given["chinchilla"], limits)
     if given["csv"] is not None:
         write_whole(given["csv"], comparison.as_csv(rows))
     if given["picture"] is not None:
@@ -76,7 +122,7 @@ def compare(choose: Callable[[str], Plan], given: dict[str, Any], limits: dict[s
         except ModuleNotFoundError as missing:
             raise ValueError("--picture needs matplotlib: pip install 'layer-relay[plot]'") from missing
     if as_json:
-        print_json({"machines": comparison.as_json(rows)})
+        print_json({"machines": comparison.as_json(rows), "notes": comparison.differences(rows)})
     else:
         click.echo(comparison.as_text(rows))
     return any(row.speed is not None for row in rows)

@@ -6,13 +6,11 @@ This file holds the options; the search is in `relay.simulation.plan`. The exit 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from relay.checkpoint.atomic_file import write_whole
-from relay.cli.buying import compare as comparing
-from relay.cli.buying.compare import compare_options
 from relay.cli.console import json_option, print_json
 from relay.cli.shared_options import (
     ADAPTERS,
@@ -27,6 +25,11 @@ from relay.cli.shared_options import (
     sample_options,
     training_option,
 )
+from relay.cli.simulation import compare as comparing
+from relay.cli.simulation.compare import compare_options, tokens_option
+
+if TYPE_CHECKING:
+    from relay.simulation.simulate import Simulation
 
 
 @click.command()
@@ -53,6 +56,7 @@ from relay.cli.shared_options import (
 @training_option("exact_ties")
 @machine_options
 @hosts_options
+@tokens_option
 @compare_options
 @longest_option
 @click.option("--out", type=click.Path(path_type=Path), help="Write a run file for `relay train --plan`.")
@@ -69,6 +73,7 @@ def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any
       relay plan --layers 62 --hidden 8192 --device v100-sxm2-16gb --host-memory 512GB --loss-scale fixed
       relay plan --model llama-3-8b --device rtx-4090 --batch 32
       relay plan --model llama-3-8b --device rtx-4090 --count 8 --hosts 4 --network 25GB/s
+      relay plan --model llama-3-8b --compare rtx-4090,4xrtx-4090 --chinchilla
       relay plan --model llama-3-8b --compare rtx-4090,h100-sxm --tokens 1e9 --price rtx-4090=0.4/h,h100-sxm=2.5/h
       relay plan --layers 12 --hidden 768 --vocab 256 --seq 512 --device t4 --out plan.toml
       relay train --plan plan.toml
@@ -79,7 +84,7 @@ def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any
 
     check_hosts(context)
     hosts, network = options.pop("hosts"), options.pop("network")
-    comparison = {name: options.pop(name) for name in comparing.OPTIONS}
+    comparison, tokens = {name: options.pop(name) for name in comparing.OPTIONS}, options.pop("tokens")
     options["state_dtypes"], longest = options.pop("state_dtype"), options.pop("longest")
     for repeatable in ("state_dtypes", "slots"):
         if not options[repeatable]:
@@ -90,17 +95,19 @@ def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any
         del options[name]
     try:
         if comparison["compare"] is not None:
-            _refuse_beside_compare(context)
-            del options["device"]
+            comparing.refuse_beside_compare(context)
+            for name in ("device", "count"):
+                del options[name]
             model = options.pop("model")
             limits = {name: options[name] for name in ("host_memory", "capacity")}
-            fits = comparing.compare(
-                lambda name: choose(model, device=name, **options, **of_sample), comparison, limits, as_json
-            )
-            if not fits:
+
+            def run(device: str, count: int) -> Simulation:
+                return choose(model, device=device, count=count, **options, **of_sample).expected
+
+            if not comparing.compare(run, comparison, tokens, limits, as_json):
                 context.exit(1)
             return
-        comparing.refuse_without_compare(comparison)
+        comparing.refuse_without_compare({**comparison, "tokens": tokens})
         chosen = choose(options.pop("model"), **options, **of_sample)
         limits = {name: options[name] for name in ("host_memory", "capacity")}
         curve = None if hosts is None else scaling_curve.curve_of(chosen.expected, hosts, network, **limits)
@@ -113,11 +120,11 @@ def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any
         write_whole(out, file)
         if chosen.caution is not None:
             click.echo(f"written: {out}. {chosen.caution}", err=True)
-    tokens = longest_with(chosen.expected, options["head_chunk_tokens"]) if longest else None
+    length = longest_with(chosen.expected, options["head_chunk_tokens"]) if longest else None
     if as_json:
         from relay.simulation.report import as_json as figures
 
-        more: dict[str, Any] = {"longest_sequence": tokens} if tokens is not None else {}
+        more: dict[str, Any] = {"longest_sequence": length} if length is not None else {}
         if curve is not None:
             more |= scaling_curve.as_json(curve)
         print_json({"options": chosen.options, "reasons": list(chosen.reasons), "tried": chosen.tried,
@@ -125,17 +132,7 @@ def plan(context: click.Context, as_json: bool, out: Path | None, **options: Any
                     "expected": figures(chosen.expected, None)})  # fmt: skip
     else:
         click.echo("\n".join(chosen.reasons))
-        if tokens is not None:
-            click.echo(f"the longest sequence that fits with these options has {tokens:,} tokens")
+        if length is not None:
+            click.echo(f"the longest sequence that fits with these options has {length:,} tokens")
         if curve is not None:
             click.echo("\n" + scaling_curve.as_text(curve))
-
-
-def _refuse_beside_compare(context: click.Context) -> None:
-    """Raise ValueError for options of a single machine or plan."""
-    for name in ("device", "link", "host", "count", "one_link", "hosts", "network", "longest", "out"):
-        if name in context.params and context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            raise ValueError(
-                f"--{name.replace('_', '-')} is for one machine, and --compare plans for several, each alone with the "
-                "link and host of its description. Leave one of them out."
-            )
