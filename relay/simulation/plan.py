@@ -2,7 +2,9 @@
 
 The options are micro-batches, slots, layers a slot, resident layers, stash, recomputing and the state dtype. Search:
 
-1. Every combination of micro-batches, stash, slots and state dtypes, with one layer a slot and everything recomputed.
+1. The combinations of micro-batches, stash, slots and state dtypes, with one layer a slot and everything recomputed,
+   without those that are neither faster nor plainer than one that fits: a stash on the host where one on the device
+   fits, and one slot where more fit.
 2. From the fastest of each stash: as many segments save their tensors as fit, or half of these; two, four, ... layers a
    slot while that is faster; then the neighbouring numbers of micro-batches.
 3. Each option of the best candidate is changed alone, and a better candidate replaces it, until no change is better.
@@ -186,11 +188,7 @@ def plan(
         "loss_over": loss_over, "optimizer": updates,
     }  # fmt: skip
     search = Search(description.shape, batch, fixed)
-    for microbatches in microbatch_counts(batch):
-        for stash in stashes:
-            for count in slots:
-                for state_dtype in state_dtypes:
-                    search.simulated(microbatches=microbatches, stash=stash, slots=count, state_dtype=state_dtype)
+    search.begin(microbatch_counts(batch), stashes, slots, state_dtypes)
     fitting = search.found
     if not fitting:
         refused = search.refused

@@ -63,6 +63,36 @@ class Search:
             self.tried[key] = simulate(self._shape, host_cache=self.host_cache, **self._fixed, **options)
         return self.tried[key]
 
+    def begin(
+        self,
+        microbatches: Sequence[int],
+        stashes: Sequence[str],
+        slots: Sequence[int],
+        state_dtypes: Sequence[str],
+    ) -> None:
+        """Simulate the combinations from which the search starts.
+
+        With the same other options a stash on the host only adds transfers to one on the device, and with one slot
+        nothing loads while a layer computes. Where the better one fits the other is left out. The best combination is
+        simulated with each stash, since a stash on the host leaves room for other options.
+        """
+        for count in microbatches:
+            for state_dtype in state_dtypes:
+                fitting: set[int] = set()  # the numbers of slots that fit, of the stashes so far
+                for stash in sorted(stashes, key=lambda stash: _PLAINNESS[stash]):
+                    for number in sorted(slots, key=lambda number: (number == 1, number)):
+                        if number in fitting or (number == 1 and fitting):
+                            continue
+                        options = {"microbatches": count, "stash": stash, "slots": number, "state_dtype": state_dtype}
+                        if self.simulated(**options).fits:
+                            fitting.add(number)
+        if self.found:
+            best = plainest(self.found).run
+            for stash in stashes:
+                self.simulated(
+                    microbatches=best.microbatches, stash=stash, slots=best.slots, state_dtype=best.state_dtype
+                )
+
     def refine(self, start: Simulation) -> None:
         """Vary recomputing and the layers a slot from a starting candidate."""
         best = self._with_less_recompute(start)
