@@ -63,6 +63,8 @@ def pytest_configure() -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects what is marked exhaustive
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     mark_what_is_not_sampled(items)
+    # The longest run first, or one process would have them left as the others have nothing to take from it.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if config.getoption("--adversary") is None:
         return
     if gone := [name for name in SCHEDULER if not any(Path(__file__).parent.rglob(f"test_{name}.py"))]:

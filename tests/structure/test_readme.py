@@ -50,6 +50,7 @@ def test_python_blocks_run_as_they_stand(code: str, tmp_path: Path) -> None:
     assert run([sys.executable, "-c", code], tmp_path).stdout
 
 
+@pytest.mark.slow
 def test_relay_commands_run_in_the_order_they_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, which has imported PyTorch. Examples, and the conformance suite, which is a run of pytest, have
     their own."""

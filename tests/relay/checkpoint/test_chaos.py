@@ -20,6 +20,7 @@ def kill(folder: Path, kills: int, seed: int) -> dict[str, int]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_five_kills_change_nothing(tmp_path: Path) -> None:
     assert kill(tmp_path, 5, 1)["kills"] == 5
 

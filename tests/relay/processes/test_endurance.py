@@ -12,6 +12,7 @@ STREAMING = {"device": "cpu:discrete", "stash": "host", "clip_grad_norm": 1.0}
 NARROW = {"precision": "bf16", "state_dtype": "int8"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
 @pytest.mark.parametrize(
     ("options", "saves"), [({}, False), (STREAMING | NARROW, False), ({}, True), (STREAMING, True)]

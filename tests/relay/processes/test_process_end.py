@@ -19,6 +19,7 @@ LOST = ("failing to save", "failing unseen")
 TRAINING = ("cpu", "cpu:discrete")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_a_script_that_closes_nothing_ends_as_it_would_have(tmp_path: Path) -> None:
     queueing = [probe.name for probe in probes() if probe.available]
