@@ -25,6 +25,8 @@ from relay.data.samples import Content, are_cut, cut, has_lists, holds_tensors, 
 from relay.errors import BatchError
 from relay.graph.pytree import TensorTree, tensor_leaves
 
+MASKED_TERM = "Every target of one of the loss's terms is masked, so the batch has no loss."
+
 
 @dataclass(frozen=True, eq=False)
 class Piece:
@@ -272,7 +274,7 @@ def term_totals(counts: Sequence[Sequence[float]]) -> list[float]:
     """What all micro-batches count in each term. Raises BatchError if all targets of a term are masked."""
     totals = [sum(column) for column in zip(*counts, strict=True)]
     if not all(totals):
-        raise BatchError("Every target of one of the loss's terms is masked, so the batch has no loss.")
+        raise BatchError(MASKED_TERM)
     return totals
 
 

@@ -23,7 +23,7 @@ from hal.device import Device
 from hal.host import Host
 from relay.checkpoint.format import SHARD_BYTES, Progress
 from relay.checkpoint.saving import Saving, write_from
-from relay.data.microbatches import Batch, Piece, count_tokens, term_totals
+from relay.data.microbatches import MASKED_TERM, Batch, Piece, count_tokens, term_totals
 from relay.distributed.buffers import share_buffers
 from relay.distributed.checkpoints import RankStates, part_of_state, write_together
 from relay.distributed.compare_ranks import checksum_of_states, refuse_differences
@@ -70,9 +70,8 @@ class SharedPass:
 
     def share_buffers(self, store: LayerStore) -> None:
         """After the step was applied: the buffers that its forward changed become those of the batch's first rank."""
-        names = self.prepared.saved_buffers
-        share_buffers(self.ranks, self.first_rank, [store[name] for name in names])
-        store.changed(names)
+        share_buffers(self.ranks, self.first_rank, [store[name] for name in self.prepared.saved_buffers])
+        store.changed(self.prepared.saved_buffers)
 
 
 class Together:
@@ -279,8 +278,7 @@ class Together:
             raise problem
         if not count:
             return given
-        rows = [row for each in records for row in each["terms"]]
-        shared = given.with_term_shares(term_totals(rows)) if given.terms and any(given.terms) else given
+        shared = given.with_term_shares(term_totals([row for each in records for row in each["terms"]]))
         if given.counts is None:
             return shared
         total = sum(one for each in records for one in each["counts"] or [])
@@ -366,8 +364,11 @@ def _problem(records: Sequence[Mapping[str, Any]]) -> RelayError | None:
     working = [each for each in records if each["microbatches"]]
     if not working:
         return BatchError("The batch has no samples on any rank, or all of its targets are masked: it has no loss.")
-    if not all(any(each["terms"]) == any(working[0]["terms"]) for each in working):
+    rows = [row for each in working for row in each["terms"]]
+    if len(set(map(len, rows))) > 1:
         return RanksDiffer("The terms of the loss count alike on some ranks and differently on others.")
+    if not all(map(sum, zip(*rows, strict=True))):
+        return BatchError(MASKED_TERM)
     if len({each["sum"] for each in working}) > 1:
         return RanksDiffer("The loss is a sum on some ranks and a mean on others. Give every rank the same weights=.")
     return None

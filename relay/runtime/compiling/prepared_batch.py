@@ -75,6 +75,8 @@ class PreparedBatch:
 
     def with_term_shares(self, totals: Sequence[float]) -> PreparedBatch:
         """The share of a batch that counts `totals` in the terms of the loss."""
+        if not totals:
+            return self
         plans = [model.partition.loss_plan for model in self.compiled]
         return replace(self, pieces=with_term_shares(self.pieces, plans, self.terms, totals))
 

@@ -14,7 +14,7 @@ from tests.support.ranks.start import run_ranks
 @pytest.mark.parametrize(
     ("sizes", "names"),
     [
-        ((3, 2), ("both", "the length, before the sum")),
+        ((3, 2), ("two counts", "the length, before the sum")),
         pytest.param((3, 0, 2), tuple(LOSSES), marks=pytest.mark.exhaustive),
     ],
 )
@@ -35,6 +35,8 @@ def test_terms_that_count_differently_and_values_of_the_whole_batch_are_those_of
         for result in results:
             assert not isinstance(result, str), result
             assert result[name][0] == pytest.approx(float(expected.detach()), rel=1e-6), name
+            refused = "Every target of one of the loss's terms is masked" in result[name][3]
+            assert refused is (name in ("two counts", "both")), name
             torch.testing.assert_close(result[name][2], model.state_dict()["0.weight"], rtol=1e-5, atol=1e-6)
         evaluating = results[-1][name][1]
         assert evaluating == pytest.approx(evaluated, rel=1e-5), name

@@ -11,7 +11,7 @@ import relay
 from tests.support.ranks.models import batch, layers, shares
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Result = tuple[float, float, torch.Tensor]
+Result = tuple[float, float, torch.Tensor, str]
 
 
 def of_two_counts(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,10 @@ LOSSES: dict[str, Loss] = {
 
 
 def train_losses(rank: int, count: int, names: Sequence[str], sizes: Sequence[int], masked: int) -> dict[str, Result]:
-    """For each loss: that of a step, that of a batch which the last rank alone evaluates, and a weight."""
+    """For each loss: that of a step, that of a batch which the last rank alone evaluates, a weight, and an error.
+
+    The error is that of a batch whose targets are all masked, and of which only the first rank has samples.
+    """
     found = {}
     for name in names:
         share = shares(batch(0, sum(sizes), masked), sizes)[rank]
@@ -49,7 +52,12 @@ def train_losses(rank: int, count: int, names: Sequence[str], sizes: Sequence[in
             loss = trainer.step(share).loss
             evaluated = trainer.evaluate(batch(1, 5)).loss if rank == count - 1 else 0.0
             trainer.predict(batch(1, 1)[0])
-            found[name] = loss, evaluated, trainer.state_dict()["0.weight"].clone()
+            weight, error = trainer.state_dict()["0.weight"].clone(), ""
+            try:
+                trainer.step(shares(batch(2, 2, 2), [2] + [0] * (count - 1))[rank])
+            except relay.BatchError as failure:
+                error = str(failure)
+            found[name] = loss, evaluated, weight, error
     return found
 
 
