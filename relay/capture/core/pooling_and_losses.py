@@ -245,7 +245,14 @@ def _distances_backward(gradient: Tensor, first: Tensor, second: Tensor, p: floa
     return (apart * scale.unsqueeze(-1)).sum(-2)
 
 
+def _soft_margin_loss_backward(gradient: Tensor, x: Tensor, target: Tensor, reduction: int) -> Tensor:
+    """PyTorch's own decomposition subtracts one from a sigmoid that is nearly one, which loses most digits."""
+    scale = 1 / x.numel() if reduction == 1 else 1.0
+    return -target * torch.sigmoid(-target * x) * scale * gradient
+
+
 FURTHER: dict[Any, Callable[..., Any]] = {
+    aten.soft_margin_loss_backward.default: _soft_margin_loss_backward,
     aten.max_pool2d_with_indices.default: _max_pool,
     aten.max_pool2d_with_indices_backward.default: _max_pool_backward,
     aten.max_pool3d_with_indices.default: _max_pool3d,

@@ -30,8 +30,8 @@ DEVICES = ("numpy", "onnx:cpu", "sim", "opencl")
 FIXED = (
     "addmm/0", "amax/1", "cdist/0", "cross/1", "cumprod/0", "cumprod/1", "fft.rfft/1", "index_put/1", "kthvalue/0",
     "linalg.svd/0", "masked_select/0", "nn.functional.conv2d/1", "nn.functional.dropout/1",
-    "nn.functional.interpolate.bicubic/1", "scatter_add/1", "var_mean/1", "nn.BatchNorm2d/0", "nn.CrossEntropyLoss/7",
-    "nn.LayerNorm/1", "nn.MultiheadAttention/5",
+    "nn.functional.interpolate.bicubic/1", "nn.functional.soft_margin_loss/0", "scatter_add/1", "var_mean/1",
+    "nn.BatchNorm2d/0", "nn.CrossEntropyLoss/7", "nn.LayerNorm/1", "nn.MultiheadAttention/5",
 )  # fmt: skip
 ON_OPENCL = ("cumprod/0", "index_put/1", "linalg.svd/0", "nn.LayerNorm/1")
 """Those that OpenCL runs by default too, as its compiler takes a tenth of a second for each kernel."""
