@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from backends.torch_device.accelerator import FAMILIES, Accelerator
+from backends.torch_device.accelerator import Accelerator
 from backends.torch_device.cuda_graphs import RECORDS, Recordings, reason_against
+from backends.torch_device.families import FAMILIES
 from backends.torch_device.program import lower
 from hal.device import NATIVE, Backend, Buffer, Device, DeviceInfo, KernelCall, Probe, View
 from hal.dtypes import check_ports

@@ -17,8 +17,9 @@ from torch import nn
 import relay
 from backends.torch_device import cuda
 from backends.torch_device import device as torch_device
-from backends.torch_device.accelerator import FAMILIES, Accelerator, Family
+from backends.torch_device.accelerator import Accelerator
 from backends.torch_device.device import TorchDevice
+from backends.torch_device.families import FAMILIES, Family
 from hal import registry
 from hal.errors import DeviceLost, HalError, OutOfMemory, Unavailable, Unsupported
 from hal.host import Host
