@@ -30,7 +30,7 @@ def parse_amount(text: str, per: str, option: str, example: str) -> float:
 def parse_prices(text: str, machines: Sequence[str], unit: str, option: str, example: str) -> dict[str, float]:
     """One price for all machines, or one for each as `NAME=PRICE,NAME=PRICE`.
 
-    Raises ValueError for a machine that is not compared or has no price.
+    Raises ValueError for a machine that is not compared, has no price, or has two.
     """
     if "=" not in text:
         return dict.fromkeys(machines, parse_amount(text, unit, option, example))
@@ -42,6 +42,8 @@ def parse_prices(text: str, machines: Sequence[str], unit: str, option: str, exa
                 f"--{option} has a price for {name.strip()!r}, which is not compared. Compared are "
                 f"{', '.join(machines)}."
             )
+        if name.strip() in found:
+            raise ValueError(f"--{option} has two prices for {name.strip()}. Give one for each machine.")
         found[name.strip()] = parse_amount(price, unit, option, example)
     missing = [name for name in machines if name not in found]
     if missing:

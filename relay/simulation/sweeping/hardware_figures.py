@@ -60,9 +60,19 @@ def _number(text: str) -> Any:
 
 
 def with_figure(machine: Machine, name: str, value: float) -> Machine:
-    """The machine with one figure of its device, link or host, for all of its devices."""
+    """The machine with one figure of its device, link or host, for all of its devices.
+
+    Raises ValueError for a part that would draw more watts idle than busy.
+    """
     part, _, figure = name.partition(".")
-    return machine.with_values(part, **_values(getattr(machine, part), part, figure, value))
+    changed = machine.with_values(part, **_values(getattr(machine, part), part, figure, value))
+    spec = getattr(changed, part)
+    if figure.startswith("power") and spec["power_idle"] > spec["power_busy"]:
+        raise ValueError(
+            f"{name}: {spec.title} would draw {spec['power_idle']:g} W while it is idle and {spec['power_busy']:g} W "
+            "while it is busy."
+        )
+    return changed
 
 
 def _values(spec: Spec, part: str, figure: str, value: float) -> dict[str, float]:

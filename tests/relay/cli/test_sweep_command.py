@@ -168,6 +168,7 @@ def test_a_figure_of_the_machine_is_swept_and_its_achieved_rates_follow(tmp_path
         (["--over", "device=t4,rtx-9999"], "no device preset 'rtx-9999'"),
         (["--over", "link.down=5GB"], "is in bytes"),
         (["--over", "link.down=5B/s"], "out of bounds"),
+        (["--device", "t4", "--over", "device.power_busy=1W"], "W while it is busy"),
         (["--over", "tokens=1,2"], "should be OPTION=A,B,..."),
         (["--over", f"batch={','.join(map(str, range(1, 400)))}", "--over",
           f"microbatches={','.join(map(str, range(1, 400)))}"], "a sweep takes at most"),

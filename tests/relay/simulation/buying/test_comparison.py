@@ -86,6 +86,7 @@ def test_chinchilla_is_twenty_tokens_a_parameter_and_a_machine_too_small_comes_l
         ([*TWO, "--price", "-1/h"], "'-1/h' is not an amount"),
         ([*TWO, "--price", "nan/h"], "'nan/h' is not an amount"),
         ([*TWO, "--buy", "9000/h"], "'9000/h' is not an amount"),
+        ([*TWO, "--price", "t4=1/h,t4=2/h"], "--price has two prices for t4"),
         ([*TWO, "--price", "t4=2.5/h"], "--price has no price for rtx-4090"),
         ([*TWO, "--price", "a100=2.5/h"], "'a100', which is not compared. Compared are rtx-4090, t4"),
         ([*TWO, "--price", "1/h", "--buy", "9000"], "Give one"),
