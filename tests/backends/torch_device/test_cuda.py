@@ -16,7 +16,7 @@ from tests.support.stubs.stub_accelerator import StubAccelerator
 
 
 class LoudGraph:
-    """`torch.cuda.CUDAGraph` and what it does to the allocator, as in PyTorch's sources (2.11 to 2.14).
+    """`torch.cuda.CUDAGraph` and what it does to the allocator, as in PyTorch's source `CUDAGraph.cpp`.
 
     `capture_end` raises before its last lines where the recording became invalid: it then leaves the allocator in use
     of the pool, and the graph does not give up its share of the pool when it is dropped.
