@@ -79,7 +79,7 @@ class Search:
         for count in microbatches:
             for state_dtype in state_dtypes:
                 fitting: set[int] = set()  # the numbers of slots that fit, of the stashes so far
-                for stash in sorted(stashes, key=lambda stash: _PLAINNESS[stash]):
+                for stash in sorted(stashes, key=lambda stash: stash == "host"):
                     for number in sorted(slots, key=lambda number: (number == 1, number)):
                         if number in fitting or (number == 1 and fitting):
                             continue

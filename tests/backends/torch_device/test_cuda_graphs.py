@@ -157,11 +157,12 @@ def test_a_recording_that_fails_is_reported_once_and_ends_the_recording_of_that_
 
 SETTINGS: dict[str, Callable[[bool], None]] = {
     "TF32": lambda on: setattr(torch.backends.cuda.matmul, "allow_tf32", on),
-    "TF32 of cuDNN": lambda on: setattr(torch.backends.cudnn, "allow_tf32", not on),
+    "TF32 of cuDNN": lambda on: torch._C._set_cudnn_allow_tf32(not on),
     "deterministic algorithms": torch.use_deterministic_algorithms,
-    "cuDNN's benchmark": lambda on: setattr(torch.backends.cudnn, "benchmark", on),
+    "cuDNN's benchmark": torch._C._set_cudnn_benchmark,
     "flash attention": lambda on: torch.backends.cuda.enable_flash_sdp(not on),
 }
+"""cuDNN's are set below `torch.backends.cudnn`, which takes nothing after torch.testing's samples were imported."""
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -80,11 +80,10 @@ def two_linears() -> list[nn.Module]:
     ("loss", "message"),
     [
         (lambda value: value.mean(dim=1), r"scalar.*\(2,\)"),
-        (lambda value: value.mean().reshape(1), r"scalar.*\(1,\)"),
         (lambda value: value.argmax(), "scalar.*int64"),
         (lambda value: 3.0, "tensor.*float"),
     ],
-    ids=["a row", "one in a list", "an integer", "a Python number"],
+    ids=["a row", "an integer", "a Python number"],
 )
 def test_a_loss_that_is_not_a_scalar_is_refused_with_what_it_is(build: Build, loss: Any, message: str) -> None:
     inputs, targets = list_batch()
@@ -96,7 +95,7 @@ def test_a_loss_that_is_not_a_scalar_is_refused_with_what_it_is(build: Build, lo
 
 @pytest.mark.parametrize("call", ["step", "evaluate"])
 def test_a_model_without_a_loss_is_refused(build: Build, call: str) -> None:
-    with pytest.raises(PartitionError, match=r"no loss.*labels"):
+    with pytest.raises(PartitionError, match=r"returned no loss for this batch, but a GPTOutput"):
         getattr(build(gpt()), call)({"input_ids": text()["input_ids"]})
     with pytest.raises(PartitionError, match="no loss"):
         getattr(build(Stack(two_linears(), lambda value: None)), call)({"inputs": list_batch()[0]})
