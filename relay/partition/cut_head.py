@@ -31,7 +31,8 @@ def mixes_early(model: str, why: str, what: str = "The loss") -> PartitionError:
     return PartitionError(
         f"{what} of {model} mixes samples: {why}. Only the head, which is what comes after the last layer, can run "
         "over the whole batch, so several micro-batches cannot make it. Use microbatches=1; or move what takes samples "
-        "together behind the last layer."
+        "together behind the last layer; or, if each micro-batch is meant to have its own loss, as when gradients are "
+        "accumulated, say by loss_weight= what each counts."
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from relay.errors import PartitionError
 from tests.support import reference
 from tests.support.zoo.plain_models import Build
 
@@ -82,14 +83,14 @@ def test_grouped_matrix_products_of_experts_in_float32_are_captured(build: Build
     reference.assert_same_state(trainer.state_dict(), plain.state_dict())
 
 
-def test_router_logits_are_trained_in_micro_batches_as_plain_accumulation_and_that_is_said(build: Build) -> None:
-    """The auxiliary loss takes a micro-batch's tokens together, so each makes its own, as when gradients are added."""
+def test_router_logits_are_trained_in_micro_batches_where_each_is_meant_to_have_its_own_loss(build: Build) -> None:
+    """The auxiliary loss takes a batch's tokens of every layer together: micro-batches cannot make it."""
     torch.manual_seed(0)
     ours = MODELS["router_logits"]()
     plain = copy.deepcopy(ours)
-    trainer = build(ours, microbatches=2)
     batch = batches()[0]
-    with pytest.warns(UserWarning, match="may not be that of the whole batch, because it cannot be followed"):
-        metrics = trainer.step(batch)
+    with pytest.raises(PartitionError, match=r"mixes samples.*microbatches=1"):
+        build(copy.deepcopy(ours), microbatches=2).step(batch)
+    metrics = build(ours, microbatches=2, loss_weight=lambda piece: len(piece["input_ids"])).step(batch)
     halves = [plain(**{name: tensor[start : start + 2] for name, tensor in batch.items()}).loss for start in (0, 2)]
     assert metrics.loss == pytest.approx(sum(half.item() for half in halves) / 2, rel=1e-6)
