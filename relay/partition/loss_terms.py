@@ -52,6 +52,7 @@ class LossTerms:
         self._where = where
         self._small = flow.pair.small.graph
         self._added: list[fx.Node] = []
+        self._given: dict[fx.Node, fx.Node] = {}
         self.changed = False
 
     def plan(self, assumed: Sequence[Cause], guards: Sequence[Guard]) -> LossPlan:
@@ -147,7 +148,9 @@ class LossTerms:
         if isinstance(key, Count):
             return SUM if key is Count.SUM else SAMPLES
         target, weight, ignored = key
-        wanted = [self._pair.small_of[node] for node in (target, weight) if node is not None]
+        # Weights of classes that follow from the batch are those of the whole batch here too.
+        own = ((node, self._pair.small_of[node]) for node in (target, weight) if node is not None)
+        wanted = [self._given.get(node, small) for node, small in own]
         return TargetCount(extracted(self._pair.small, wanted, inputs, self._small_states), int(ignored))
 
     def _placeholder(self, name: str, value: torch.Tensor) -> fx.Node:
@@ -164,6 +167,7 @@ class LossTerms:
         node = self._pair.small_of[value]
         given = self._placeholder(f"whole_{len(self._added)}", node.meta["val"])
         node.replace_all_uses_with(given)
+        self._given[value] = given
 
     def _set_literal(self, node: fx.Node, leaf: int) -> None:
         self.changed = True

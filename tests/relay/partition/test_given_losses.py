@@ -32,6 +32,34 @@ def test_a_loss_times_or_over_a_quantity_of_the_targets_is_that_of_the_whole_bat
     assert_same(build, lambda: Whole(TIMES[name]), BATCH, 3)
 
 
+def counts(labels: Tensor) -> Tensor:
+    return (labels[:, None] == torch.arange(3)).sum(0) + 1.0
+
+
+CLASS_WEIGHTS: dict[str, Loss] = {
+    "counts of classes": lambda o, b, m: F.cross_entropy(o, b["labels"], weight=counts(b["labels"])),
+    "their inverse": lambda o, b, m: F.nll_loss(
+        o.log_softmax(1), b["labels"], weight=len(b["labels"]) / (3 * counts(b["labels"]))
+    ),
+    "beside another term": lambda o, b, m: (
+        F.cross_entropy(o, b["labels"], weight=counts(b["labels"])) + o.square().mean()
+    ),
+    "of other numbers of the batch": lambda o, b, m: F.cross_entropy(
+        o, b["labels"], weight=(b["numbers"].mean() * torch.arange(3)).sigmoid()
+    ),
+    "beside fixed ones": lambda o, b, m: (
+        F.cross_entropy(o, b["labels"], weight=counts(b["labels"]))
+        + F.cross_entropy(o, b["labels"], weight=torch.arange(3.0) + 1)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLASS_WEIGHTS)
+@pytest.mark.sample(2)
+def test_weights_of_classes_that_follow_from_the_batch_are_those_of_the_whole_batch(build: Build, name: str) -> None:
+    assert_same(build, lambda: Whole(CLASS_WEIGHTS[name]), BATCH, 3)
+
+
 @pytest.mark.parametrize("shape", [(1,), (1, 1)])
 def test_a_loss_of_one_element_is_taken_as_by_pytorchs_backward(build: Build, shape: tuple[int, ...]) -> None:
     def loss(output: Tensor, batch: dict[str, Tensor], model: Any) -> Tensor:
