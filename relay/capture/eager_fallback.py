@@ -254,9 +254,10 @@ def _counters(
     buffers: Sequence[torch.Tensor],
 ) -> list[Counter]:
     """The numbers of a module that every call changes and computes with; `numbers` are those of before a call."""
-    if not changed(numbers, numbers_of(segment.module)):
+    now = numbers_of(segment.module)
+    if not changed(numbers, now) and now.keys() <= numbers.keys():
         return []
-    numbers = numbers_of(segment.module)  # what changes once and then stays is no counter
+    numbers = now  # what changes once and then stays is no counter
     with recorded_code() as ran, torch.no_grad():
         segment.run(leaves, values, as_they_are(buffers))
     return computed_with(changed(numbers, numbers_of(segment.module)), ran)

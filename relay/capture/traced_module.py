@@ -78,7 +78,7 @@ class TracedModule(nn.Module):
             with PlainTensors(self.module) as plain:  # the module is run several times, each time as it was
                 outputs: tuple[torch.Tensor, ...] = self.module(*inputs)
         self.plain.append(plain)
-        self.counters = computed_with(changed(before, numbers_of(self.module)), ran)
+        self.counters = computed_with(changed(before, numbers_of(self.module), ran), ran)
         self.holds_tensors = replaced is not None and bool(replaced.used)
         self._copy_assigned_buffers(buffers)
         # An output that shares memory with an input or another output would get no gradient of its own.

@@ -127,7 +127,7 @@ def partition_model(
                 ended = [called[call].outputs[number] for call, number in ends]
                 found.append((False, tensor_leaves(ended)[1]))
                 return ended
-            counting[:] = [one for one in changed(numbers, numbers_of(model)) if id(one.module) not in inside]
+            counting[:] = [one for one in changed(numbers, numbers_of(model), ran) if id(one.module) not in inside]
             code.update(ran)
             reads.update(seen)
             loss = loss_of(output)

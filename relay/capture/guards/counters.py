@@ -30,6 +30,8 @@ from relay.errors import PartitionError
 _NUMBERS = (int, float, complex, bool, str)
 _WRITING = frozenset({"append", "extend", "add", "clear", "appendleft", "update"})
 """Methods of containers that read nothing, where their result is not used."""
+_MISSING: Any = object()
+"""The number of an attribute that is not there yet: a forward makes it at its first call, or a class has it."""
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _RELAY = Path(__file__).parents[2]
 _LIBRARIES = (
@@ -83,12 +85,12 @@ def numbers_of(module: nn.Module) -> Numbers:
     return found
 
 
-def changed(before: Numbers, after: Numbers) -> list[Counter]:
-    """The numbers that are there in both and differ."""
+def changed(before: Numbers, after: Numbers, ran: Collection[CodeType] = ()) -> list[Counter]:
+    """The numbers that are there in both and differ, and new ones that the functions `ran` count on."""
     return [
         counter
         for place, (counter, value) in after.items()
-        if place in before and repr(before[place][1]) != repr(value)
+        if (repr(before[place][1]) != repr(value) if place in before else _is_counted_on(counter.name, ran))
     ]
 
 
@@ -129,6 +131,11 @@ def is_read(name: str, ran: Collection[CodeType]) -> bool:
     return any(_reads(code, name) for code in mentioning)
 
 
+def _is_counted_on(name: str, ran: Collection[CodeType]) -> bool:
+    """Whether code adds to an attribute: `x.name += 1`, `x.name = x.name + 1`, `x.name = getattr(x, "name", 0) + 1`."""
+    return any(not code.co_filename.startswith(_LIBRARIES) and _counts_on(code, name) for code in ran)
+
+
 def _mentions(code: CodeType, name: str) -> bool:
     return name in code.co_names or name in code.co_freevars or name in code.co_consts
 
@@ -153,6 +160,23 @@ def _reads(code: CodeType, name: str) -> bool:
     return any(_is_load(node, name) for node in ast.walk(tree) if id(node) not in counting)
 
 
+@functools.lru_cache(maxsize=1000)
+def _counts_on(code: CodeType, name: str) -> bool:
+    if not _mentions(code, name) or code.co_name == "<lambda>":
+        return False
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    for node in ast.walk(tree):
+        for target, value in _counted(node):
+            named = isinstance(target, ast.Attribute) and target.attr == name
+            adds = isinstance(value, ast.BinOp) and _same(value.left, target)
+            if named and (isinstance(node, ast.AugAssign) or adds):
+                return True
+    return False
+
+
 def _counted(node: ast.AST) -> list[tuple[ast.AST, ast.AST]]:
     """The assignments of a statement: `x += 1` and `x = x + 1`, and calls that only write: `x.append(...)`."""
     if isinstance(node, ast.AugAssign):
@@ -168,7 +192,11 @@ def _counted(node: ast.AST) -> list[tuple[ast.AST, ast.AST]]:
 
 
 def _same(left: ast.AST, target: ast.AST) -> bool:
-    """Whether two expressions are one, but for being read and written."""
+    """Whether two expressions are one, but for being read and written, or `getattr` with a number instead."""
+    if isinstance(left, ast.Call) and isinstance(left.func, ast.Name) and left.func.id == "getattr" and left.args:
+        if not isinstance(target, ast.Attribute) or any(not isinstance(one, ast.Constant) for one in left.args[1:]):
+            return False
+        return _same(left.args[0], target.value) and ast.dump(left.args[1]) == ast.dump(ast.Constant(target.attr))
     return ast.dump(left).replace("Store()", "Load()") == ast.dump(target).replace("Store()", "Load()")
 
 
@@ -203,14 +231,16 @@ class CountedStates:
     def values(self) -> list[Any]:
         """The numbers, in the order of the counters."""
         return [
-            getattr(one.module, one.name) if one.key is None else getattr(one.module, one.name)[one.key]
+            vars(one.module).get(one.name, _MISSING) if one.key is None else getattr(one.module, one.name)[one.key]
             for one in self.counters
         ]
 
     def set(self, values: Collection[Any]) -> None:
         """Set the numbers."""
         for counter, value in zip(self.counters, values, strict=True):
-            if counter.key is None:
+            if value is _MISSING:
+                vars(counter.module).pop(counter.name, None)
+            elif counter.key is None:
                 vars(counter.module)[counter.name] = value
             else:
                 vars(counter.module)[counter.name][counter.key] = value

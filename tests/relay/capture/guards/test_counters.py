@@ -73,6 +73,20 @@ class CountingInADict(Layer):
         return super().forward(value) / self.table["calls"]
 
 
+class DividedByWhatItMakes(Layer):
+    def forward(self, value: Tensor) -> Tensor:
+        self.made = getattr(self, "made", 0) + 1
+        return super().forward(value) / self.made
+
+
+class DividedByAnAttributeOfTheClass(Layer):
+    calls_of_the_class = 0
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.calls_of_the_class += 1
+        return super().forward(value) / self.calls_of_the_class
+
+
 class OnlyCounting(Layer):
     def forward(self, value: Tensor) -> Tensor:
         global COUNT
@@ -124,6 +138,30 @@ class WarmedUp(Model):
         return Output(found.loss * min(1.0, self.steps / 10), found.value)
 
 
+class WarmedUpByWhatItMakes(Model):
+    def forward(self, inputs: Tensor, targets: Tensor) -> Output:
+        self.made = getattr(self, "made", 0) + 1
+        found = super().forward(inputs, targets)
+        return Output(found.loss * min(1.0, self.made / 10), found.value)
+
+
+class WarmedUpByItsClass(Model):
+    steps_of_the_class = 0
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Output:
+        self.steps_of_the_class += 1
+        found = super().forward(inputs, targets)
+        return Output(found.loss * min(1.0, self.steps_of_the_class / 10), found.value)
+
+
+class MakingALength(Model):
+    def forward(self, inputs: Tensor, targets: Tensor) -> Output:
+        self.length = inputs.shape[1]
+        self.counted = getattr(self, "counted", 0) + 1  # and does not compute with it
+        found = super().forward(inputs, targets)
+        return Output(found.loss * self.length, found.value)
+
+
 class CountingItsSteps(Model):
     def forward(self, inputs: Tensor, targets: Tensor) -> Output:
         self.steps += 1
@@ -143,14 +181,15 @@ def two(make: Callable[[], Any]) -> tuple[Any, Any]:
 
 
 COUNTERS = [DividedByCalls, Annealed, OtherwiseAfterAWhile, CountingInADict]
-SAMPLE = {(DividedByCalls, 2), (OnlyCounting, 1), (Longest, 2)}
+LATE = [DividedByWhatItMakes, DividedByAnAttributeOfTheClass]
+SAMPLE = {(DividedByCalls, 2), (OnlyCounting, 1), (Longest, 2), (DividedByWhatItMakes, 2)}
 
 
 @pytest.mark.parametrize(
     ("layer", "microbatches"),
     [
         pytest.param(layer, count, marks=() if (layer, count) in SAMPLE else pytest.mark.exhaustive)
-        for layer in (*COUNTERS, OnlyCounting, Longest)
+        for layer in (*COUNTERS, *LATE, OnlyCounting, Longest)
         for count in (1, 2)
     ],
 )
@@ -167,13 +206,20 @@ def test_a_model_whose_layers_count_trains_as_in_pytorch(build: Build, layer: ty
 
 
 def test_what_counts_is_compiled_once(build: Build, caplog: pytest.LogCaptureFixture) -> None:
-    for make in (lambda: Model(DividedByCalls), lambda: CountingItsSteps(OnlyCounting)):
+    for make in (lambda: Model(DividedByWhatItMakes), lambda: CountingItsSteps(OnlyCounting)):
         trainer = build(make(), microbatches=1)
         trainer.step(batches()[0])
         with caplog.at_level("INFO", logger="relay"):
             for batch in batches():
                 trainer.step(batch)
         assert not [record for record in caplog.records if "compiling" in record.message]
+
+
+def test_a_number_that_a_forward_makes_anew_is_none_that_it_counts(build: Build) -> None:
+    ours, plain = two(lambda: MakingALength(Layer))
+    losses = reference.train(plain, batches(), 1)
+    trainer = build(ours, microbatches=1)
+    assert [trainer.step(batch).loss for batch in batches()] == losses
 
 
 class Filled(Layer):
@@ -223,6 +269,8 @@ def test_what_the_garbage_collector_runs_is_no_code_of_the_model(
         (lambda: Model(ByAGlobal), "COUNT"),
         (lambda: Model(ByAClosure), r".*closure of layers\.0\.closure"),
         (lambda: WarmedUp(Layer), "'steps', outside of its repeated layers"),
+        (lambda: WarmedUpByWhatItMakes(Layer), "'made', outside of its repeated layers"),
+        (lambda: WarmedUpByItsClass(Layer), "'steps_of_the_class', outside of its repeated layers"),
     ],
 )
 def test_a_number_that_no_layer_holds_is_refused_by_name(
