@@ -213,6 +213,7 @@ class Failing(torch.optim.SGD):
 @pytest.mark.parametrize("device", ["cpu", "cpu:discrete"])
 @pytest.mark.parametrize("then", ["synchronize", "state_dict", "step"])
 def test_a_deferred_update_that_fails_surfaces_and_ends_the_training(build: Build, then: str, device: str) -> None:
+    Failing.calls = -1000  # the class is tried on a few tensors first
     trainer = build(
         perceptron(count=4),
         loss=nn.functional.mse_loss,
@@ -221,7 +222,7 @@ def test_a_deferred_update_that_fails_surfaces_and_ends_the_training(build: Buil
         device=device,
         optimizer=functools.partial(Failing, lr=0.1),
     )
-    Failing.calls = 0  # the class was tried on a few tensors
+    Failing.calls = 0
     trainer.step(regression())
     trainer.state_dict()
     with pytest.raises(Exception, match="the optimizer broke"):  # noqa: PT012
